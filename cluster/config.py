@@ -1,0 +1,157 @@
+"""Engine settings: read once, frozen, passed down.
+
+One dataclass for the engine and one for speculation. Names are vLLM's where vLLM has them. An unknown key
+is an error that proposes the nearest known one. What can be derived is not a setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from .errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+Policy = Literal["fcfs", "priority"]
+DrafterPlacement = Literal["colocated", "split"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are proposed.
+
+    Attributes:
+        model: folder or hub id of the drafter checkpoint (z-lab or Speculators format).
+        method: "dflash".
+        num_speculative_tokens: drafts per step, at most block size - 1 (its default); SGLang counts one more.
+        placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own.
+    """
+
+    model: str
+    method: Literal["dflash"] = "dflash"
+    num_speculative_tokens: int | None = None
+    placement: DrafterPlacement = "colocated"
+
+    def __post_init__(self) -> None:
+        _one_of("speculative_config.method", self.method, ("dflash",))
+        _one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
+        _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: a target, perhaps a drafter, and how they are run.
+
+    Attributes:
+        model: folder or hub id of the target checkpoint.
+        tokenizer: folder or hub id; the target's if absent.
+        speculative_config: None decodes plainly.
+        dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where the CPU multiplies it natively.
+        device: "auto" takes CUDA if there is a device.
+        tensor_parallel_size: ranks over which the target is sharded.
+        max_model_len: longest sequence in tokens; the checkpoint's limit if absent. Bounds page-table size.
+        max_num_seqs: most requests that run at once; each costs a slot of device memory.
+        max_num_batched_tokens: most rows in one step; bounds activation memory and a step's duration.
+        enable_chunked_prefill: False gives a prompt only whole steps (it must fit the token budget).
+        enable_prefix_caching: keep pages of finished requests for prompts that begin alike.
+        page_size: tokens per K/V page.
+        kv_cache_memory_bytes: memory of all K/V pools of a rank together; derived if absent.
+        gpu_memory_utilization: share of a GPU's memory that the engine may use.
+        num_pages: number of K/V pages; overrides what memory allows (tests, fairness).
+        scheduling_policy: "fcfs" or "priority" (Request.priority, lower first).
+        max_num_queued_reqs: waiting requests beyond it are refused with a retryable error; None = no limit.
+        num_threads: threads of each CPU worker; None shares the cores it owns.
+        seed: makes requests without a seed reproducible; None draws random seeds.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    speculative_config: SpeculativeConfig | None = None
+    dtype: DType = "auto"
+    device: DeviceKind = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    page_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_pages: int | None = None
+    scheduling_policy: Policy = "fcfs"
+    max_num_queued_reqs: int | None = None
+    num_threads: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("device", self.device, get_args(DeviceKind))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        for name in (
+            "tensor_parallel_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_size",
+            "kv_cache_memory_bytes",
+            "num_pages",
+            "num_threads",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie in (0, 1].",
+                param="gpu_memory_utilization",
+            )
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether the workers live in other processes (and so under Ray)."""
+        split = self.speculative_config is not None and self.speculative_config.placement == "split"
+        return self.tensor_parallel_size > 1 or split
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:  # Any: values come from YAML or flags.
+        """Build from plain data (YAML, keyword arguments); `speculative_config` may be a mapping."""
+        known = dict(settings)
+        spec = known.get("speculative_config")
+        if isinstance(spec, Mapping):
+            known["speculative_config"] = from_mapping(
+                SpeculativeConfig, cast(Mapping[str, Any], spec), "speculative_config."
+            )
+        return from_mapping(cls, known)
+
+
+def from_mapping(cls: type[T], settings: Mapping[str, Any], prefix: str = "") -> T:
+    """Make dataclass `cls` from a mapping; an unknown or missing key is a ConfigError that names it."""
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for key in settings:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known keys: {', '.join(names)}."
+            raise ConfigError(f"Unknown setting {prefix}{key}.{hint}", param=f"{prefix}{key}")
+    try:
+        return cls(**settings)
+    except TypeError as error:
+        raise ConfigError(
+            f"{prefix or 'engine settings'}: {error}.", param=prefix.rstrip(".") or None
+        ) from None
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(map(str, allowed))
+        raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.", param=name)

@@ -1,0 +1,106 @@
+"""The error tree: everything a user can get wrong, and what to do about it.
+
+    MantaError                    status 500, not retryable
+    ├── RequestError              400  a request field is wrong; `param` names it
+    │   ├── ModelNotFoundError    404  the model named in the request is not served here
+    │   └── UnprocessableError    422  valid, but can never be served (needs more pages than exist)
+    ├── ConfigError               500  a setting is wrong; raised before anything is loaded
+    │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
+    │   └── PlacementError        500  the cluster cannot hold the topology that was asked for
+    ├── DatasetError              400  an input file of a batch job cannot be read or understood
+    ├── OverloadedError           503  a queue is full; retry later
+    ├── DrainingError             503  the replica is stopping; retry elsewhere
+    └── EngineDeadError           503  a worker died under the request; retry
+
+A message names the field, the value and the remedy. What only we can get wrong is an `assert`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MantaError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: one or two sentences: what is wrong, and what would be right.
+        param: dotted path of the offending field, if there is one.
+    """
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "InternalServerError"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross process borders; keyword-only fields need help to be pickled."""
+        return _rebuild, (type(self), self.message, self.param)
+
+
+def _rebuild(cls: type[MantaError], message: str, param: str | None) -> MantaError:
+    return cls(message, param=param)
+
+
+class RequestError(MantaError):
+    """A field of a request is wrong."""
+
+    status = 400
+    kind = "BadRequestError"
+
+
+class ModelNotFoundError(RequestError):
+    """The model named in the request is not served here."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class UnprocessableError(RequestError):
+    """The request is valid but can never be served by this engine."""
+
+    status = 422
+    kind = "UnprocessableEntityError"
+
+
+class ConfigError(MantaError):
+    """A setting is wrong; raised before anything is loaded."""
+
+
+class CheckpointError(ConfigError):
+    """A model folder is missing, unreadable, corrupt, or does not fit its partner."""
+
+
+class PlacementError(ConfigError):
+    """The cluster cannot hold the topology that was asked for."""
+
+
+class DatasetError(MantaError):
+    """The input of a batch job cannot be read or understood."""
+
+    status = 400
+    kind = "BadRequestError"
+
+
+class OverloadedError(MantaError):
+    """A queue is full."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retryable = True
+
+
+class DrainingError(OverloadedError):
+    """The replica is stopping."""
+
+
+class EngineDeadError(MantaError):
+    """A worker died under the request."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retryable = True

@@ -1,0 +1,55 @@
+"""The seam between deciding and doing: an `Executor` runs planned steps.
+
+`SimulatedExecutor` (simulator.py) computes nothing; `actors/executor.py` holds the real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .plan import SchedulerOutput, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What was learned while loading: the facts that the scheduler needs.
+
+    Attributes:
+        num_pages: pages of `page_size` tokens in every K/V pool (target's and drafter's share ids).
+        page_size: tokens per page.
+        max_model_len: longest sequence, prompt and output, in tokens.
+        vocab_size: token ids are below it.
+        eos_token_ids: the model's end-of-sequence tokens.
+        num_speculative_tokens: most drafts per request and step (block size - 1); 0 = plain decoding.
+        dtype: of weights and K/V, e.g. "bfloat16".
+        device: e.g. "cpu", "cuda".
+    """
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+    dtype: str
+    device: str
+
+
+class Executor(Protocol):
+    """Runs steps in order, one at a time. Not thread-safe: one engine loop owns it."""
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step to its end. Raises EngineDeadError when a worker has died."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a worker is gone. Cheap; may be called from any thread."""
+        ...
+
+    def close(self) -> None:
+        """End all workers and free their memory. Idempotent."""
+        ...

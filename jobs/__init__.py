@@ -1,0 +1,1 @@
+"""Begins and ends: the command line, serving, batch jobs, benchmarks, training."""
