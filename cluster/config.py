@@ -50,6 +50,7 @@ class EngineConfig:
     Attributes:
         model: folder or hub id of the target checkpoint.
         tokenizer: folder or hub id; the target's if absent.
+        skip_tokenizer_init: work in token ids only; no text comes in or out.
         speculative_config: None decodes plainly.
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where the CPU multiplies it natively.
         device: "auto" takes CUDA if there is a device.
@@ -71,6 +72,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     speculative_config: SpeculativeConfig | None = None
     dtype: DType = "auto"
     device: DeviceKind = "auto"

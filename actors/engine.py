@@ -1,0 +1,253 @@
+"""The engine as a living thing: its loop in a thread of its own, requests as async streams.
+
+    event loop: add() ─ inbox ─▶ step thread: plan, execute, commit ─ updates ─▶ event loop: text, streams
+
+The step thread never touches text; detokenization and stop strings run on the event loop while the next
+step is under way. A stop string found there aborts the sequence one step later; its tokens never come out.
+Used by the Serve replica and by batch actors. `LLM` (llm.py) is the synchronous twin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..cluster.config import EngineConfig
+from ..cluster.engine import Engine, EngineStats, SequenceUpdate
+from ..cluster.errors import EngineDeadError, MantaError, RequestError
+from ..cluster.executor import Executor, ExecutorInfo
+from ..cluster.request import FinishReason, Request, SamplingParams
+from .executor import make_executor
+from .outputs import OutputProcessor, RequestOutput, RequestTracker
+from .prompts import Prompt, SeedSource, encode_prompt, load_tokenizer
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Where the outputs of one user request go. `failure` ends it."""
+
+    tracker: RequestTracker
+    outputs: deque[RequestOutput] = field(default_factory=deque)
+    failure: MantaError | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class AsyncEngine:
+    """One engine for many concurrent users.
+
+    Args:
+        config: of the engine.
+        make: builds the executor; runs in a thread, since loading takes long.
+    """
+
+    def __init__(
+        self, config: EngineConfig, make: Callable[[EngineConfig], Executor] = make_executor
+    ) -> None:
+        self.config = config
+        self._make = make
+        self._executor: Executor | None = None
+        self._engine: Engine | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._processor = OutputProcessor(None)
+        self._seeds = SeedSource(config.seed)
+        self._streams: dict[str, _Stream] = {}  # by the user's request id
+        self._inbox: deque[Callable[[Engine], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failure: MantaError | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Load the models and start the loop. Raises ConfigError and its kin."""
+        self._loop = asyncio.get_running_loop()
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
+        self._executor = await asyncio.to_thread(self._make, self.config)
+        self._processor = OutputProcessor(self._tokenizer)
+        self._engine = Engine(self.config, self._executor)
+        self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        assert self._executor is not None, "start() the engine first"
+        return self._executor.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        assert self._engine is not None, "start() the engine first"
+        return self._engine.stats()
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine cannot serve."""
+        if self._failure is not None:
+            raise self._failure
+        if self._executor is None or self._thread is None or not self._thread.is_alive():
+            raise EngineDeadError("The engine is not running.")
+        self._executor.check_health()
+
+    async def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        speculate: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Serve one request; yields what is new, once per step that brought tokens.
+
+        Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
+        """
+        self.check_health()
+        if request_id in self._streams:
+            raise RequestError(
+                f"request_id={request_id!r} is already running; give each request an id of its own.",
+                param="request_id",
+            )
+        text, token_ids = encode_prompt(prompt, self._tokenizer)
+        tracker, requests = self._processor.add(
+            request_id,
+            text,
+            token_ids,
+            self._seeds.seeded(params),
+            priority=priority,
+            cache_salt=cache_salt,
+            speculate=speculate,
+        )
+        stream = self._streams[request_id] = _Stream(tracker)
+        try:
+            self._tell(lambda engine: self._admit(engine, requests, stream))
+            while not tracker.finished or stream.outputs:
+                if stream.failure is not None:
+                    raise stream.failure
+                if not stream.outputs:
+                    await stream.wake.wait()
+                    stream.wake.clear()
+                while stream.outputs:
+                    yield stream.outputs.popleft()
+        finally:
+            self._leave(request_id, stream)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request as aborted; its stream ends with finish_reason "abort". False if it is unknown."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        child_ids = stream.tracker.child_ids
+        self._abort_all(child_ids)
+        self._deliver([_aborted(c) for c in child_ids])
+        return True
+
+    def close(self) -> None:
+        """Stop the loop and end the workers. Living requests fail with EngineDeadError. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=60.0)
+        if self._executor is not None:
+            self._executor.close()
+
+    # On the event loop.
+
+    def _leave(self, request_id: str, stream: _Stream) -> None:
+        """The reader is done or gone: forget what is left of the request everywhere."""
+        del self._streams[request_id]
+        if not stream.tracker.finished:
+            self._processor.forget(stream.tracker.child_ids)
+            self._abort_all(stream.tracker.child_ids)
+
+    def _abort_all(self, child_ids: Sequence[str], reason: FinishReason = "abort") -> None:
+        def command(engine: Engine) -> None:
+            for child_id in child_ids:
+                engine.abort(child_id, reason)
+
+        self._tell(command)
+
+    def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
+        deltas, stopped = self._processor.process(updates)
+        for delta in deltas:
+            stream = self._streams[delta.request_id]
+            stream.outputs.append(delta)
+            stream.wake.set()
+        if stopped:
+            self._abort_all(stopped, "stop")
+
+    def _fail(self, streams: Sequence[_Stream], failure: MantaError) -> None:
+        for stream in streams:
+            stream.failure = failure
+            stream.wake.set()
+
+    def _fail_all(self, failure: MantaError) -> None:
+        self._fail(list(self._streams.values()), failure)
+
+    # On the step thread.
+
+    def _tell(self, command: Callable[[Engine], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _admit(self, engine: Engine, requests: Sequence[Request], stream: _Stream) -> None:
+        try:
+            for request in requests:
+                engine.add_request(request)
+        except MantaError as error:
+            for request in requests:
+                engine.abort(request.request_id)
+            self._post(self._fail, [stream], error)
+
+    def _post(self, call: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _run(self) -> None:
+        assert self._engine is not None
+        try:
+            while self._await_work(self._engine):
+                updates = self._engine.step()
+                if updates:
+                    self._post(self._deliver, updates)
+            self._failure = EngineDeadError("The engine is shutting down. Retry.")
+        except MantaError as error:
+            self._failure = error
+        except Exception as error:  # a process's edge: whatever broke, the requests must be answered
+            logger.exception("the engine's loop failed; running requests: %s", sorted(self._streams))
+            self._failure = EngineDeadError(f"The engine failed ({type(error).__name__}). Retry.")
+        self._post(self._fail_all, self._failure)
+
+    def _await_work(self, engine: Engine) -> bool:
+        """Run commands; sleep while there is nothing to do. False when closing."""
+        with self._wake:
+            while not self._closing and not self._inbox and not engine.has_unfinished:
+                self._wake.wait()
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command(engine)
+        return not self._closing
+
+
+def _aborted(child_id: str) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id=child_id,
+        token_ids=(),
+        finish_reason="abort",
+        stop_reason=None,
+        num_cached_tokens=0,
+        num_drafted=0,
+        num_accepted=0,
+    )

@@ -1,0 +1,174 @@
+"""`manta.LLM`: offline generation in the manner of vLLM's class, in this process and without Ray.
+
+Only a topology of several processes (tensor parallel, split drafter) starts workers under Ray. Not for
+serving: `engine.py` is. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from ..cluster.config import EngineConfig
+from ..cluster.engine import Engine, EngineStats
+from ..cluster.executor import ExecutorInfo
+from ..cluster.request import SamplingParams
+from .executor import make_executor
+from .outputs import OutputProcessor, RequestOutput, RequestTracker
+from .prompts import Prompt, SeedSource, encode_prompt, load_tokenizer
+from .tokenizer import Message, Tokenizer
+
+
+class LLM:
+    """A target, perhaps a drafter, and the engine that runs them.
+
+    Args:
+        model: folder or hub id of the target.
+        speculative_config: e.g. {"method": "dflash", "model": "models/drafter"}; None decodes plainly.
+        **settings: any field of `EngineConfig`.
+
+    Example:
+        >>> llm = LLM("models/target", speculative_config={"model": "models/drafter"})
+        >>> llm.generate("def main(", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    # Any: settings come from users as plain values and are checked by EngineConfig.
+    def __init__(
+        self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        self.config = EngineConfig.from_dict(
+            {"model": str(model), "speculative_config": speculative_config, **settings}
+        )
+        self.tokenizer: Tokenizer | None = load_tokenizer(self.config)
+        self._executor = make_executor(self.config)
+        self._engine = Engine(self.config, self._executor)
+        self._processor = OutputProcessor(self.tokenizer)
+        self._seeds = SeedSource(self.config.seed)
+        self._ids = itertools.count()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._executor.info
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts, all at once; results in the order of the prompts.
+
+        Args:
+            prompts: a string, a list of token ids, {"prompt_token_ids": ...}, or a list of those.
+            sampling_params: for all, or one per prompt.
+            use_tqdm: show progress; by default when stderr is a terminal.
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        trackers = self._add_all(batch, params)
+        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+        with tqdm(total=len(trackers), disable=not show, unit="request") as bar:
+            while self._engine.has_unfinished:
+                bar.update(sum(delta.finished for delta in self._step()))
+        return [tracker.whole() for tracker in trackers]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered with the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.render_chat(m, **template_variables) for m in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **template_variables: Any) -> Prompt:
+        """The prompt of a conversation; its special tokens come from the template alone."""
+        assert self.tokenizer is not None, "chat needs a tokenizer: drop skip_tokenizer_init"
+        text = self.tokenizer.apply_chat_template(messages, **template_variables)
+        return {
+            "prompt": text,
+            "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
+        }
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt; yields what is new, once per verified block. Leaving early aborts it."""
+        (tracker,) = self._add_all([prompt], [sampling_params or SamplingParams()])
+        try:
+            while not tracker.finished:
+                yield from (delta for delta in self._step() if delta.request_id == tracker.request_id)
+        finally:
+            if not tracker.finished:
+                self._drop([tracker])
+
+    def close(self) -> None:
+        """End the workers and free their memory. Idempotent."""
+        self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self) -> list[RequestOutput]:
+        deltas, stopped = self._processor.process(self._engine.step())
+        for request_id in stopped:
+            self._engine.abort(request_id, "stop")
+        return deltas
+
+    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestTracker]:
+        """Add all or none: a bad prompt must not leave the good ones running."""
+        trackers: list[RequestTracker] = []
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                text, token_ids = encode_prompt(prompt, self.tokenizer)
+                tracker, requests = self._processor.add(
+                    str(next(self._ids)), text, token_ids, self._seeds.seeded(wanted)
+                )
+                trackers.append(tracker)
+                for request in requests:
+                    self._engine.add_request(request)
+        except BaseException:
+            self._drop(trackers)
+            raise
+        return trackers
+
+    def _drop(self, trackers: Sequence[RequestTracker]) -> None:
+        child_ids = [child_id for tracker in trackers for child_id in tracker.child_ids]
+        self._processor.forget(child_ids)
+        for child_id in child_ids:
+            self._engine.abort(child_id)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    is_one = bool(prompts) and not isinstance(prompts[0], str | Mapping | Sequence)
+    return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params: {len(params)} given for {count} prompts; give one, or one each.")
+    return params

@@ -1,0 +1,266 @@
+"""From token updates to what a user sees: text, stop strings, n completions, acceptance figures.
+
+The engine deals in token ids of single requests; here they become `RequestOutput`s in vLLM's shape. Not
+thread-safe: `LLM` calls it inline, `AsyncEngine` on its event loop, away from the step's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..cluster.engine import SequenceUpdate
+from ..cluster.request import FinishReason, Request, SamplingParams
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of n completions. In a stream `text` and `token_ids` hold what is new, else everything.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """What a request cost. Times in seconds; None until known.
+
+    `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted (the bonus not counted).
+    """
+
+    num_cached_tokens: int
+    ttft_s: float | None
+    e2e_s: float
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: list[int]
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per verify step: accepted drafts + the bonus token; None if nothing was drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request: everything so far, or (in a stream) what is new since the last one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+
+class _Text:
+    """The growing text of one completion, with stop strings found and held back."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._stream = tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
+        self._stop = params.stop
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        # A stop string may begin in text that is already here: never emit what could be its beginning.
+        self._held = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
+        self.text = ""
+        self._emitted = 0
+
+    def feed(self, token_ids: Sequence[int], num_before: int) -> tuple[int, str | None]:
+        """Append tokens. Returns how many of them count and the stop string that ended the text."""
+        if not self._stop:
+            self.text += self._stream.step(token_ids)
+            return len(token_ids), None
+        for used, token_id in enumerate(token_ids, start=1):
+            fresh = self._stream.step([token_id])
+            begin = len(self.text)
+            self.text += fresh
+            if fresh and num_before + used > self._min_tokens and (hit := self._find_stop(begin)) is not None:
+                return used, hit
+        return len(token_ids), None
+
+    def take(self, *, final: bool) -> str:
+        """The text not yet given out."""
+        end = len(self.text) if final else max(self._emitted, len(self.text) - self._held)
+        piece, self._emitted = self.text[self._emitted : end], end
+        return piece
+
+    def _find_stop(self, begin: int) -> str | None:
+        """Find the first stop string that ends in text[begin:], and cut the text there."""
+        found = [
+            (at, stop)
+            for stop in self._stop
+            if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return None
+        at, stop = min(found, key=lambda hit: hit[0])
+        self.text = self.text[: at + (len(stop) if self._keep_stop else 0)]
+        return stop
+
+
+@dataclass(slots=True)
+class _Completion:
+    index: int
+    text: _Text | None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def feed(self, update: SequenceUpdate) -> tuple[CompletionOutput, bool]:
+        """Take in an update. Returns what is new, and whether a stop string ends the sequence early."""
+        token_ids, hit = list(update.token_ids), None
+        if self.text is not None:
+            used, hit = self.text.feed(token_ids, len(self.token_ids))
+            token_ids = token_ids[:used]
+        self.token_ids.extend(token_ids)
+        if hit is not None:
+            self.finish_reason, self.stop_reason = "stop", hit
+        else:
+            self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        piece = self.text.take(final=self.finish_reason is not None) if self.text is not None else ""
+        delta = CompletionOutput(self.index, piece, token_ids, self.finish_reason, self.stop_reason)
+        return delta, hit is not None and update.finish_reason is None
+
+    def whole(self) -> CompletionOutput:
+        text = self.text.text if self.text is not None else ""
+        return CompletionOutput(self.index, text, self.token_ids, self.finish_reason, self.stop_reason)
+
+
+class RequestTracker:
+    """All completions of one user request and its figures."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self._completions = [
+            _Completion(i, self._new_text(tokenizer, params) if params.detokenize else None)
+            for i in range(params.n)
+        ]
+        self._arrival_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._last_s = self._arrival_s
+        self._num_cached = 0
+        self._num_drafted = 0
+        self._histogram: list[int] = []
+
+    def _new_text(self, tokenizer: Tokenizer | None, params: SamplingParams) -> _Text | None:
+        return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params)
+
+    @property
+    def child_ids(self) -> list[str]:
+        """The ids under which the engine knows the completions."""
+        count = len(self._completions)
+        return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish_reason is not None for c in self._completions)
+
+    def feed(self, index: int, update: SequenceUpdate) -> tuple[RequestOutput, bool]:
+        """Take in an update of completion `index`; see `_Completion.feed`."""
+        self._last_s = time.monotonic()
+        if update.token_ids and self._first_token_s is None:
+            self._first_token_s = self._last_s
+        self._num_cached = max(self._num_cached, update.num_cached_tokens)
+        if update.num_drafted:
+            self._num_drafted += update.num_drafted
+            missing = update.num_accepted + 1 - len(self._histogram)
+            self._histogram.extend([0] * missing)
+            self._histogram[update.num_accepted] += 1
+        delta, stopped = self._completions[index].feed(update)
+        return self._output([delta]), stopped
+
+    def whole(self) -> RequestOutput:
+        return self._output([completion.whole() for completion in self._completions])
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self._metrics()
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        first = self._first_token_s
+        return RequestMetrics(
+            num_cached_tokens=self._num_cached,
+            ttft_s=None if first is None else first - self._arrival_s,
+            e2e_s=self._last_s - self._arrival_s,
+            num_steps=sum(self._histogram),
+            num_draft_tokens=self._num_drafted,
+            num_accepted_tokens=sum(a * count for a, count in enumerate(self._histogram)),
+            acceptance_histogram=list(self._histogram),
+        )
+
+
+class OutputProcessor:
+    """All living requests of an engine, by the ids that the engine knows."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._living: dict[str, tuple[RequestTracker, int]] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        speculate: bool = True,
+    ) -> tuple[RequestTracker, list[Request]]:
+        """Register a user request; returns its tracker and one engine request per completion."""
+        tracker = RequestTracker(request_id, prompt, prompt_token_ids, params, self._tokenizer)
+        requests: list[Request] = []
+        for index, child_id in enumerate(tracker.child_ids):
+            self._living[child_id] = (tracker, index)
+            requests.append(
+                Request(
+                    request_id=child_id,
+                    prompt_token_ids=tuple(prompt_token_ids),
+                    params=params.child(index),
+                    priority=priority,
+                    arrival_s=time.monotonic(),
+                    cache_salt=cache_salt,
+                    speculate=speculate,
+                )
+            )
+        return tracker, requests
+
+    def process(self, updates: Iterable[SequenceUpdate]) -> tuple[list[RequestOutput], list[str]]:
+        """Returns the deltas to give out, and the engine ids whose text met a stop string."""
+        deltas: list[RequestOutput] = []
+        stopped: list[str] = []
+        for update in updates:
+            known = self._living.get(update.request_id)
+            if known is None:  # forgotten while its last step was in flight
+                continue
+            delta, hit = known[0].feed(known[1], update)
+            deltas.append(delta)
+            if hit:
+                stopped.append(update.request_id)
+            if hit or update.finish_reason is not None:
+                del self._living[update.request_id]
+        return deltas, stopped
+
+    def forget(self, child_ids: Iterable[str]) -> None:
+        for child_id in child_ids:
+            self._living.pop(child_id, None)
