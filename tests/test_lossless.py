@@ -1,0 +1,148 @@
+"""The promise: output never depends on speculation. Token by token, in fp32, over the grid of features.
+
+The reference is plain decoding of one request at a time; for greedy output also transformers' own
+`generate`. Topologies of several processes are in test_lossless_topologies.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from manta import LLM, SamplingParams
+from tiny import TINY_VOCAB
+
+NUM_TOKENS = 24
+KNOBS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "warm": SamplingParams(temperature=0.7),
+    "plain": SamplingParams(temperature=1.0),
+    "top-k": SamplingParams(temperature=1.0, top_k=5),
+    "top-p": SamplingParams(temperature=0.7, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05),
+    "all": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01),
+    "min-tokens": SamplingParams(temperature=1.0, min_tokens=20, stop_token_ids=(1, 2, 3, 4, 5, 6, 7, 8)),
+}
+ENGINES = {
+    "as shipped": {},
+    "chunks of 16 rows": {"max_num_batched_tokens": 16},
+    "whole prompts": {"enable_chunked_prefill": False},
+    "forced preemption": {"num_pages": 22, "enable_prefix_caching": False},
+    "forced preemption with prefix cache": {"num_pages": 22},
+}
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of mixed lengths, 1 to about 90 tokens, without end tokens."""
+    random = np.random.default_rng(7)
+    return [random.integers(1, TINY_VOCAB - 1, 1 + 13 * i % 97).tolist() for i in range(count)]
+
+
+def params_of(name: str, count: int) -> list[SamplingParams]:
+    return [replace(KNOBS[name], seed=100 + i, max_tokens=NUM_TOKENS + i) for i in range(count)]
+
+
+def open_llm(target: Path, drafter: Path | None, **settings: object) -> LLM:
+    spec = None if drafter is None else {"model": str(drafter)}
+    if drafter is not None and (drafts := settings.pop("num_speculative_tokens", None)):
+        spec["num_speculative_tokens"] = drafts
+    return LLM(
+        str(target),
+        speculative_config=spec,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        num_threads=1,
+        **{"max_num_seqs": 8, "max_model_len": 256, **settings},
+    )
+
+
+def tokens_of(llm: LLM, batch: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in batch], params)]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def target(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> dict[str, list[list[int]]]:
+    """Plain decoding, one request at a time, no prefix cache."""
+    with open_llm(target, None, enable_prefix_caching=False) as llm:
+        return {
+            name: [tokens_of(llm, [p], [s])[0] for p, s in zip(prompts(8), params_of(name, 8), strict=True)]
+            for name in KNOBS
+        }
+
+
+def test_greedy_equals_transformers_generate(target: Path, reference: dict[str, list[list[int]]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for prompt, params, ours in zip(prompts(8), params_of("greedy", 8), reference["greedy"], strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=params.max_tokens
+        )
+        assert out[0, len(prompt) :].tolist() == ours
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 15])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_speculation_changes_no_token(
+    target: Path, tiny_drafter: Path, reference: dict[str, list[list[int]]], engine: str, drafts: int
+) -> None:
+    with open_llm(target, tiny_drafter, num_speculative_tokens=drafts, **ENGINES[engine]) as llm:
+        for name in KNOBS:
+            for size in (1, 3, 8):
+                got = tokens_of(llm, prompts(8)[:size], params_of(name, 8)[:size])
+                assert got == reference[name][:size], f"{name}, batch of {size}"
+        stats = llm.stats()
+    assert stats.num_accepted_tokens > 0, "nothing was ever accepted: the test would prove little"
+    if "preemption" in engine:
+        assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_plain_decoding_does_not_depend_on_the_batch(
+    target: Path, reference: dict[str, list[list[int]]], engine: str
+) -> None:
+    with open_llm(target, None, **ENGINES[engine]) as llm:
+        for name in KNOBS:
+            assert tokens_of(llm, prompts(8), params_of(name, 8)) == reference[name], name
+
+
+def test_prefix_hits_change_no_token_and_keep_the_drafters_context(target: Path, tiny_drafter: Path) -> None:
+    shared = prompts(8)[7]
+    batch = [shared + tail for tail in ([5, 6], [9], [], [5, 6, 7, 8, 9])]
+    params = params_of("plain", len(batch))
+    with open_llm(target, None, enable_prefix_caching=False) as plain:
+        expected = tokens_of(plain, batch, params)
+    with open_llm(target, tiny_drafter) as llm:
+        cold = llm.generate([{"prompt_token_ids": p} for p in batch], params)
+        warm = llm.generate([{"prompt_token_ids": p} for p in batch], params)
+    assert [o.outputs[0].token_ids for o in cold] == expected
+    assert [o.outputs[0].token_ids for o in warm] == expected
+    assert all(o.metrics.num_cached_tokens > 0 for o in warm)
+    # The drafter sees the same context after a hit, so it must propose, and win, exactly as before.
+    assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
+
+
+def test_top_k_of_one_at_any_temperature_is_greedy(
+    target: Path, tiny_drafter: Path, reference: dict[str, list[list[int]]]
+) -> None:
+    params = [replace(p, temperature=1.0, top_k=1) for p in params_of("greedy", 8)]
+    with open_llm(target, tiny_drafter) as llm:
+        assert tokens_of(llm, prompts(8), params) == reference["greedy"]
+
+
+def test_the_seed_decides_the_output(target: Path, tiny_drafter: Path) -> None:
+    prompt = prompts(8)[3]
+    with open_llm(target, tiny_drafter) as llm:
+        same, again, other = tokens_of(
+            llm, [prompt] * 3, [SamplingParams(seed=s, max_tokens=32, ignore_eos=True) for s in (1, 1, 2)]
+        )
+    assert same == again != other

@@ -1,0 +1,117 @@
+"""Tiny random checkpoints, made with transformers: oracles that other people wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+TINY_VOCAB = 128
+TINY_BLOCK = 16
+TINY_TAPS = (0, 1, 2)
+
+
+def make_tiny_target(folder: Path, family: str, *, seed: int = 0, vocab_size: int = TINY_VOCAB) -> Path:
+    """A random 4-layer target (hidden 64, 4 heads, 2 KV heads, head_dim 16) as a Hugging Face folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+        "initializer_range": 0.08,
+        "dtype": "float32",
+    }
+    if family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+    else:
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope, tie_word_embeddings=False))
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_drafter(
+    folder: Path, *, seed: int = 1, block_size: int = TINY_BLOCK, vocab_size: int = TINY_VOCAB
+) -> Path:
+    """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "layer_types": ["full_attention", "full_attention"],
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "num_target_layers": 4,
+        "block_size": block_size,
+        "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": list(TINY_TAPS)},
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(_tiny_drafter_tensors(config, seed), folder / "model.safetensors")
+    return folder
+
+
+def _tiny_drafter_tensors(config: dict, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return 1.0 + 0.1 * torch.randn(size, generator=generator)
+
+    tensors = {
+        "fc.weight": matrix(hidden, len(TINY_TAPS) * hidden),
+        "hidden_norm.weight": norm(hidden),
+        "norm.weight": norm(hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        at = f"layers.{i}"
+        tensors |= {
+            f"{at}.input_layernorm.weight": norm(hidden),
+            f"{at}.post_attention_layernorm.weight": norm(hidden),
+            f"{at}.self_attn.q_proj.weight": matrix(heads * dim, hidden),
+            f"{at}.self_attn.k_proj.weight": matrix(kv_heads * dim, hidden),
+            f"{at}.self_attn.v_proj.weight": matrix(kv_heads * dim, hidden),
+            f"{at}.self_attn.o_proj.weight": matrix(hidden, heads * dim),
+            f"{at}.self_attn.q_norm.weight": norm(dim),
+            f"{at}.self_attn.k_norm.weight": norm(dim),
+            f"{at}.mlp.gate_proj.weight": matrix(inner, hidden),
+            f"{at}.mlp.up_proj.weight": matrix(inner, hidden),
+            f"{at}.mlp.down_proj.weight": matrix(hidden, inner),
+        }
+    return tensors
