@@ -1,0 +1,205 @@
+"""The step channel between real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from manta.actors.channel import Layout, PeerLostError, StepChannel, WorkerChannel, knock
+from manta.cluster.plan import SchedulerOutput, StepResult
+
+WORKER = """
+import os, sys, time
+from manta.actors.channel import PeerLostError, WorkerChannel, knock
+address, rank, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+channel = WorkerChannel(knock(address, rank), rank)
+answers = behaviour == "all answer" or rank == 0
+try:
+    while True:
+        message = channel.receive()
+        if behaviour == "stop reading":
+            time.sleep(60)
+        if answers:
+            channel.send(message)
+except PeerLostError:
+    sys.exit(42)
+"""
+SMALL = {"down_slots": 2, "down_slot_bytes": 64, "up_slots": 2, "up_slot_bytes": 48}
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start(address: str, rank: int, behaviour: str = "rank 0 answers") -> subprocess.Popen[bytes]:
+        children.append(subprocess.Popen([sys.executable, "-c", WORKER, address, str(rank), behaviour]))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait(10)
+
+
+def plan(num_tokens: int) -> SchedulerOutput:
+    one = np.arange(num_tokens, dtype=np.int32)
+    return SchedulerOutput(7, (), one, one, one, one, one, one, one, one > 0)
+
+
+def test_every_worker_gets_every_plan_and_rank_0_answers_in_order(spawn) -> None:
+    channel = StepChannel(2)
+    workers = [spawn(channel.address, rank) for rank in range(2)]
+    channel.accept()
+    for step in range(50):
+        channel.send(StepResult(step, np.full((2, 3), step, np.int32), np.array([3, 1], np.int32)))
+        rank, result = channel.receive(30.0)
+        assert (rank, result.step) == (0, step)
+        np.testing.assert_array_equal(result.token_ids, np.full((2, 3), step))
+    channel.close()
+    assert [worker.wait(10) for worker in workers] == [42, 42]
+
+
+def test_any_rank_can_answer(spawn) -> None:
+    channel = StepChannel(3)
+    for rank in range(3):
+        spawn(channel.address, rank, "all answer")
+    channel.accept()
+    channel.send("hello")
+    assert sorted(channel.receive(30.0) for _ in range(3)) == [(r, "hello") for r in range(3)]
+    channel.close()
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(2, **SMALL)], ids=["large slots", "tiny slots"])
+def test_messages_of_any_size_arrive_whole(spawn, layout: Layout) -> None:
+    channel = StepChannel(2, layout)
+    for rank in range(2):
+        spawn(channel.address, rank)
+    channel.accept()
+    sizes = [0, 1, 8, 100, 3000] if layout.down_slot_bytes < 100 else [0, 5000, 3_000_000, 17]
+    for size in sizes:
+        channel.send(plan(size))
+        _, back = channel.receive(30.0)
+        np.testing.assert_array_equal(back.slots, plan(size).slots)
+    channel.close()
+
+
+def test_a_killed_worker_is_noticed_while_waiting_for_its_answer(spawn) -> None:
+    channel = StepChannel(2)
+    workers = [spawn(channel.address, rank, "stop reading") for rank in range(2)]
+    channel.accept()
+    channel.send("work")
+    workers[1].send_signal(signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        channel.receive(30.0)
+    channel.close()
+
+
+def test_a_worker_that_does_not_answer_ends_in_a_timeout(spawn) -> None:
+    channel = StepChannel(1)
+    spawn(channel.address, 0, "stop reading")
+    channel.accept()
+    channel.send("work")
+    with pytest.raises(TimeoutError):
+        channel.receive(0.3)
+    channel.close()
+
+
+def test_a_worker_that_does_not_read_blocks_the_writer_only_until_the_timeout(spawn) -> None:
+    channel = StepChannel(1, Layout(1, **SMALL))
+    spawn(channel.address, 0, "stop reading")
+    channel.accept()
+    channel.send("the last it reads")
+    with pytest.raises(TimeoutError):
+        channel.send(bytes(1000), timeout_s=0.3)
+    channel.close()
+
+
+def test_the_liveness_callback_interrupts_a_wait(spawn) -> None:
+    def raise_on_call() -> None:
+        raise RuntimeError("marked as failed elsewhere")
+
+    channel = StepChannel(1)
+    spawn(channel.address, 0, "stop reading")
+    channel.accept()
+    channel.send("work")
+    with pytest.raises(RuntimeError, match="marked as failed"):
+        channel.receive(30.0, raise_on_call)
+    channel.close()
+
+
+def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
+    engine_code = (
+        "import sys, time; from manta.actors.channel import StepChannel; c = StepChannel(1);"
+        "print(c.address, flush=True); c.accept(); c.send('work'); c.receive(30.0); time.sleep(60)"
+    )
+    before = _shared_files()
+    engine = subprocess.Popen([sys.executable, "-c", engine_code], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    address = engine.stdout.readline().strip()
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, address, "0", "rank 0 answers"])
+    time.sleep(0.5)
+    engine.kill()
+    assert worker.wait(20) in (1, 42)  # 1: killed before it was let in
+    engine.wait(10)
+    assert _shared_files() == before
+
+
+def test_a_worker_on_another_machine_is_told_so() -> None:
+    with pytest.raises(PeerLostError, match="not on this machine"):
+        knock("manta-nobody-listens", 0)
+
+
+def test_closing_twice_and_without_workers_is_fine(spawn) -> None:
+    channel = StepChannel(1)
+    channel.close()
+    channel.close()
+    other = StepChannel(1)
+    spawn(other.address, 0)
+    other.accept()
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    other.close()
+    other.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) < descriptors
+
+
+def test_accept_gives_up_when_a_worker_stays_away() -> None:
+    channel = StepChannel(1)
+    with pytest.raises(TimeoutError):
+        channel.accept(timeout_s=0.2)
+    channel.close()
+
+
+def test_a_sleeping_worker_wakes_at_once_and_gets_what_was_sent_meanwhile(spawn) -> None:
+    channel = StepChannel(1)
+    spawn(channel.address, 0)
+    channel.accept()
+    for pause_s in (0.0, 0.3, 0.0):
+        time.sleep(pause_s)  # long enough for the worker to fall asleep
+        channel.send(pause_s)
+        assert channel.receive(30.0) == (0, pause_s)
+    channel.close()
+
+
+def test_the_two_ends_work_inside_one_process() -> None:
+    channel = StepChannel(1)
+    sock = knock(channel.address, 0)
+    channel.accept()
+    worker = WorkerChannel(sock, 0)
+    channel.send({"a": 1})
+    assert worker.receive() == {"a": 1}
+    worker.send([1, 2])
+    assert channel.receive(1.0) == (0, [1, 2])
+    channel.close()
+    with pytest.raises(PeerLostError):
+        worker.receive()
+    worker.close()
+
+
+def _shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("manta")}
