@@ -1,0 +1,313 @@
+"""Attention over paged K/V with PyTorch's own kernel: gather pages, then scaled dot products.
+
+The CPU's backend, and the fallback elsewhere. `AttentionBatch` is built once per step from host integers and
+holds every index and mask that the layers need; `paged_attention` then costs a handful of framework calls per
+layer. Called by `model.py` and `actors/target`.
+
+A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
+pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked.
+
+Requests are put into groups: short ones (decoding) of similar context together, padded to the longest; each
+long one (prefill) alone, in tiles of query rows. A row's result does not depend on its companions: measured
+bitwise on the CPUs tried (tests/test_drafter_attention.py), given at least two query rows per product and the
+context padding of `_padded`: 512 keys are summed at a time, and how that sum is split depends on its length.
+
+Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
+dim, T context tokens (padded), P pages of a request, S page size, M rows of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from .kv_cache import PagedKVCache
+
+Ints = NDArray[np.integer]
+
+_SHORT_ROWS = 32  # requests with at most so many rows share a group
+_TILE_ROWS = 512  # query rows of a long request that are computed at once
+_KEY_BLOCK = 512  # keys that the CPU kernel sums at once
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedRows:
+    """Row of each padded query row; places among them that are real; the rows that these are. int64."""
+
+    padded_M: Tensor
+    real_places_N: Tensor
+    real_N: Tensor
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests that one product serves.
+
+    Attributes:
+        num_requests, num_rows, num_keys: G, W and T.
+        rows: the group's rows, as a slice if they stand unpadded and in order.
+        pages_GP: page ids (int64, flat).
+        first_page: the first page of the only request, if its pages are consecutive; else None.
+        positions_GW: absolute position of each padded query row.
+        lengths_G: keys that exist.
+        masks: additive masks by their meaning, made when first asked for.
+    """
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    rows: slice | _PaddedRows
+    pages_GP: Tensor
+    first_page: int | None
+    positions_GW: Tensor
+    lengths_G: Tensor
+    masks: dict[tuple[bool, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, causal: bool, window: int | None, dtype: torch.dtype, copies: int) -> Tensor:
+        """[G, 1, copies * W, T], or 1 for W where all rows see the same: 0 where visible, else -inf."""
+        key = (causal, window, dtype, copies)
+        if key not in self.masks:
+            mask_G1WT = self._make_mask(causal, window, dtype)
+            self.masks[key] = mask_G1WT.repeat(1, 1, copies, 1) if mask_G1WT.shape[2] > 1 else mask_G1WT
+        return self.masks[key]
+
+    def _make_mask(self, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
+        keys_T = torch.arange(self.num_keys, device=self.positions_GW.device)
+        query_GW1 = self.positions_GW.unsqueeze(-1)
+        hidden_GWT = keys_T >= self.lengths_G.view(-1, 1, 1)
+        if causal:
+            hidden_GWT = hidden_GWT | (keys_T > query_GW1)
+        if window is not None:
+            hidden_GWT = hidden_GWT | (keys_T <= query_GW1 - window) | (keys_T >= query_GW1 + window)
+        zero = torch.zeros((), dtype=dtype, device=keys_T.device)
+        return torch.where(hidden_GWT, zero - float("inf"), zero).unsqueeze(1)
+
+
+class AttentionBatch:
+    """Indices and masks of one step for one cache geometry; see the module's text."""
+
+    __slots__ = ("groups", "num_rows")
+
+    def __init__(self, groups: list[_Group], num_rows: int) -> None:
+        self.groups = groups
+        self.num_rows = num_rows
+
+    @classmethod
+    def build(
+        cls,
+        first_position_R: Ints,
+        num_rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: torch.device | str,
+    ) -> AttentionBatch:
+        """Plan the attention of rows laid out request after request.
+
+        Args:
+            first_position_R: absolute position of each request's first row.
+            num_rows_R: rows of each request, at least 1.
+            pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
+        """
+        lengths_R = first_position_R + num_rows_R
+        starts_R = np.cumsum(num_rows_R) - num_rows_R
+        step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device)
+        groups: list[_Group] = []
+        for members in _companions(num_rows_R, lengths_R, page_size):
+            groups += step.long_request(members[0]) if len(members) == 1 else [step.short_requests(members)]
+        return cls(groups, int(num_rows_R.sum()))
+
+
+def _companions(num_rows_R: Ints, lengths_R: Ints, page_size: int) -> list[list[int]]:
+    """Which requests are computed together: short ones within a factor of two in context length."""
+    if len(num_rows_R) == 1:
+        return [[0]]
+    groups: dict[int, list[int]] = {}
+    for r, (rows, length) in enumerate(zip(num_rows_R.tolist(), lengths_R.tolist(), strict=True)):
+        key = -1 - r if rows > _SHORT_ROWS else max(length - 1, page_size, 64).bit_length()
+        groups.setdefault(key, []).append(r)
+    return list(groups.values())
+
+
+def _padded(length: int, page_size: int) -> int:
+    """Context tokens to gather: whole pages, and whole key blocks once past the half of one."""
+    pages = -(-length // page_size) * page_size
+    if pages % _KEY_BLOCK <= _KEY_BLOCK // 2 or _KEY_BLOCK % page_size:
+        return pages
+    return -(-pages // _KEY_BLOCK) * _KEY_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Makes groups out of a step's host integers."""
+
+    first_R: Ints
+    rows_R: Ints
+    lengths_R: Ints
+    starts_R: Ints
+    pages_RP: Ints
+    page_size: int
+    device: torch.device | str
+
+    def _tensor(self, values: Ints | list[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
+
+    def _pages(self, requests: list[int], num_keys: int) -> Ints:
+        """Page ids [G, T / S]; what a request has not got is page 0, which the masks hide."""
+        count = num_keys // self.page_size
+        have = self.pages_RP[requests, :count]
+        pages_GP = np.zeros((len(requests), count), dtype=np.int64)
+        used_G = -(-self.lengths_R[requests] // self.page_size)
+        pages_GP[:, : have.shape[1]] = np.where(np.arange(have.shape[1]) < used_G[:, None], have, 0)
+        return pages_GP
+
+    def long_request(self, r: int) -> list[_Group]:
+        """One request alone, in tiles of query rows; every tile gathers only the keys up to its end."""
+        tiles: list[_Group] = []
+        first, start, rows = int(self.first_R[r]), int(self.starts_R[r]), int(self.rows_R[r])
+        for begin in range(0, rows, _TILE_ROWS):
+            # Causal tiles need no later keys, but bidirectional ones do: keep them all.
+            size = min(_TILE_ROWS, rows - begin)
+            tiles.append(self._tile(r, first + begin, start + begin, size))
+        return tiles
+
+    def _tile(self, r: int, position: int, row: int, size: int) -> _Group:
+        length = int(self.lengths_R[r])
+        num_keys = _padded(length, self.page_size)
+        pages_P = self._pages([r], num_keys)[0]
+        consecutive = bool((np.diff(pages_P[: -(-length // self.page_size)]) == 1).all())
+        return _Group(
+            num_requests=1,
+            num_rows=size,
+            num_keys=num_keys,
+            rows=slice(row, row + size),
+            pages_GP=self._tensor(pages_P),
+            first_page=int(pages_P[0]) if consecutive else None,
+            positions_GW=self._tensor(np.arange(position, position + size)[None]),
+            lengths_G=self._tensor([length]),
+        )
+
+    def short_requests(self, members: list[int]) -> _Group:
+        """Several requests, padded to the longest; padding repeats a request's last row."""
+        rows_G, starts_G = self.rows_R[members], self.starts_R[members]
+        width = int(rows_G.max())
+        num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members])
+        places_GW = np.minimum(np.arange(width), rows_G[:, None] - 1)
+        rows_GW = starts_G[:, None] + places_GW
+        real_GW = np.arange(width) < rows_G[:, None]
+        begin, end = int(starts_G[0]), int(starts_G[0] + rows_GW.size)
+        if (rows_GW.ravel() == np.arange(begin, end)).all():
+            rows: slice | _PaddedRows = slice(begin, end)
+        else:
+            rows = _PaddedRows(
+                padded_M=self._tensor(rows_GW.ravel()),
+                real_places_N=self._tensor(np.flatnonzero(real_GW)),
+                real_N=self._tensor(rows_GW[real_GW]),
+            )
+        return _Group(
+            num_requests=len(members),
+            num_rows=width,
+            num_keys=num_keys,
+            rows=rows,
+            pages_GP=self._tensor(self._pages(members, num_keys).ravel()),
+            first_page=None,
+            positions_GW=self._tensor(self.first_R[members][:, None] + places_GW),
+            lengths_G=self._tensor(self.lengths_R[members]),
+        )
+
+
+def paged_attention(
+    q_NQD: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from every row to its request's keys in `cache` (the rows' own must be written already).
+
+    Args:
+        causal: whether a row sees only keys up to its own position.
+        window: with it a row at p sees keys p - window < key < p + window; None sees all.
+
+    Returns:
+        [N, Q * D], ready for the output projection.
+    """
+    groups = batch.groups
+    if len(groups) == 1 and isinstance(groups[0].rows, slice):
+        return _attend(q_NQD, cache, layer, groups[0], scale, causal, window).reshape(len(q_NQD), -1)
+    out_NQD = torch.empty_like(q_NQD)
+    for group in groups:
+        if isinstance(group.rows, slice):
+            out_NQD[group.rows] = _attend(q_NQD[group.rows], cache, layer, group, scale, causal, window)
+        else:
+            padded_MQD = q_NQD.index_select(0, group.rows.padded_M)
+            result_MQD = _attend(padded_MQD, cache, layer, group, scale, causal, window)
+            real_NQD = result_MQD.index_select(0, group.rows.real_places_N)
+            out_NQD.index_copy_(0, group.rows.real_N, real_NQD)
+    return out_NQD.view(len(q_NQD), -1)
+
+
+def _attend(
+    q_MQD: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    group: _Group,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """M = G * W query rows of one group -> [M, Q, D]."""
+    kv_GT2KD = _context(cache, layer, group)
+    shared = q_MQD.shape[1] // cache.num_kv_heads
+    if group.num_requests == 1 and group.num_rows > 1:
+        return _attend_one(q_MQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, 1), scale)
+    return _attend_many(q_MQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, shared), scale)
+
+
+def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
+    """K and V of the group's requests [G, T, 2, K, D]; a view where one request's pages are consecutive."""
+    pages = cache.pages(layer)
+    count = group.num_keys // cache.page_size
+    if group.first_page is not None and group.first_page + count <= len(pages):
+        found = pages.narrow(
+            0, group.first_page, count
+        )  # pages behind the context are strangers', and masked
+    else:
+        found = pages.index_select(0, group.pages_GP)
+    return found.view(group.num_requests, group.num_keys, 2, cache.num_kv_heads, cache.head_dim)
+
+
+def _attend_one(q_WQD: Tensor, kv_1T2KD: Tensor, mask_11WT: Tensor, scale: float) -> Tensor:
+    """One request: kv heads take the place of the batch, so that grouped heads copy neither K nor V."""
+    num_rows, num_heads, head_dim = q_WQD.shape
+    _, num_keys, _, num_kv, _ = kv_1T2KD.shape
+    shared = num_heads // num_kv
+    q_KCWD = q_WQD.view(num_rows, num_kv, shared, head_dim).permute(1, 2, 0, 3)
+    kv_2K1TD = kv_1T2KD[0].permute(1, 2, 0, 3).unsqueeze(2)
+    k, v = kv_2K1TD.expand(2, num_kv, shared, num_keys, head_dim).unbind(0)
+    out_KCWD = F.scaled_dot_product_attention(q_KCWD, k, v, attn_mask=mask_11WT, scale=scale)
+    return out_KCWD.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+
+
+def _attend_many(q_MQD: Tensor, kv_GT2KD: Tensor, mask_G1WT: Tensor, scale: float) -> Tensor:
+    """Several requests: the heads that share a kv head become further query rows of it (W is C * W then)."""
+    num_requests, _, _, num_kv, head_dim = kv_GT2KD.shape
+    num_rows, num_heads, _ = q_MQD.shape
+    shared, width = num_heads // num_kv, num_rows // num_requests
+    q = q_MQD.view(num_requests, width, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(num_requests, num_kv, shared * width, head_dim)
+    k, v = kv_GT2KD.permute(2, 0, 3, 1, 4).unbind(0)
+    if shared * width == 1:  # a lone row takes another path inside the products, with other rounding
+        q, mask_G1WT = q.expand(-1, -1, 2, -1), mask_G1WT.expand(-1, -1, 2, -1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_G1WT, scale=scale)
+    if shared * width == 1:
+        out = out[:, :, :1]
+    out = out.reshape(num_requests, num_kv, shared, width, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,197 @@
+"""Choosing tokens: X_t = argmax(log p_t + Gumbel noise(seed, t, token)), for target and drafter alike.
+
+Stateless: the noise is a function of (seed, absolute position, token id) by an integer hash, so it is the
+same on every device, in every batch, and after any restart; nothing is drawn or stored. A drafter that uses
+the same noise proposes what the target is likely to choose. Greedy is the limit of temperature 0. Called by
+`propose.py` and `actors/target/runner.py`.
+
+Filters have vLLM's meaning and order: temperature, then min-p, top-k, top-p, on probabilities after
+temperature; tokens exactly as likely as the last one kept are kept too.
+
+Legend: N rows to sample, M rows with temperature > 0, V vocabulary, F forbidden (row, token) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_LOW32 = 0xFFFFFFFF
+# A two-round 32-bit mixer with low bias (hash-prospector). Both factors are below 2^31, so that a product
+# with a 32-bit value never leaves int64: the integers are the same wherever int64 is.
+_FACTOR_1, _FACTOR_2 = 0x21F0AAAD, 0x735A2D97
+_CHAINS = (0x243F6A88, 0x13198A2E)  # digits of pi: two independent keys per row
+_NUCLEUS_FIRST_LOOK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to choose one token for each of N rows.
+
+    Attributes:
+        num_rows: N.
+        noisy_M: the rows that have temperature > 0 and keep more than one token; None if there are none.
+        temperature_M1, top_k_M, top_p_M1, min_p_M1: of these rows; the last three None where no row needs
+            them, and neutral (0, 1, 0) for rows that do not.
+        key_2M1: two 32-bit noise keys per row, int64.
+        forbidden_F: rows and token ids that must not be chosen (int64 [2, F]); None if there are none.
+        max_top_k: the largest top-k in use.
+    """
+
+    num_rows: int
+    noisy_M: Tensor | None = None
+    temperature_M1: Tensor | None = None
+    top_k_M: Tensor | None = None
+    top_p_M1: Tensor | None = None
+    min_p_M1: Tensor | None = None
+    key_2M1: Tensor | None = None
+    forbidden_F: Tensor | None = None
+    max_top_k: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        temperature: NDArray[np.float32],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float32],
+        min_p: NDArray[np.float32],
+        seed: NDArray[np.int64],
+        position: NDArray[np.int64],
+        forbidden: NDArray[np.int64] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SamplingBatch:
+        """From host arrays [N], one entry per row.
+
+        Args:
+            top_k: 0 or less keeps all.
+            position: absolute position of the token to be chosen (of the row + 1).
+            forbidden: [2, F] rows and token ids.
+        """
+
+        def put(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        banned = None if forbidden is None or forbidden.size == 0 else put(forbidden)
+        noisy = np.flatnonzero((temperature > 0) & (top_k != 1))
+        if noisy.size == 0:
+            return cls(len(temperature), forbidden_F=banned)
+        top_k, top_p, min_p = top_k[noisy], top_p[noisy], min_p[noisy]
+        limits_k = top_k > 0
+        return cls(
+            num_rows=len(temperature),
+            noisy_M=put(noisy),
+            temperature_M1=put(temperature[noisy, None]),
+            top_k_M=put(np.where(limits_k, top_k, 0)) if limits_k.any() else None,
+            top_p_M1=put(top_p[:, None]) if (top_p < 1).any() else None,
+            min_p_M1=put(min_p[:, None]) if (min_p > 0).any() else None,
+            key_2M1=put(noise_keys(seed[noisy], position[noisy])[:, :, None]),
+            forbidden_F=banned,
+            max_top_k=int(top_k.max(initial=0)),
+        )
+
+
+def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
+    """Token ids [N] (int64), ties to the lowest id. `logits` may be edited in place.
+
+    Args:
+        logits_NV: any float dtype; -inf where a token cannot be.
+    """
+    if batch.forbidden_F is not None:
+        logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
+    if batch.noisy_M is None:
+        return logits_NV.argmax(dim=-1)
+    if len(batch.noisy_M) == batch.num_rows:
+        return _noisy_scores(logits_NV.float(), batch).argmax(dim=-1)
+    ids_N = logits_NV.argmax(dim=-1)
+    chosen_M = _noisy_scores(logits_NV.index_select(0, batch.noisy_M).float(), batch).argmax(dim=-1)
+    return ids_N.index_copy_(0, batch.noisy_M, chosen_M)
+
+
+def _noisy_scores(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
+    """z + T g on what the filters keep, else -inf: the argmax of z / T + g, and sound for T -> 0."""
+    kept_MV = filter_logits(logits_MV, batch)
+    assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
+    negative_g_MV = negative_gumbel(batch.key_2M1, kept_MV.shape[-1])
+    return torch.addcmul(kept_MV, batch.temperature_M1, negative_g_MV, value=-1)
+
+
+def filter_logits(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
+    """Logits before temperature, -inf where min-p, top-k or top-p cut. Log p = log_softmax(this / T)."""
+    if batch.min_p_M1 is None and batch.top_k_M is None and batch.top_p_M1 is None:
+        return logits_MV
+    assert batch.temperature_M1 is not None, "made together by `build`"
+    scaled_MV = logits_MV / batch.temperature_M1
+    if batch.min_p_M1 is not None:
+        floor_M1 = scaled_MV.amax(dim=-1, keepdim=True) + batch.min_p_M1.log()
+        scaled_MV = scaled_MV.masked_fill(scaled_MV < floor_M1, float("-inf"))
+    if batch.top_k_M is not None:
+        scaled_MV = _keep_top_k(scaled_MV, batch.top_k_M, batch.max_top_k)
+    if batch.top_p_M1 is not None:
+        scaled_MV = _keep_top_p(scaled_MV, batch.top_p_M1)
+    return logits_MV.masked_fill(scaled_MV == float("-inf"), float("-inf"))
+
+
+def _keep_top_k(scaled_MV: Tensor, top_k_M: Tensor, max_top_k: int) -> Tensor:
+    """Keep what is at least the k-th largest; k = 0 keeps all."""
+    largest_Mk = scaled_MV.topk(min(max_top_k, scaled_MV.shape[-1]), dim=-1).values
+    last_M1 = (top_k_M - 1).clamp_(0, largest_Mk.shape[-1] - 1).unsqueeze(-1)
+    floor_M1 = largest_Mk.gather(-1, last_M1).masked_fill_((top_k_M <= 0).unsqueeze(-1), float("-inf"))
+    return scaled_MV.masked_fill(scaled_MV < floor_M1, float("-inf"))
+
+
+def _keep_top_p(scaled_MV: Tensor, top_p_M1: Tensor) -> Tensor:
+    """Keep the likeliest tokens up to the one with which their sum reaches p (the first one always)."""
+    probs_MV = scaled_MV.softmax(dim=-1)
+    width = min(_NUCLEUS_FIRST_LOOK, probs_MV.shape[-1])
+    sorted_Mk = probs_MV.topk(width, dim=-1).values
+    if width < probs_MV.shape[-1] and bool((sorted_Mk.double().sum(-1, keepdim=True) < top_p_M1).any()):
+        sorted_Mk = probs_MV.sort(dim=-1, descending=True).values
+    before_Mk = sorted_Mk.double().cumsum(dim=-1) - sorted_Mk
+    last_M1 = (before_Mk < top_p_M1).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
+    floor_M1 = sorted_Mk.gather(-1, last_M1).masked_fill_(top_p_M1 >= 1, 0.0)
+    return scaled_MV.masked_fill(probs_MV < floor_M1, float("-inf"))
+
+
+def noise_keys(seed: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Two 32-bit keys of each (64-bit seed, absolute position), int64 [2, N]."""
+    low, high = seed & _LOW32, (seed >> 32) & _LOW32
+    chains = [_mix(_mix(_mix(low ^ chain) ^ high) ^ position) for chain in _CHAINS]
+    return np.stack(chains)
+
+
+def _mix(x: Any) -> Any:  # Any: NumPy arrays and tensors, whose operators are the same
+    """A bijection of 32-bit values (held in int64) that spreads every bit over all of them."""
+    x = x ^ (x >> 16)
+    x = (x * _FACTOR_1) & _LOW32
+    x = x ^ (x >> 15)
+    x = (x * _FACTOR_2) & _LOW32
+    return x ^ (x >> 15)
+
+
+@lru_cache(maxsize=8)
+def _mixed_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    """mix(token id) for every token: the part of the hash that no row changes."""
+    return _mix(torch.arange(vocab_size, dtype=torch.int64, device=device))
+
+
+def noise_bits(key_2M1: Tensor, vocab_size: int) -> Tensor:
+    """The hash itself: 32 random bits per (row, token), int64 [M, V], the same integers on every device."""
+    bits_MV = _mixed_tokens(vocab_size, key_2M1.device) ^ key_2M1[0]
+    bits_MV.mul_(_FACTOR_1).bitwise_and_(_LOW32)
+    bits_MV.bitwise_xor_(bits_MV >> 15).bitwise_xor_(key_2M1[1])
+    bits_MV.mul_(_FACTOR_2).bitwise_and_(_LOW32)
+    return bits_MV.bitwise_xor_(bits_MV >> 15)
+
+
+def negative_gumbel(key_2M1: Tensor, vocab_size: int) -> Tensor:
+    """-g = log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32: precise at small u, the winning tail."""
+    minus_u_MV = noise_bits(key_2M1, vocab_size).to(torch.float32).mul_(-(2.0**-32)).sub_(2.0**-33)
+    minus_u_MV.clamp_(min=-1.0 + 2.0**-24)  # a rounded u of 1 would be minus infinity
+    return minus_u_MV.log1p_().neg_().log_()

@@ -1,0 +1,240 @@
+"""What a worker knows of the running requests, by slot: tokens, pages, sampling; and the rows of a step.
+
+A mirror, not an authority: it changes only as plans and results say. Token ids live on the device, where
+new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
+NumPy and put on the device once. Used by target ranks and by a split drafter alike.
+
+Order within a step: `apply(plan)`, drafter's `block_rows(plan)`, `place_drafts(plan, drafts)`, `rows(plan)`,
+`append(plan, token_ids, num_tokens)`, drafter's `context_slots(plan, rows, num_tokens)`.
+
+Legend: N rows of a step, X sampled rows, R requests of a step, B requests that draft, K most drafts,
+W = K + 1, P pages of a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..cluster.plan import AdmittedRequest, SchedulerOutput
+from .attention import AttentionBatch
+from .kv_cache import skip_slot
+from .sampling import SamplingBatch
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The target's rows of a step, request after request.
+
+    Attributes:
+        token_ids_N: inputs, drafts included.
+        positions_N: absolute positions.
+        kv_slots_N: where each row's K and V go.
+        batch: indices and masks of attention.
+        sampled_X: rows whose logits are needed.
+        counts_R: how many of them each request has.
+        sampling: how a token is chosen in each sampled row.
+    """
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    kv_slots_N: Tensor
+    batch: AttentionBatch
+    sampled_X: Tensor
+    counts_R: Tensor
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The drafter's rows of a step: [anchor, MASK x k] of every request that drafts.
+
+    Attributes:
+        anchors_B: the anchors' token ids.
+        anchor_rows_B, mask_rows_X: which rows are which.
+        positions_N, kv_slots_N, batch: as in `StepRows`; slots lie in look-ahead pages.
+        sampling: how a proposal is chosen in each mask row: as the target will choose there.
+        num_requests: R of the plan.
+        places_X: place of each proposal in the flattened [R, K].
+        max_drafts: K.
+    """
+
+    anchors_B: Tensor
+    anchor_rows_B: Tensor
+    mask_rows_X: Tensor
+    positions_N: Tensor
+    kv_slots_N: Tensor
+    batch: AttentionBatch
+    sampling: SamplingBatch
+    num_requests: int
+    places_X: Tensor
+    max_drafts: int
+
+
+class RequestStates:
+    """Slots of running requests; see the module's text."""
+
+    def __init__(
+        self, num_slots: int, max_model_len: int, num_pages: int, page_size: int, device: torch.device | str
+    ) -> None:
+        self.device = torch.device(device)
+        self.page_size = page_size
+        self.skip_slot = skip_slot(num_pages, page_size)
+        self._max_len = max_model_len
+        # One column more than the longest sequence: what must not be kept is written there.
+        self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=self.device)
+        self.page_table = np.zeros((num_slots, -(-max_model_len // page_size)), dtype=np.int64)
+        self._temperature = np.zeros(num_slots, dtype=np.float32)
+        self._top_k = np.zeros(num_slots, dtype=np.int64)
+        self._top_p = np.ones(num_slots, dtype=np.float32)
+        self._min_p = np.zeros(num_slots, dtype=np.float32)
+        self._seed = np.zeros(num_slots, dtype=np.int64)
+        self._min_length = np.zeros(num_slots, dtype=np.int64)
+        self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take in admissions and new pages; comes first in a step."""
+        for request in plan.admitted:
+            self._admit(request)
+        if len(plan.page_slots):
+            self.page_table[plan.page_slots, plan.page_indices] = plan.page_ids
+
+    def _admit(self, request: AdmittedRequest) -> None:
+        slot, sampling = request.slot, request.sampling
+        tokens = torch.from_numpy(np.array(request.token_ids, dtype=np.int64))
+        self.token_ids[slot, : len(tokens)] = tokens.to(self.device)
+        self._temperature[slot] = sampling.temperature
+        self._top_k[slot] = sampling.top_k
+        self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
+        self._seed[slot] = sampling.seed
+        self._min_length[slot] = sampling.min_length
+        self._stop_ids[slot] = sampling.stop_token_ids
+
+    def rows(self, plan: SchedulerOutput) -> StepRows:
+        """The target's rows; drafts must have been placed."""
+        slots_R, first_R, rows_R = _as_int64(plan.slots, plan.num_computed, plan.num_rows)
+        owner_N, positions_N = _lay_out(first_R, rows_R)
+        counts_R = np.where(plan.samples, 1 + plan.num_drafts.astype(np.int64), 0)
+        ends_R = np.cumsum(rows_R)
+        owner_X, sampled_X = _lay_out(ends_R - counts_R, counts_R)
+        return StepRows(
+            token_ids_N=self._tokens(slots_R[owner_N], positions_N),
+            positions_N=self._put(positions_N),
+            kv_slots_N=self._put(self._kv_slots(slots_R[owner_N], positions_N)),
+            batch=self._attention(slots_R, first_R, rows_R),
+            sampled_X=self._put(sampled_X),
+            counts_R=self._put(counts_R),
+            sampling=self._sampling(slots_R[owner_X], positions_N[sampled_X] + 1),
+        )
+
+    def block_rows(self, plan: SchedulerOutput) -> BlockRows | None:
+        """The drafter's rows, or None if nobody drafts."""
+        max_drafts = int(plan.num_drafts.max(initial=0))
+        if max_drafts == 0:
+            return None
+        who_B = np.flatnonzero(plan.num_drafts)
+        slots_B, anchor_B, rows_B = _as_int64(
+            plan.slots[who_B], plan.num_computed[who_B], plan.num_drafts[who_B] + 1
+        )
+        owner_N, positions_N = _lay_out(anchor_B, rows_B)
+        anchor_rows_B = np.cumsum(rows_B) - rows_B
+        is_mask_N = np.ones(len(positions_N), dtype=bool)
+        is_mask_N[anchor_rows_B] = False
+        mask_rows_X = np.flatnonzero(is_mask_N)
+        owner_X, positions_X = owner_N[mask_rows_X], positions_N[mask_rows_X]
+        return BlockRows(
+            anchors_B=self._tokens(slots_B, anchor_B),
+            anchor_rows_B=self._put(anchor_rows_B),
+            mask_rows_X=self._put(mask_rows_X),
+            positions_N=self._put(positions_N),
+            kv_slots_N=self._put(self._kv_slots(slots_B[owner_N], positions_N)),
+            batch=self._attention(slots_B, anchor_B, rows_B),
+            sampling=self._sampling(slots_B[owner_X], positions_X),
+            num_requests=plan.num_requests,
+            places_X=self._put(who_B[owner_X] * max_drafts + positions_X - anchor_B[owner_X] - 1),
+            max_drafts=max_drafts,
+        )
+
+    def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
+        """Write proposals behind the known tokens, where `rows` reads them; -1 marks what is none."""
+        if drafts_RK.shape[1]:
+            self._write(plan, drafts_RK, drafts_RK >= 0)
+
+    def append(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        """Write the tokens that came out of the step over the drafts."""
+        columns_W = torch.arange(token_ids_RW.shape[1], device=self.device)
+        self._write(plan, token_ids_RW, columns_W < num_tokens_R.unsqueeze(1))
+
+    def context_slots(self, plan: SchedulerOutput, rows: StepRows, num_tokens_R: Tensor) -> Tensor:
+        """Where the drafter's context K/V of each target row goes; rows of rejected drafts go nowhere.
+
+        Of a request's rows, all that were known before the step are context now, and the accepted drafts.
+        """
+        rows_R = plan.num_rows.astype(np.int64)
+        owner_N, offset_N = _lay_out(np.zeros_like(rows_R), rows_R)
+        known_N = (rows_R - plan.num_drafts)[owner_N]
+        if not plan.num_drafts.any():
+            return rows.kv_slots_N
+        accepted_N = (num_tokens_R - 1).clamp_(min=0)[self._put(owner_N)]
+        return rows.kv_slots_N.masked_fill(self._put(offset_N - known_N) >= accepted_N, self.skip_slot)
+
+    def _write(self, plan: SchedulerOutput, values_RW: Tensor, wanted_RW: Tensor) -> None:
+        """Write behind each request's known tokens; what is not wanted lands in the last column."""
+        slots_R, first_R, rows_R, drafts_R = _as_int64(
+            plan.slots, plan.num_computed, plan.num_rows, plan.num_drafts
+        )
+        begin_R = self._put(first_R + rows_R - drafts_R)
+        columns_RW = begin_R.unsqueeze(1) + torch.arange(values_RW.shape[1], device=self.device)
+        columns_RW = torch.where(wanted_RW, columns_RW, self._max_len)
+        self.token_ids[self._put(slots_R).unsqueeze(1), columns_RW] = values_RW
+
+    def _tokens(self, slots_N: Ints, positions_N: Ints) -> Tensor:
+        return self.token_ids[self._put(slots_N), self._put(positions_N)]
+
+    def _kv_slots(self, slots_N: Ints, positions_N: Ints) -> Ints:
+        page, offset = np.divmod(positions_N, self.page_size)
+        return self.page_table[slots_N, page] * self.page_size + offset
+
+    def _attention(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> AttentionBatch:
+        longest = int((first_R + rows_R).max())
+        pages_RP = self.page_table[slots_R, : -(-longest // self.page_size)]
+        return AttentionBatch.build(first_R, rows_R, pages_RP, self.page_size, self.device)
+
+    def _sampling(self, slots_X: Ints, positions_X: Ints) -> SamplingBatch:
+        return SamplingBatch.build(
+            temperature=self._temperature[slots_X],
+            top_k=self._top_k[slots_X],
+            top_p=self._top_p[slots_X],
+            min_p=self._min_p[slots_X],
+            seed=self._seed[slots_X],
+            position=positions_X,
+            forbidden=self._forbidden(slots_X, positions_X),
+            device=self.device,
+        )
+
+    def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:
+        """Stop tokens of the rows whose sequence is still shorter than its minimum."""
+        early = np.flatnonzero(positions_X < self._min_length[slots_X])
+        pairs = [(row, token) for row in early.tolist() for token in self._stop_ids[slots_X[row]]]
+        return np.array(pairs, dtype=np.int64).T if pairs else None
+
+    def _put(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _as_int64(*arrays: NDArray[np.integer]) -> tuple[Ints, ...]:
+    return tuple(array.astype(np.int64) for array in arrays)
+
+
+def _lay_out(first_R: Ints, counts_R: Ints) -> tuple[Ints, Ints]:
+    """Rows request after request: whose row it is, and first + 0, 1, 2, ... within each request."""
+    owner_N = np.repeat(np.arange(len(counts_R)), counts_R)
+    begin_R = np.cumsum(counts_R) - counts_R
+    return owner_N, np.arange(len(owner_N)) - begin_R[owner_N] + first_R[owner_N]
