@@ -1,0 +1,75 @@
+"""From settings to bundles: arithmetic, no Ray."""
+
+from __future__ import annotations
+
+import pytest
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import PlacementError
+from manta.cluster.placement import CPUS_PER_CPU_WORKER, Topology, shortfall, total
+
+
+def config(tp: int = 1, placement: str | None = None, **settings: object) -> EngineConfig:
+    spec = SpeculativeConfig(model="drafter", placement=placement) if placement else None
+    return EngineConfig(model="target", tensor_parallel_size=tp, speculative_config=spec, **settings)
+
+
+@pytest.mark.parametrize(
+    ("tp", "placement", "workers"),
+    [(1, None, 1), (4, None, 4), (2, "colocated", 2), (1, "split", 2), (8, "split", 9)],
+)
+def test_there_is_one_gpu_bundle_per_target_rank_and_one_for_a_split_drafter(tp, placement, workers) -> None:
+    topology = Topology.of(config(tp, placement), {"GPU": 16.0})
+    assert topology.device == "cuda"
+    assert topology.worker_bundles() == [{"GPU": 1.0}] * workers
+    assert topology.drafter_rank == (tp if placement == "split" else None)
+
+
+def test_device_auto_is_cpu_where_the_node_has_no_gpu_and_an_explicit_device_stands() -> None:
+    assert Topology.of(config(), {"CPU": 4.0}).device == "cpu"
+    assert Topology.of(config(device="cpu"), {"GPU": 4.0}).device == "cpu"
+    assert Topology.of(config(device="cuda"), {"CPU": 4.0}).device == "cuda"
+
+
+def test_a_replica_adds_its_own_cpu_to_the_first_bundle() -> None:
+    gpu = Topology(2, True, "cuda").replica_bundles()
+    assert gpu == [{"GPU": 1.0, "CPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}]
+    cpu = Topology(2, False, "cpu").replica_bundles(replica_cpus=0.5)
+    assert cpu == [{"CPU": 0.5 + CPUS_PER_CPU_WORKER}, {"CPU": CPUS_PER_CPU_WORKER}]
+
+
+def test_replica_bundles_hold_the_workers_and_smaller_ones_do_not() -> None:
+    topology = Topology(2, False, "cuda")
+    assert topology.fits(topology.replica_bundles())
+    assert not topology.fits([{"GPU": 1.0}])
+    assert not topology.fits([{"GPU": 1.0}, {"CPU": 8.0}])
+
+
+def test_a_target_a_split_drafter_and_a_replica_fit_two_cores() -> None:
+    assert total(Topology(1, True, "cpu").replica_bundles())["CPU"] <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("topology", "node", "message", "param"),
+    [
+        (Topology(4, False, "cuda"), {"GPU": 2.0}, r"4 GPU \(there is 2\).*lower", "tensor_parallel_size"),
+        (Topology(1, True, "cuda"), {"GPU": 1.0}, "colocate the drafter", "speculative_config.placement"),
+        (Topology(1, False, "cuda"), {"CPU": 9.0}, r"there is 0\)", "device"),
+        (Topology(8, True, "cpu"), {"CPU": 2.0}, r"4\.5 CPU \(there is 2\)", "tensor_parallel_size"),
+    ],
+)
+def test_a_node_that_is_too_small_is_refused_by_name(topology, node, message, param) -> None:
+    with pytest.raises(PlacementError, match=message) as caught:
+        topology.check_node(node)
+    assert caught.value.param == param
+
+
+def test_a_node_that_is_large_enough_is_accepted() -> None:
+    Topology(2, True, "cuda").check_node({"GPU": 3.0, "CPU": 1.0})
+    assert shortfall({"GPU": 1.0}, {"GPU": 1.0}) == ""
+
+
+def test_threads_are_the_setting_or_an_even_share_of_the_cores() -> None:
+    topology = Topology(2, True, "cpu")
+    assert topology.num_threads(config(num_threads=5), 2) == 5
+    assert topology.num_threads(config(), 16) == 5
+    assert topology.num_threads(config(), 2) == 1
