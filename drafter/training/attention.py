@@ -1,0 +1,40 @@
+"""Causal attention as plain bf16 products, for training on a CPU.
+
+Torch's fused attention spends more than twice the time on AVX-512 without AMX.
+Registered with transformers under `NAME`; a GPU keeps `sdpa`.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+NAME = "manta_products"
+
+
+# Any: transformers passes every attention function more than this one reads.
+def products_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, T, E], key and value [B, G, T, E]; returns [B, T, H, E]. Full causal windows only."""
+    assert query.shape[2] == key.shape[2], "training windows have no cache"
+    batch, heads, tokens, _width = query.shape
+    kv_heads = key.shape[1]
+    query = (query * scaling).reshape(batch, kv_heads, -1, tokens, query.shape[-1]).flatten(2, 3)
+    scores = (query @ key.transpose(-1, -2)).unflatten(2, (-1, tokens))
+    hidden = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu(1)
+    weights = torch.softmax(scores + hidden, dim=-1, dtype=scores.dtype)
+    out = (weights.flatten(2, 3) @ value).view(batch, heads, tokens, -1)
+    return out.transpose(1, 2), None
+
+
+def register() -> str:
+    AttentionInterface.register(NAME, products_attention)
+    return NAME

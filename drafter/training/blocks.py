@@ -1,0 +1,64 @@
+"""Training blocks: where they start, what they must predict, and how much each slot counts.
+
+Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 drafted slots, V vocabulary.
+Slot 0 is the clean anchor at position a; slot k is a mask at a + k and predicts the
+token at its own position.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`inputs` [B, A, S] token ids; `labels` and `is_counted` [B, A, N]; `anchors` [B, A] positions."""
+
+    anchors: torch.Tensor
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    is_counted: torch.Tensor
+
+
+def draw_anchors(
+    first_B: torch.Tensor, length_B: torch.Tensor, num_anchors: int, generator: torch.Generator
+) -> torch.Tensor:
+    """int64 [B, A], uniform over positions first .. length - 2, so that each block has a label."""
+    span_B = (length_B - 1 - first_B).clamp(min=1)
+    uniform_BA = torch.rand(len(first_B), num_anchors, generator=generator).to(first_B.device)
+    return first_B[:, None] + (uniform_BA * span_B[:, None]).long()
+
+
+def cut_blocks(
+    tokens_BT: torch.Tensor, length_B: torch.Tensor, anchors_BA: torch.Tensor, block_size: int, mask_id: int
+) -> Blocks:
+    positions_BAS = anchors_BA[..., None] + torch.arange(block_size, device=tokens_BT.device)
+    inside_BAS = positions_BAS < length_B[:, None, None]
+    clipped = positions_BAS.clamp(max=tokens_BT.shape[1] - 1).flatten(1)
+    tokens_BAS = tokens_BT.gather(1, clipped).view_as(positions_BAS)
+    inputs_BAS = tokens_BAS.clone()
+    inputs_BAS[..., 1:] = mask_id
+    return Blocks(anchors_BA, inputs_BAS, tokens_BAS[..., 1:], inside_BAS[..., 1:])
+
+
+def decay_weights(num_slots: int, gamma: float, device: torch.device) -> torch.Tensor:
+    """[N]: exp(-(k - 1) / gamma) for slot k = 1..N, the paper's weights."""
+    return torch.exp(-torch.arange(num_slots, device=device) / gamma)
+
+
+def dpace_weights(cross_entropy_BAN: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
+    """[B, A, N], detached: w_j = sum over m >= j of prod over i <= m of q~_i (arXiv 2605.18810).
+
+    q~ is the drafter's probability of the right token, softened by `alpha`: a slot
+    counts as much as the tokens that are still to be won at it and after it.
+    """
+    softened = (1 - alpha) * torch.exp(-cross_entropy_BAN.detach()) + alpha
+    reached = softened.cumprod(dim=-1)
+    return reached.flip(-1).cumsum(dim=-1).flip(-1)
+
+
+def weighted_mean(
+    loss_BAN: torch.Tensor, weights: torch.Tensor, is_counted_BAN: torch.Tensor
+) -> torch.Tensor:
+    weights = weights * is_counted_BAN
+    return (loss_BAN * weights).sum() / weights.sum()

@@ -1,0 +1,147 @@
+"""What the drafter learns from: prompts and what the target itself wrote after them.
+
+How the target is asked is the caller's business (`Generate`); this module chooses the
+prompts and temperatures, keeps the answers, and hands them out in padded batches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from .corpus import SourceFile
+from .prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, all_prompts, select_prompts
+from .tokens import TokenStore
+
+# Half as the target speaks, a quarter sharper, a quarter greedy.
+TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request for a continuation."""
+
+    prompt_ids: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+# Token ids of the continuations, end token included, in the order of the questions.
+Generate = Callable[[Sequence[Question]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """`ids` uint16 [tokens]; sequence s is ids[bounds[s]:bounds[s + 1]], generated from its `first[s]`."""
+
+    ids: np.ndarray
+    bounds: np.ndarray
+    first: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @classmethod
+    def of(cls, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> "Continuations":
+        pairs = [(q.prompt_ids, a) for q, a in zip(questions, answers, strict=True) if len(a) >= 2]
+        sequences = [np.array([*prompt, *answer], dtype=np.uint16) for prompt, answer in pairs]
+        bounds = np.cumsum([0, *map(len, sequences)])
+        return cls(np.concatenate(sequences), bounds, np.array([len(prompt) for prompt, _ in pairs]))
+
+    @classmethod
+    def join(cls, parts: Sequence["Continuations"]) -> "Continuations":
+        lengths = np.concatenate([np.diff(part.bounds) for part in parts])
+        return cls(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([[0], np.cumsum(lengths)]),
+            np.concatenate([part.first for part in parts]),
+        )
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".partial.npz")
+        np.savez(beside, ids=self.ids, bounds=self.bounds, first=self.first)
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Continuations":
+        with np.load(path) as arrays:
+            return cls(arrays["ids"], arrays["bounds"], arrays["first"])
+
+
+def questions(
+    files: Sequence[SourceFile], corpus: TokenStore, tokenizer: Tokenizer, num_questions: int, seed: int
+) -> list[Question]:
+    """Two thirds like the evaluation's prompts, one third cut anywhere in the corpus; shuffled."""
+    random = np.random.default_rng(seed)
+    per_category = num_questions * 2 // 15
+    selected = select_prompts(all_prompts(files, tokenizer, seed), per_category, seed)
+    prompts = [tuple(tokenizer.encode(p.text, add_special_tokens=False).ids) for p in selected]
+    while len(prompts) < num_questions:
+        length = int(random.integers(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS))
+        piece = int(random.integers(corpus.num_pieces))
+        start, end = corpus.bounds[piece], corpus.bounds[piece + 1] - length
+        if end > start:
+            at = int(random.integers(start, end))
+            prompts.append(tuple(int(i) for i in corpus.ids[at : at + length]))
+    order = random.permutation(len(prompts))
+    return [
+        Question(prompts[index], TEMPERATURES[number % len(TEMPERATURES)], seed * num_questions + number)
+        for number, index in enumerate(order)
+    ]
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """`tokens` int64 [B, T], padded on the right; generated from `first` up to `length`, each [B]."""
+
+    tokens: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+
+
+class ContinuationReader:
+    """Endless batches of sequences of like length; a new order every epoch."""
+
+    _SORTED_BATCHES = 16
+
+    def __init__(self, data: Continuations, batch_size: int, pad_id: int) -> None:
+        assert len(data) >= batch_size, "fewer continuations than one batch"
+        self._data, self._batch_size, self._pad_id = data, batch_size, pad_id
+        self.seek((0, 0))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._epoch, self._batch
+
+    def seek(self, position: tuple[int, int]) -> None:
+        self._epoch, self._batch = position
+        self._batches = self._order(self._epoch)
+
+    def next_batch(self) -> PaddedBatch:
+        if self._batch == len(self._batches):
+            self.seek((self._epoch + 1, 0))
+        chosen = self._batches[self._batch]
+        self._batch += 1
+        return self.pad(chosen)
+
+    def pad(self, chosen: np.ndarray) -> PaddedBatch:
+        starts, ends = self._data.bounds[chosen], self._data.bounds[chosen + 1]
+        length = ends - starts
+        tokens = np.full((len(chosen), length.max()), self._pad_id, dtype=np.int64)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            tokens[row, : end - start] = self._data.ids[start:end]
+        return PaddedBatch(tokens, self._data.first[chosen], length)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """[batches, B]: shuffled, sorted by length inside pools of some batches, batches shuffled."""
+        random = np.random.default_rng(epoch)
+        num_batches = len(self._data) // self._batch_size
+        order = random.permutation(len(self._data))[: num_batches * self._batch_size]
+        lengths = np.diff(self._data.bounds)
+        pool = self._batch_size * self._SORTED_BATCHES
+        pools = [order[at : at + pool] for at in range(0, len(order), pool)]
+        ordered = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in pools])
+        return random.permutation(ordered.reshape(num_batches, self._batch_size))

@@ -1,0 +1,67 @@
+"""The training text: the running interpreter's standard library (PSF licence).
+
+Which files belong, which are held out, and nothing about tokens. The split is a
+hash of the file's relative path, so that it is the same on every machine.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Tests and vendored code are not the library; the packages below are large and of one kind.
+_EXCLUDED_FOLDERS = frozenset(
+    ["test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "__phello__"]
+    + ["idlelib", "lib2to3", "distutils", "turtledemo", "tkinter", "msilib", "ensurepip"]
+)
+_EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
+_KEPT_CHARMAPS = ("cp1252.py", "iso8859_15.py")
+_HELD_OUT_BUCKETS = 12
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the library; `path` is relative to it, with forward slashes."""
+
+    path: str
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        return is_held_out(self.path)
+
+
+def is_held_out(path: str) -> bool:
+    """About one file in twelve is never trained on."""
+    digest = hashlib.sha256(path.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % _HELD_OUT_BUCKETS == 0
+
+
+def library_files(root: Path | None = None) -> list[SourceFile]:
+    """All files of the corpus, held-out ones included, in a stable order."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    return list(_read_files(root))
+
+
+def _read_files(root: Path) -> Iterator[SourceFile]:
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root).as_posix()
+        if not _belongs(path):
+            continue
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        if len(text) >= 200:
+            yield SourceFile(path, text)
+
+
+def _belongs(path: str) -> bool:
+    *folders, name = path.split("/")
+    if _EXCLUDED_FOLDERS.intersection(folders) or name.startswith(_EXCLUDED_PREFIXES):
+        return False
+    if any(folder.startswith(_EXCLUDED_PREFIXES) for folder in folders):
+        return False
+    if folders == ["encodings"] and name.startswith(
+        ("cp", "mac_", "iso", "koi8", "kz", "ptcp", "tis", "hp_")
+    ):
+        return name in _KEPT_CHARMAPS
+    return True

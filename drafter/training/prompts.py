@@ -1,0 +1,104 @@
+"""Prompts of 30-250 tokens cut out of the corpus.
+
+From held-out files for evaluation (`models/prompts.jsonl`), from the others as
+seeds of the drafter's training data. No model is asked anything here.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from .chat import Message, chat_samples
+from .corpus import SourceFile
+from .cuts import CATEGORIES, Category, cuts
+from .tokenizer import render_chat
+
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 30, 250
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`text` is what the model reads; `messages` is set for chat and renders to `text`."""
+
+    id: str
+    category: Category
+    text: str
+    messages: tuple[Message, ...] = ()
+
+
+def all_prompts(files: Iterable[SourceFile], tokenizer: Tokenizer, seed: int) -> Iterator[Prompt]:
+    """Every prompt the files give, each with a random amount of text before the cut."""
+    random = np.random.default_rng(seed)
+    for file in files:
+        for cut in cuts(file):
+            limit = int(random.integers(50, MAX_PROMPT_TOKENS))
+            text = _text_before(file.text, cut.offset, limit, tokenizer)
+            if text:
+                yield Prompt(f"{file.path}:{cut.offset}", cut.category, text)
+        for index, messages in enumerate(chat_samples(file)):
+            question = messages[:1]
+            text = render_chat(question, add_generation_prompt=True)
+            if MIN_PROMPT_TOKENS <= _num_tokens(tokenizer, text) <= MAX_PROMPT_TOKENS:
+                yield Prompt(f"{file.path}:chat{index}", "chat", text, tuple(question))
+
+
+def select_prompts(prompts: Iterable[Prompt], per_category: int, seed: int) -> list[Prompt]:
+    """At most `per_category` of each, taken in turns from the files so that no file dominates."""
+    random = np.random.default_rng(seed)
+    selected: list[Prompt] = []
+    pool = list(prompts)
+    for category in CATEGORIES:
+        of_category = [prompt for prompt in pool if prompt.category == category]
+        order = random.permutation(len(of_category))
+        turns: dict[str, int] = {}
+        ranked: list[tuple[int, int]] = []
+        for index in order:
+            path = of_category[index].id.rsplit(":", 1)[0]
+            turns[path] = turns.get(path, 0) + 1
+            ranked.append((turns[path], int(index)))
+        ranked.sort(key=lambda item: item[0])
+        selected += [of_category[index] for _, index in ranked[:per_category]]
+    return selected
+
+
+def write_prompts(prompts: Iterable[Prompt], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            body = {"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
+            row = {"id": prompt.id, "category": prompt.category, **body}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        messages = tuple(row.get("messages", ()))
+        text = render_chat(list(messages), add_generation_prompt=True) if messages else row["prompt"]
+        prompts.append(Prompt(row["id"], row["category"], text, messages))
+    return prompts
+
+
+def _text_before(text: str, offset: int, max_tokens: int, tokenizer: Tokenizer) -> str:
+    """Whole lines before `offset`, as many as fit; empty when fewer than MIN_PROMPT_TOKENS."""
+    start = text.rfind("\n", 0, offset) + 1
+    best = ""
+    while True:
+        candidate = text[start:offset]
+        num_tokens = _num_tokens(tokenizer, candidate)
+        if num_tokens > max_tokens:
+            return best
+        if num_tokens >= MIN_PROMPT_TOKENS:
+            best = candidate
+        if start == 0:
+            return best
+        start = text.rfind("\n", 0, start - 1) + 1
+
+
+def _num_tokens(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,0 +1,96 @@
+"""Training of the target: a small, deep and narrow Qwen3, next-token loss over packed windows."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from . import attention
+from .budget import Schedule
+from .cross_entropy import row_losses
+from .loop import Report, Step, StepLoss, TrainingLoop
+from .optimizers import HybridOptimizer
+from .tokenizer import MAX_CONTEXT_TOKENS, VOCAB_SIZE
+from .tokens import TokenStore, WindowReader
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """`window_tokens`: (progress, length) pairs; short windows first are cheaper per token."""
+
+    matrix_lr: float = 3.5e-3
+    other_lr: float = 2e-3
+    weight_decay: float = 0.1
+    tokens_per_step: int = 4096
+    window_tokens: tuple[tuple[float, int], ...] = ((0.0, 256), (0.35, 512), (0.85, 1024))
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def window_at(self, progress: float) -> int:
+        return [tokens for start, tokens in self.window_tokens if progress >= start][-1]
+
+
+def target_config(end_ids: list[int], device: torch.device) -> Qwen3Config:
+    """18 layers of width 192: every split dimension is even, for tensor parallelism of two."""
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_CONTEXT_TOKENS,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        attn_implementation=attention.register() if device.type == "cpu" else "sdpa",
+        eos_token_id=end_ids,
+        bos_token_id=None,
+    )
+
+
+def train_target(
+    config: Qwen3Config,
+    store: TokenStore,
+    snapshot_path: Path,
+    budget_s: float,
+    device: torch.device,
+    report: Report,
+    settings: TargetSettings | None = None,
+) -> Qwen3ForCausalLM:
+    """Train until the budget is used up, going on from the snapshot if there is one."""
+    settings = settings or TargetSettings()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32)
+    optimizer = HybridOptimizer(model, settings.matrix_lr, settings.other_lr, settings.weight_decay)
+    reader = WindowReader(store)
+    loop = TrainingLoop("target", model, optimizer, reader, snapshot_path, report)
+
+    def compute_loss(step: Step) -> StepLoss:
+        window = settings.window_at(step.progress)
+        batch_BT = torch.from_numpy(reader.next_batch(settings.tokens_per_step // window, window)).to(device)
+        return StepLoss(next_token_loss(model, batch_BT), batch_BT.numel(), {})
+
+    loop.run(compute_loss, budget_s, settings.schedule)
+    return model
+
+
+def next_token_loss(model: Qwen3ForCausalLM, batch_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; products in bf16, the loss in fp32."""
+    with torch.autocast(batch_BT.device.type, torch.bfloat16):
+        logits_BTV = model(input_ids=batch_BT, use_cache=False).logits
+    return row_losses(logits_BTV[:, :-1].flatten(0, 1), batch_BT[:, 1:].flatten()).loss_R.mean()
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: Qwen3ForCausalLM, store: TokenStore, window_tokens: int, device: torch.device
+) -> float:
+    """Mean loss in nats per token over the held-out documents, packed as in training."""
+    reader = WindowReader(store)
+    num_batches = len(store.ids) // (4 * window_tokens)
+    losses = [
+        next_token_loss(model, torch.from_numpy(reader.next_batch(4, window_tokens)).to(device)).item()
+        for _ in range(num_batches)
+    ]
+    return sum(losses) / len(losses)

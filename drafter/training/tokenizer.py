@@ -1,0 +1,92 @@
+"""The pair's tokenizer: byte-level BPE, split as Qwen2 splits, with a ChatML template.
+
+Writes the Hugging Face files; reading them back is transformers' or tokenizers' business.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+VOCAB_SIZE = 4096
+END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)
+MAX_CONTEXT_TOKENS = 1024
+
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Special tokens take the last ids, as in Qwen's own files."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the corpus is too small for the vocabulary"
+    return tokenizer
+
+
+def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    """What CHAT_TEMPLATE renders, without Jinja."""
+    text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+    return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
+
+
+def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special_tokens = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
+    decoder = {
+        str(tokenizer.token_to_id(token)): {"content": token, "special": True, "normalized": False}
+        for token in SPECIAL_TOKENS
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_CONTEXT_TOKENS,
+        "bos_token": None,
+        "unk_token": None,
+        **special_tokens,
+        "additional_special_tokens": list(SPECIAL_TOKENS),
+        "added_tokens_decoder": decoder,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    generation = {
+        "eos_token_id": [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)],
+        "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+        "do_sample": True,
+        "temperature": 1.0,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(folder / "special_tokens_map.json", special_tokens)
+    _write_json(folder / "generation_config.json", generation)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Documents as token ids, and the windows a training step reads.
+
+A `TokenStore` is flat: all ids in one array and the bounds of its pieces in another.
+Windows are cut from the pieces in a new order every epoch; epoch and step name
+them fully, so a resumed run reads on where it stopped.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from .chat import chat_samples
+from .corpus import SourceFile
+from .tokenizer import END_OF_TEXT, render_chat
+
+_PIECE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """`ids` uint16 [tokens]; piece p is ids[bounds[p]:bounds[p + 1]].
+
+    A document ends in <|endoftext|>; a long one is several pieces, or a single
+    file would be all that many steps in a row get to see.
+    """
+
+    ids: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.bounds) - 1
+
+    def shuffled(self, seed: int) -> np.ndarray:
+        """All ids, pieces in a random order: uint16 [tokens]."""
+        order = np.random.default_rng(seed).permutation(self.num_pieces)
+        return np.concatenate([self.ids[self.bounds[p] : self.bounds[p + 1]] for p in order])
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, ids=self.ids, bounds=self.bounds)
+
+    @classmethod
+    def load(cls, path: Path) -> "TokenStore":
+        with np.load(path) as arrays:
+            return cls(arrays["ids"], arrays["bounds"])
+
+
+def corpus_texts(files: Iterable[SourceFile]) -> Iterator[str]:
+    """Every document of the corpus: the files themselves, then the chats made from each."""
+    for file in files:
+        yield file.text
+        for messages in chat_samples(file):
+            yield render_chat(messages)
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenStore:
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    documents = [np.array([*item.ids, end], dtype=np.uint16) for item in encoded]
+    pieces = [d[at : at + _PIECE_TOKENS] for d in documents for at in range(0, len(d), _PIECE_TOKENS)]
+    bounds = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
+    return TokenStore(np.concatenate(documents), bounds)
+
+
+class WindowReader:
+    """Endless batches of windows; `position` (epoch, offset) is all there is to resume."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
+        self.seek((0, 0))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._epoch, self._offset
+
+    def seek(self, position: tuple[int, int]) -> None:
+        self._epoch, self._offset = position
+        self._ids = self._store.shuffled(self._epoch)
+
+    def next_batch(self, num_windows: int, window_tokens: int) -> np.ndarray:
+        """int64 [num_windows, window_tokens]; an epoch's last incomplete batch is dropped."""
+        size = num_windows * window_tokens
+        if self._offset + size > len(self._ids):
+            self.seek((self._epoch + 1, 0))
+        batch = self._ids[self._offset : self._offset + size]
+        self._offset += size
+        return batch.astype(np.int64).reshape(num_windows, window_tokens)

@@ -1,0 +1,263 @@
+"""The drafter's training: what a block sees, what counts, and that a killed run loses nothing."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from manta.drafter.training.blocks import (
+    cut_blocks,
+    decay_weights,
+    dpace_weights,
+    draw_anchors,
+    weighted_mean,
+)
+from manta.drafter.training.budget import Schedule
+from manta.drafter.training.continuations import ContinuationReader, Continuations, Question
+from manta.drafter.training.cross_entropy import Teacher, row_losses
+from manta.drafter.training.drafter import (
+    DrafterSettings,
+    FrozenTarget,
+    block_losses,
+    drafter_shape,
+    target_layer_ids,
+)
+from manta.drafter.training.loop import LoopSettings, StepLoss, TrainingLoop
+from manta.drafter.training.model import DrafterShape, TrainableDrafter
+from manta.drafter.training.optimizers import HybridOptimizer
+from manta.drafter.training.snapshots import load_snapshot, save_snapshot
+
+SHAPE = DrafterShape(
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    block_size=4,
+    target_layer_ids=(1, 2),
+)
+
+
+@pytest.fixture
+def drafter() -> TrainableDrafter:
+    torch.manual_seed(0)
+    return TrainableDrafter(SHAPE)
+
+
+def inputs(num_tokens: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    anchors = torch.tensor([[3, 9, 9], [1, 15, 7]])
+    features = torch.randn(2, num_tokens, 64, generator=generator)
+    return features, torch.randn(2, 3, 4, 32, generator=generator), anchors
+
+
+def test_a_block_sees_strictly_what_lies_before_its_anchor(drafter: TrainableDrafter):
+    features, blocks, anchors = inputs()
+    changed = features.clone()
+    changed[0, 9:] += 1.0
+    before, after = drafter(features, blocks, anchors), drafter(changed, blocks, anchors)
+    assert torch.equal(before[0], after[0]), "features at or after the anchor leak into a block"
+    changed[0, 8] += 1.0
+    after = drafter(changed, blocks, anchors)
+    assert torch.equal(before[0, 0], after[0, 0])
+    assert not torch.allclose(before[0, 1], after[0, 1])
+
+
+def test_blocks_do_not_see_each_other_but_all_of_their_own_rows(drafter: TrainableDrafter):
+    features, blocks, anchors = inputs()
+    changed = blocks.clone()
+    changed[0, 1, 3] += 1.0
+    before, after = drafter(features, blocks, anchors), drafter(features, changed, anchors)
+    assert torch.equal(before[0, [0, 2]], after[0, [0, 2]])
+    assert not torch.allclose(before[0, 1, 0], after[0, 1, 0]), "attention in the block is bidirectional"
+
+
+def test_many_blocks_in_one_pass_equal_one_block_at_a_time(drafter: TrainableDrafter):
+    features, blocks, anchors = inputs()
+    together = drafter(features, blocks, anchors)
+    for row in range(2):
+        for block in range(3):
+            anchor = int(anchors[row, block])
+            alone = drafter(
+                features[row : row + 1, :anchor],
+                blocks[row : row + 1, block : block + 1],
+                anchors[row : row + 1, block : block + 1],
+            )
+            torch.testing.assert_close(together[row, block], alone[0, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_parameter_names_are_those_of_the_z_lab_checkpoints(drafter: TrainableDrafter):
+    names = set(drafter.state_dict())
+    assert len(names) == 11 * SHAPE.num_layers + 3
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight"} <= names
+    assert "layers.1.self_attn.q_norm.weight" in names
+    assert "layers.0.mlp.down_proj.weight" in names
+
+
+def test_taps_follow_the_published_default():
+    assert target_layer_ids(36, 5) == (1, 9, 17, 25, 33)
+    assert target_layer_ids(8, 1) == (4,)
+
+
+def test_slots_predict_the_token_at_their_own_position_and_stop_at_the_end():
+    tokens = torch.arange(10, 22)[None]
+    blocks = cut_blocks(tokens, torch.tensor([12]), torch.tensor([[2, 9]]), block_size=4, mask_id=99)
+    assert blocks.inputs[0, 0].tolist() == [12, 99, 99, 99]
+    assert blocks.labels[0, 0].tolist() == [13, 14, 15]
+    assert blocks.is_counted[0].tolist() == [[True] * 3, [True, True, False]]
+
+
+def test_anchors_lie_in_the_generated_part_and_leave_a_label():
+    first, length = torch.tensor([3, 10]), torch.tensor([5, 40])
+    anchors = draw_anchors(first, length, 500, torch.Generator().manual_seed(0))
+    assert (anchors >= first[:, None]).all() and (anchors <= length[:, None] - 2).all()
+    assert anchors[1].min() == 10 and anchors[1].max() == 38
+
+
+def test_weights_follow_their_formulas():
+    decay = decay_weights(15, 7.0, torch.device("cpu"))
+    torch.testing.assert_close(decay, torch.tensor([math.exp(-(k - 1) / 7.0) for k in range(1, 16)]))
+    losses = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    weights = dpace_weights(losses, alpha=0.5)
+    for j in range(5):
+        softened = 0.5 * torch.exp(-losses[1, 2]) + 0.5
+        expected = sum(softened[: m + 1].prod() for m in range(j, 5))
+        torch.testing.assert_close(weights[1, 2, j], expected)
+    counted = torch.tensor([[[True, True, False, False, False]]])
+    mean = weighted_mean(
+        torch.tensor([[[1.0, 3.0, 9.0, 9.0, 9.0]]]), torch.tensor([1.0, 0.5, 1, 1, 1]), counted
+    )
+    torch.testing.assert_close(mean, torch.tensor(2.5 / 1.5))
+
+
+def test_chunked_cross_entropy_equals_torch_in_value_and_gradient():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 50, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 50, (300,), generator=generator)
+    teacher_logits = torch.randn(40, 50, generator=generator)
+    rows = torch.randint(0, 40, (300,), generator=generator)
+    losses = row_losses(logits, labels, Teacher(teacher_logits, rows, share=0.3))
+    p, log_q = teacher_logits.softmax(-1)[rows], logits.log_softmax(-1)
+    expected = 0.7 * F.cross_entropy(logits, labels, reduction="none") - 0.3 * (p * log_q).sum(-1)
+    torch.testing.assert_close(losses.loss_R, expected)
+    torch.testing.assert_close(losses.overlap_R, torch.minimum(p, log_q.exp()).sum(-1))
+    weights = torch.rand(300, generator=generator)
+    (gradient,) = torch.autograd.grad((losses.loss_R * weights).sum(), logits)
+    (reference,) = torch.autograd.grad((expected * weights).sum(), logits)
+    torch.testing.assert_close(gradient, reference)
+
+
+def continuations(count: int = 12) -> Continuations:
+    random = np.random.default_rng(0)
+    prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
+    answers = [random.integers(0, 60, 9 + i % 5).tolist() for i in range(count)]
+    return Continuations.of([Question(prompt, 1.0, 0) for prompt in prompts], answers)
+
+
+def tiny_target() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    )
+
+
+def test_the_teacher_of_a_slot_is_the_targets_row_before_it():
+    """A drafter that copies the target's rows must have full overlap: any shift would show."""
+    settings = DrafterSettings(num_layers=1, block_size=4, num_taps=2, batch_size=4, num_anchors=5)
+    target = tiny_target()
+    frozen = FrozenTarget(target, (1, 2))
+    batch = ContinuationReader(continuations(), 4, pad_id=0).next_batch()
+    hidden = target.model(torch.from_numpy(batch.tokens)).last_hidden_state
+
+    class Copying(TrainableDrafter):
+        def forward(self, features, blocks, anchors):
+            positions = (anchors[..., None] + torch.arange(4) - 1).clamp(max=hidden.shape[1] - 1)
+            return torch.stack([hidden[row][positions[row]] for row in range(len(hidden))])
+
+    drafter = Copying(drafter_shape(target, settings))
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    blocks, losses = block_losses(frozen, drafter, batch, 63, device, settings, generator)
+    overlap = losses.overlap_R.view_as(blocks.labels)[blocks.is_counted]
+    assert overlap.min() > 0.99
+
+
+def test_continuations_survive_the_disk_and_padding(tmp_path: Path):
+    data = Continuations.join([continuations(5), continuations(7)])
+    data.save(tmp_path / "data.npz")
+    loaded = Continuations.load(tmp_path / "data.npz")
+    batch = ContinuationReader(loaded, 12, pad_id=63).pad(np.arange(12))
+    for row in range(12):
+        start, end = data.bounds[row], data.bounds[row + 1]
+        assert (batch.tokens[row, : batch.length[row]] == data.ids[start:end]).all()
+        assert (batch.tokens[row, batch.length[row] :] == 63).all()
+        assert batch.first[row] == data.first[row] < batch.length[row]
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
+    """The same six steps, once in one piece and once with a kill after the third."""
+
+    def loop(path: Path, drafter: TrainableDrafter) -> TrainingLoop:
+        reader = ContinuationReader(continuations(), 4, pad_id=0)
+        optimizer = HybridOptimizer(drafter, 1e-2, 1e-2, 0.0)
+        settings = LoopSettings(snapshot_every_s=0.0)
+        return TrainingLoop("test", drafter, optimizer, reader, path, lambda _: None, settings)
+
+    class Killed(Exception):
+        pass
+
+    def run(path: Path, steps: int) -> TrainableDrafter:
+        torch.manual_seed(3)
+        drafter = TrainableDrafter(SHAPE)
+        training = loop(path, drafter)
+
+        def compute_loss(step):
+            if step.index == steps:
+                raise Killed
+            tokens = torch.from_numpy(training.reader.next_batch().tokens)
+            features = F.one_hot(tokens, 64).float()
+            anchors = torch.tensor([[5, 7]] * len(tokens))
+            blocks = torch.ones(len(tokens), 2, 4, 32)
+            loss = drafter(features, blocks, anchors).square().mean() - features.mean()
+            return StepLoss((loss - 2.0) ** 2, tokens.numel(), {})
+
+        with pytest.raises(Killed):
+            training.run(compute_loss, 1e9, replace(Schedule(), warmup_steps=1))
+        return drafter
+
+    whole = run(tmp_path / "whole.pt", 6)
+    run(tmp_path / "cut.pt", 3)
+    resumed = run(tmp_path / "cut.pt", 6)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
+def test_a_kill_while_saving_leaves_the_last_snapshot_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "run" / "snapshot.pt"
+    assert load_snapshot(path) is None
+    save_snapshot(path, {"step": 1})
+
+    def half_written(snapshot: object, file) -> None:
+        file.write(b"PK half a file")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half_written)
+    with pytest.raises(KeyboardInterrupt):
+        save_snapshot(path, {"step": 2})
+    assert load_snapshot(path) == {"step": 1}
