@@ -1,0 +1,59 @@
+# The two commands of a fresh clone: `make demo` and `make test`. Both need Python >= 3.11 and nothing else.
+#
+#   PYTHON    interpreter that makes .venv               make test PYTHON=/usr/bin/python3.12
+#   PIP_ARGS  added to `pip install`. On Linux without a GPU, PyPI's torch brings several GB of CUDA; give
+#             PyTorch's index of CPU wheels here         make demo PIP_ARGS="--extra-index-url <index>"
+#   TESTS     what `make pytest` runs                    make pytest TESTS=tests/test_cli.py
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_ARGS ?=
+TESTS ?= tests
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-with
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install demo test lint types floors pytest bench clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile
+
+# The stamp holds the pyproject.toml it was installed from: touching the file without a change installs nothing.
+install:  ## make .venv and install Manta with its development tools (skipped when nothing changed)
+	@if cmp -s pyproject.toml $(STAMP); then echo "== .venv is up to date"; else $(MAKE) --no-print-directory fresh-install; fi
+
+.PHONY: fresh-install
+fresh-install:
+	@test -n "$(PYTHON)" || { echo "error: no Python found; install Python 3.11 or set PYTHON=..."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is older than Python 3.11; set PYTHON=..."; exit 1; }
+	@echo "== making .venv with $(PYTHON) and installing (a few minutes the first time)"
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) -e ".[dev]"
+	@cp pyproject.toml $(STAMP)
+
+demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
+	$(BIN)/manta demo
+
+test: install lint types floors pytest  ## every check and every test; CI runs this
+
+lint: install  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## pyright
+	$(BIN)/pyright
+
+floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
+	$(BIN)/lint-imports
+
+pytest: install  ## the tests
+	$(BIN)/python -m pytest $(TESTS) --durations=15
+
+bench: install  ## speculation on against off; writes docs/benchmarks/
+	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,80 @@
+"""`manta chat`: a conversation in the terminal, in this process and without Ray.
+
+Ctrl-C ends the answer that is being given and keeps what was said; at the prompt it clears the line.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..actors.llm import LLM
+from ..cluster.config import EngineConfig
+from ..cluster.errors import RequestError
+from ..cluster.request import SamplingParams
+from .generate import open_llm, stream_text
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an answer."
+
+
+class Conversation:
+    """The messages so far, and how they grow."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def say(self, text: str) -> str:
+        """Answer `text` on standard output. An answer that fails leaves the conversation as it was."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._llm.render_chat(messages)
+        answer: list[str] = []
+        stream = stream_text(self._llm, prompt, self._params)
+        try:
+            answer.extend(delta.outputs[0].text for delta in stream)
+        except KeyboardInterrupt:
+            stream.close()  # aborts the request
+            sys.stdout.write(" [stopped]")
+        sys.stdout.write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+        return self.messages[-1]["content"]
+
+
+def run_chat(config: EngineConfig, params: SamplingParams, system: str | None) -> None:
+    """Read lines until the user leaves."""
+    with open_llm(config) as llm:
+        conversation = Conversation(llm, params, system)
+        print(HELP, file=sys.stderr)
+        while (line := _read_line()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                conversation.reset()
+            elif line.startswith("/"):
+                print(HELP, file=sys.stderr)
+            elif line:
+                _answer(conversation, line)
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    try:
+        conversation.say(line)
+    except RequestError as error:  # e.g. the conversation outgrew the context: say so and stay
+        print(f"error: {error.message}", file=sys.stderr)
+
+
+def _read_line() -> str | None:
+    """The next line, "" after Ctrl-C, None at the end."""
+    try:
+        return input("> ").strip()
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except EOFError:
+        print()
+        return None

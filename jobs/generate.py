@@ -1,0 +1,49 @@
+"""`manta generate`: one prompt, one answer, streamed to standard output. In this process, without Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from ..actors.llm import LLM
+from ..actors.outputs import RequestMetrics, RequestOutput
+from ..actors.prompts import Prompt
+from ..cluster.config import EngineConfig
+from ..cluster.errors import RequestError
+from ..cluster.request import SamplingParams
+
+
+def open_llm(config: EngineConfig) -> LLM:
+    """The offline engine of a config."""
+    return LLM(**asdict(config))
+
+
+def generate_text(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
+    """Continue `prompt` on standard output; end with a line of figures on standard error."""
+    if not prompt:
+        raise RequestError("prompt is empty: give some text to continue.", param="prompt")
+    with open_llm(config) as llm:
+        last = None
+        for delta in stream_text(llm, prompt, params):
+            last = delta
+        sys.stdout.write("\n")
+        if last is not None:
+            print(summary(last.metrics, llm), file=sys.stderr)
+
+
+def stream_text(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+    """Print the continuation as it comes; also yields each delta."""
+    for delta in llm.stream(prompt, params):
+        sys.stdout.write(delta.outputs[0].text)
+        sys.stdout.flush()
+        yield delta
+
+
+def summary(metrics: RequestMetrics, llm: LLM) -> str:
+    """One line: speed and, with a drafter, tokens per verify step."""
+    tokens = llm.stats().generation_tokens
+    line = f"[{tokens} tokens, {tokens / max(metrics.e2e_s, 1e-9):.1f} tokens/s"
+    if (length := metrics.mean_acceptance_length) is not None:
+        line += f", {length:.2f} tokens per step"
+    return line + "]"

@@ -1,0 +1,135 @@
+"""Flags and YAML become engine settings: the one way that every command takes.
+
+`ray_config.yaml` is a Serve config; the engine reads `applications[0].args` of it. A plain mapping of flag
+names works too. What stands on the command line wins. Not the flags themselves: those are `flags.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..actors.http.settings import split_settings
+from ..cluster.config import EngineConfig, SpeculativeConfig, from_mapping
+from ..cluster.errors import ConfigError
+from ..cluster.request import SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_CONFIG = Path("ray_config.yaml")
+# vLLM's names for what is called otherwise here.
+ALIASES = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages"}
+_SPECULATION_FLAGS = ("speculative_config", "spec_model", "spec_tokens", "no_speculation")
+
+
+# Any in this module: settings come from YAML and flags as plain data; EngineConfig checks them.
+def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) -> dict[str, Any]:
+    """One flat mapping of engine (and server) settings from a YAML file and flags that were given.
+
+    Args:
+        flags: setting name -> value; None means that the flag was not given.
+        config_path: the YAML file. Without it `ray_config.yaml` of the working directory is read, unless
+            the flags name a model.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config_path is None and "model" not in given and DEFAULT_CONFIG.is_file():
+        config_path = DEFAULT_CONFIG
+    settings = read_settings(config_path) if config_path is not None else {}
+    speculation = {name: given.pop(name) for name in _SPECULATION_FLAGS if name in given}
+    settings |= given
+    settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
+    if not settings.get("model"):
+        raise ConfigError(
+            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config).",
+            param="model",
+        )
+    return settings
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """The engine's part of merged settings; unknown names are refused with the nearest known one."""
+    return split_settings(settings)[0]
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters from the flags that were given."""
+    return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file: a Serve config's `applications[0].args`, or a mapping of flag names."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config: {path} cannot be read: {error.strerror}.", param="config") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"config: {path} is not valid YAML: {where}", param="config") from None
+    if isinstance(found, Mapping) and "applications" in found:
+        found = _application_args(found["applications"], path)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"config: {path} must hold a mapping of settings, or a Serve config with applications[0].args.",
+            param="config",
+        )
+    names = {str(key).replace("-", "_"): value for key, value in found.items()}
+    settings = {ALIASES.get(name, name): value for name, value in names.items()}
+    speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
+    return settings | {"speculative_config": merge_speculation(None, speculation)}
+
+
+def merge_speculation(base: Any, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The speculative config: `speculative_config` replaces `base`, `spec_model`/`spec_tokens` refine it."""
+    whole, model, tokens = (flags.get(name) for name in _SPECULATION_FLAGS[:3])
+    refined = {"model": model, "num_speculative_tokens": tokens}
+    refined = {name: value for name, value in refined.items() if value is not None}
+    off = bool(flags.get("no_speculation"))
+    if sum((whole is not None, bool(refined), off)) > 1:
+        raise ConfigError(
+            "speculative_config, spec_model/spec_tokens and no_speculation exclude each other.",
+            param="speculative_config",
+        )
+    if off:
+        return None
+    config = parse_speculation(whole if whole is not None else base)
+    if not refined:
+        return config
+    config = (config or {}) | refined
+    if "model" not in config:
+        raise ConfigError("spec_tokens needs a drafter: give spec_model too.", param="spec_model")
+    return config
+
+
+def parse_speculation(value: Any) -> dict[str, Any] | None:
+    """A speculative config as a mapping, as JSON text, or "none" for plain decoding."""
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null", "off", "")):
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"speculative_config={value!r} is not JSON ({error}). Write it like "
+                '\'{"model": "models/drafter", "num_speculative_tokens": 15}\', or none.',
+                param="speculative_config",
+            ) from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"speculative_config={value!r} must be a mapping with the drafter's `model`, or none.",
+            param="speculative_config",
+        )
+    config = {str(key).replace("-", "_"): item for key, item in value.items()}
+    from_mapping(SpeculativeConfig, config, "speculative_config.")
+    return config
+
+
+def _application_args(applications: Any, path: Path) -> Any:
+    if isinstance(applications, list) and applications and isinstance(applications[0], Mapping):
+        return applications[0].get("args") or {}
+    raise ConfigError(
+        f"config: {path} has no application: `applications` must be a list, its first item with `args`.",
+        param="config",
+    )

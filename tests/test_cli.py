@@ -1,0 +1,153 @@
+"""The command line: one way to settings, errors in words, a light start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from manta.cluster.errors import ConfigError
+from manta.jobs.cli import main
+from manta.jobs.flags import parse_size
+from manta.jobs.settings import engine_config, merge_settings, read_settings
+
+SERVE_CONFIG = """
+applications:
+  - name: manta
+    import_path: manta.actors.replica:build_app
+    args:
+      model: models/target
+      served_model_name: small
+      max_num_seqs: 8
+      speculative_config: {model: models/drafter, num_speculative_tokens: 15}
+"""
+
+
+@pytest.fixture
+def serve_config(tmp_path: Path) -> Path:
+    path = tmp_path / "ray_config.yaml"
+    path.write_text(SERVE_CONFIG)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    code = ended.value.code
+    return (code if isinstance(code, int) else 1), capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys; from manta.jobs.cli import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "block size - 1" in words
+    assert "its 16 is 15 here" in words
+
+
+def test_every_command_reads_its_engine_from_a_serve_config_and_flags_win(serve_config: Path) -> None:
+    settings = merge_settings({"max_num_seqs": 2, "page_size": None}, serve_config)
+    assert settings["served_model_name"] == "small"
+    config = engine_config(settings)
+    assert (config.model, config.max_num_seqs, config.page_size) == ("models/target", 2, 16)
+    assert config.speculative_config is not None
+    assert config.speculative_config.num_speculative_tokens == 15
+
+
+def test_a_yaml_file_of_flag_names_is_a_config_too(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("model: m\nmax-num-seqs: 3\nblock-size: 32\nspec-model: d\nspec-tokens: 4\n")
+    config = engine_config(read_settings(path))
+    assert (config.max_num_seqs, config.page_size) == (3, 32)
+    assert config.speculative_config is not None
+    assert config.speculative_config.num_speculative_tokens == 4
+
+
+def test_the_yaml_of_the_working_directory_is_read_unless_a_model_is_named(
+    serve_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(serve_config.parent)
+    assert merge_settings({})["max_num_seqs"] == 8
+    assert merge_settings({"model": "other"}) == {"model": "other", "speculative_config": None}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"no_speculation": True}, {"speculative_config": "none"}, {"speculative_config": "null"}],
+)
+def test_speculation_can_be_switched_off(flags: dict[str, object], serve_config: Path) -> None:
+    assert merge_settings(flags, serve_config)["speculative_config"] is None
+
+
+def test_spec_flags_refine_the_file_and_exclude_the_json_flag(serve_config: Path) -> None:
+    refined = merge_settings({"spec_tokens": 3}, serve_config)["speculative_config"]
+    assert refined == {"model": "models/drafter", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="exclude each other"):
+        merge_settings({"spec_tokens": 3, "speculative_config": json.dumps({"model": "d"})}, serve_config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("genrate",), 2, "Did you mean 'generate'"),
+        (("generate", "x", "--dtyp", "a"), 2, "--dtype"),
+        (("generate", "x", "-m", "m", "--dtype", "float8"), 2, "'bfloat16'"),
+        (("generate", "x", "-m", "m", "--max-model-len", "long"), 2, "not a whole number"),
+        (("chat", "a", "--model", "b"), 2, "not both"),
+        (("generate", "x", "-m", "m", "--max-num-seqs", "0"), 1, "max_num_seqs=0"),
+        (("generate", "x", "-m", "m", "--temperature", "-1"), 1, "temperature=-1"),
+        (("generate", "x", "--config", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
+        (("generate", "x", "-m", "m", "--spec-tokens", "4"), 1, "give spec_model"),
+        (
+            (
+                "generate",
+                "x",
+                "-m",
+                "m",
+                "--speculative-config",
+                '{"model": "d", "num_speculative_token": 4}',
+            ),
+            1,
+            "Did you mean speculative_config.num_speculative_tokens?",
+        ),
+        (("generate", "x", "-m", "m", "--speculative-config", "{model"), 1, "is not JSON"),
+        (("generate", "x", "-m", "/nowhere/target"), 1, "/nowhere/target"),
+    ],
+)
+def test_wrong_input_ends_with_words_not_a_traceback(
+    arguments: tuple[str, ...],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    got, err = run(capsys, *arguments)
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+    assert got == code
+
+
+def test_an_unknown_key_in_the_yaml_proposes_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: m\nmax_num_seq: 3\n")
+    with pytest.raises(ConfigError, match="Did you mean max_num_seqs"):
+        engine_config(read_settings(path))
+
+
+def test_sizes_are_written_as_in_vllm() -> None:
+    assert [parse_size(text) for text in ("4096", "32k", "1G", "1.5g")] == [4096, 32000, 2**30, 1_500_000_000]

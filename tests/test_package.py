@@ -1,0 +1,66 @@
+"""The wheel holds every module and each can be imported; the floors stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("cluster", "drafter", "actors", "jobs")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "__init__.py", *FLOORS)
+
+IMPORT_ALL = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+import manta
+assert manta.__file__.startswith(sys.argv[1]), manta.__file__
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+
+
+def module_name(path: str) -> str:
+    name = path.removesuffix(".py").replace("/", ".")
+    return name.removesuffix(".__init__")
+
+
+def build_wheel(folder: Path) -> zipfile.ZipFile:
+    """Build from a copy, so that no build folder appears in the repository."""
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).exists():
+            subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    command = ["build", "--wheel", "--no-isolation", "--outdir", folder, source]
+    subprocess.run([sys.executable, "-m", *map(str, command)], check=True, capture_output=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
+    with build_wheel(tmp_path) as wheel:
+        packed = {name for name in wheel.namelist() if name.endswith(".py")}
+        wheel.extractall(tmp_path / "installed")
+    in_repository = {
+        f"manta/{path.relative_to(ROOT).as_posix()}"
+        for floor in FLOORS
+        for path in (ROOT / floor).rglob("*.py")
+    }
+    assert packed == in_repository | {"manta/__init__.py"}
+    names = sorted(map(module_name, packed))
+    command = [sys.executable, "-c", IMPORT_ALL, tmp_path / "installed", *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_face_of_the_package_does_not_load_torch() -> None:
+    script = "import sys, manta; manta.SamplingParams(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_floors_stand() -> None:
+    linter = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
