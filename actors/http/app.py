@@ -1,0 +1,75 @@
+"""The FastAPI application of one engine. Served by Ray Serve (`replica.py`), or by any ASGI server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Lifespan
+
+from ... import __version__
+from ..engine import AsyncEngine
+from ..target.loading import resolve_checkpoint
+from ..telemetry import StatsMirror, Telemetry
+from .chat import chat_routes
+from .completions import completion_routes
+from .defaults import GenerationDefaults
+from .errors import install_handlers
+from .frontend import Frontend
+from .gate import Gate
+from .models import model_routes
+from .operations import operation_routes
+from .settings import ServerSettings
+from .tokenization import tokenization_routes
+
+
+def create_app(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    *,
+    replica: str = "0",
+    mirror: StatsMirror | None = None,
+    echo_request_id: bool = True,
+) -> FastAPI:
+    """Wire the routes to a started engine.
+
+    Args:
+        engine: started; whoever started it closes it.
+        settings: of the front.
+        replica: named in log lines and metrics.
+        mirror: also gets the engine's figures now and then.
+        echo_request_id: send X-Request-Id back; off where something in front does.
+    """
+    telemetry = Telemetry(engine, settings.model_names(engine.config.model)[0], replica, mirror)
+    frontend = Frontend(engine, settings, _defaults(engine, settings), telemetry)
+    app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(telemetry))
+    for routes in (completion_routes, chat_routes, model_routes, tokenization_routes, operation_routes):
+        app.include_router(routes(frontend))
+    install_handlers(app)
+    app.add_middleware(Gate, settings=settings, telemetry=telemetry, echo_request_id=echo_request_id)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaults:
+    if settings.generation_config == "openai":
+        return GenerationDefaults()
+    return GenerationDefaults.load(resolve_checkpoint(engine.config.model, field="model"))
+
+
+def _lifespan(telemetry: Telemetry) -> Lifespan[FastAPI]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        reporting = asyncio.create_task(telemetry.report_forever())
+        yield
+        reporting.cancel()
+        with suppress(asyncio.CancelledError):
+            await reporting
+
+    return lifespan

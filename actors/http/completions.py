@@ -1,0 +1,45 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from .frontend import EncodedPrompt, Frontend
+from .generation import prepare, respond
+from .protocol import CompletionRequest
+from .wire import JsonObject
+
+OPENAI_MAX_TOKENS = 16
+
+
+class CompletionShape:
+    prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> JsonObject | None:
+        return None
+
+    def chunk(self, index: int, text: str | None, finish_reason: str | None) -> JsonObject:
+        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": finish_reason}
+
+    def whole(self, index: int, text: str, finish_reason: str) -> JsonObject:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def completion_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter()
+    shape = CompletionShape()
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, http: Request) -> Response:
+        prompts = [
+            await frontend.encode(prompt, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else EncodedPrompt(None, prompt)
+            for prompt in body.prompt
+        ]
+        work = prepare(frontend, shape, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
+        return await respond(frontend, shape, work, http)
+
+    return router

@@ -1,0 +1,132 @@
+"""Every failure as OpenAI clients expect it: `{"error": {message, type, param, code}}` and a real status.
+
+Nothing of the server leaks: messages of our own tree are written for users, all others are replaced.
+Retryable failures say when (`Retry-After`), deterministic ones say that a retry is in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from ...cluster.errors import EngineDeadError, MantaError, RequestError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+ENGINE_DEAD = "The engine that served this request has stopped; it is being replaced. Retry."
+INTERNAL = "Internal server error."
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def error_body(status: int, message: str, param: str | None = None, kind: str | None = None) -> bytes:
+    """The JSON body of an error, also used inside a stream."""
+    error = {"message": message, "type": kind or kind_of(status), "param": param, "code": status}
+    return orjson.dumps({"error": error})
+
+
+def kind_of(status: int) -> str:
+    return KINDS.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+
+
+def public_error(error: BaseException) -> MantaError:
+    """What a client may know of a failure: our own error if it is meant for users, else a bland one."""
+    if isinstance(error, EngineDeadError):
+        return EngineDeadError(ENGINE_DEAD)
+    if isinstance(error, MantaError) and error.status != 500:
+        return error
+    return MantaError(INTERNAL)
+
+
+def error_response(error: MantaError) -> Response:
+    return json_error(error.status, error.message, error.param, error.kind, retryable=error.retryable)
+
+
+def json_error(
+    status: int,
+    message: str,
+    param: str | None = None,
+    kind: str | None = None,
+    *,
+    retryable: bool = False,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    headers = dict(headers or {})
+    if retryable or status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    elif status >= 500:
+        headers["x-should-retry"] = "false"
+    body = error_body(status, message, param, kind)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer in one shape whatever fails before or inside a route. What is left is the gate's."""
+
+    @app.exception_handler(MantaError)
+    async def on_manta_error(request: Request, error: MantaError) -> Response:
+        log_if_ours(error, request.scope)
+        return error_response(public_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+        return error_response(from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_exception(request: Request, error: HTTPException) -> Response:
+        message = (
+            f"{error.detail}: {request.method} {request.url.path}" if error.status_code in (404, 405) else ""
+        )
+        return json_error(error.status_code, message or str(error.detail), headers=dict(error.headers or {}))
+
+    @app.exception_handler(ClientGoneError)
+    async def on_client_gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)
+
+
+def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope is an open mapping.
+    """Log, once and with the request id, a failure that the user did not cause."""
+    if isinstance(error, MantaError) and error.status != 500:
+        return
+    request_id = scope.get("state", {}).get("request_id")
+    logger.error("request %s failed", request_id, exc_info=error)
+
+
+def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dictionaries are untyped.
+    """Name the first wrong field by its dotted path; what the client sent is not repeated."""
+    first = errors[0]
+    if (
+        first["type"] in ("json_invalid", "model_attributes_type", "dict_type", "missing")
+        and len(first["loc"]) == 1
+    ):
+        return RequestError("The body must be a JSON object (Content-Type: application/json).")
+    if first["type"] == "json_invalid":
+        return RequestError("The body is not valid JSON.")
+    path = ".".join(str(part) for part in first["loc"] if part != "body" and not _is_type(part))
+    more = f" ({len(errors) - 1} more fields are wrong.)" if len(errors) > 1 else ""
+    return RequestError(f"{path}: {first['msg']}.{more}", param=path or None)
+
+
+def _is_type(part: object) -> bool:
+    """Whether a piece of a pydantic path names the branch of a union, not a field."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)

@@ -1,0 +1,76 @@
+"""Request fields beyond the ones we implement: which are refused, which are ignored, which are unknown.
+
+A field that would change the answer and is not implemented yet is refused when it is set to more than its
+default: an answer without it would be wrong in silence. When one is implemented it moves from `REFUSED`
+into a request model of `protocol.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...cluster.errors import RequestError
+from .settings import UnknownParams
+
+# Field -> values that mean "not used"; None and absence always do.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "regex": (),
+    "ebnf": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "prompt_embeds": (),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "include_reasoning": (True,),
+    "documents": ([],),
+    "chat_template": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "lora_path": (),
+}
+# Fields that say something about the request, not about the answer.
+SILENT = frozenset(
+    {"user", "metadata", "session_id", "safety_identifier", "store", "service_tier", "parallel_tool_calls"}
+)
+
+
+def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
+    """Refuse what must not be ignored. Returns the unknown fields, which are ignored."""
+    for name, value in extra.items():
+        if name in REFUSED and value is not None and value not in REFUSED[name]:
+            raise RequestError(
+                f"{name} is not supported by this server yet. Leave it out"
+                + (f" or send its default ({REFUSED[name][0]!r})." if REFUSED[name] else "."),
+                param=name,
+            )
+    unknown = [name for name in extra if name not in REFUSED and name not in SILENT]
+    if unknown and policy == "reject":
+        near = difflib.get_close_matches(unknown[0], [*known, *REFUSED, *SILENT], n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise RequestError(f"{unknown[0]} is not a known field.{hint}", param=unknown[0])
+    return unknown

@@ -1,0 +1,133 @@
+"""What one HTTP request cost: its `usage`, its `metrics` and its log line, counted as outputs come.
+
+One HTTP request may hold several prompts, and each several completions. Times of the whole are the
+earliest first token and the latest last one.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..outputs import RequestMetrics, RequestOutput
+from ..telemetry import FinishedRequest, Telemetry
+from .wire import JsonObject
+
+
+class RequestFigures:
+    """Counts one HTTP request. Fed by `Run.outputs` alone."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.started_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.num_output_tokens = 0
+        self.finish_reasons: list[str] = []
+        self._num_prompt_tokens = [0] * num_prompts
+        self._costs: list[RequestMetrics | None] = [None] * num_prompts
+        self._last_token_s: dict[tuple[int, int], float] = {}  # by prompt and completion
+
+    def feed(self, prompt_index: int, output: RequestOutput, telemetry: Telemetry) -> None:
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        self._costs[prompt_index] = output.metrics
+        for completion in output.outputs:
+            if completion.token_ids:
+                self._feed_tokens((prompt_index, completion.index), len(completion.token_ids), telemetry)
+            if completion.finish_reason is not None:
+                self.finish_reasons.append(completion.finish_reason)
+
+    def _feed_tokens(self, key: tuple[int, int], count: int, telemetry: Telemetry) -> None:
+        now_s, before_s = time.monotonic(), self._last_token_s.get(key)
+        telemetry.observe_tokens(count, now_s - (before_s or self.started_s), first=before_s is None)
+        self._last_token_s[key] = self.last_token_s = now_s
+        self.first_token_s = self.first_token_s or now_s
+        self.num_output_tokens += count
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self._num_prompt_tokens)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.started_s
+
+    @property
+    def e2e_s(self) -> float:
+        return (self.last_token_s or time.monotonic()) - self.started_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per verify step over all prompts and completions; None if nothing was drafted."""
+        costs = [cost for cost in self._costs if cost is not None]
+        steps = sum(cost.num_steps for cost in costs)
+        return 1.0 + sum(cost.num_accepted_tokens for cost in costs) / steps if steps else None
+
+    def usage(self) -> JsonObject:
+        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        cached = sum(cost.num_cached_tokens for cost in self._costs if cost is not None)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def metrics(self, num_spec_tokens: int, *, speculated: bool) -> JsonObject | None:
+        """Timings and acceptance in vLLM's shape, for a request of one completion."""
+        cost = self._costs[0]
+        if cost is None or self.first_token_s is None or self.last_token_s is None:
+            return None
+        return {
+            "time_to_first_token_ms": _ms(self.ttft_s),
+            "generation_time_ms": _ms(self.last_token_s - self.first_token_s),
+            "queue_time_ms": None,
+            "mean_itl_ms": _ms(self.tpot_s),
+            "tokens_per_second": round(self.num_output_tokens / self.e2e_s, 3) if self.e2e_s else None,
+            "speculative_decoding": _acceptance(cost, num_spec_tokens) if speculated else None,
+        }
+
+    def finished(self, *, request_id: str, response_id: str, model: str, status: int) -> FinishedRequest:
+        return FinishedRequest(
+            request_id=request_id,
+            id=response_id,
+            model=model,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            ttft_ms=_ms(self.ttft_s),
+            tpot_ms=_ms(self.tpot_s),
+            e2e_ms=round(self.e2e_s * 1000.0, 3),
+            accept_len=_rounded(self.mean_acceptance_length),
+            finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
+            status=status,
+        )
+
+
+def _acceptance(cost: RequestMetrics, num_spec_tokens: int) -> JsonObject:
+    """The histogram is dense: index = accepted drafts without the bonus token, 0..num_spec_tokens."""
+    histogram = cost.acceptance_histogram + [0] * (num_spec_tokens + 1 - len(cost.acceptance_histogram))
+    drafted = cost.num_draft_tokens
+    return {
+        "mean_acceptance_length": _rounded(cost.mean_acceptance_length),
+        "draft_acceptance_rate": _rounded(cost.num_accepted_tokens / drafted) if drafted else None,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": cost.num_steps,
+        "num_accepted_draft_tokens": cost.num_accepted_tokens,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_spec_tokens,
+        "per_step_accepted": None,
+        "per_step_drafted": None,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000.0, 3)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

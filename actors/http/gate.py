@@ -1,0 +1,136 @@
+"""The outermost layer: request ids, API keys, body limits, and an answer for whatever nobody caught.
+
+Plain ASGI, so that streams pass through untouched. It knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..telemetry import Telemetry
+from .errors import INTERNAL, json_error
+from .settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def new_id(prefix: str = "") -> str:
+    return prefix + secrets.token_hex(16)
+
+
+def use_request_id(http: Request, asked: str | None) -> str:
+    """The id under which the request is logged and answered; the body's wins over the header's."""
+    if asked is not None and _REQUEST_ID.fullmatch(asked):
+        http.scope["state"]["request_id"] = asked
+    return http.scope["state"]["request_id"]
+
+
+class Gate:
+    """Wraps the application; see the module. `echo_request_id` is off where Serve's proxy does it."""
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, telemetry: Telemetry, echo_request_id: bool
+    ) -> None:
+        self._app = app
+        self.echo_request_id = echo_request_id
+        self._keys = [_digest(key) for key in settings.api_keys]
+        self._max_bytes = settings.max_request_bytes
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await _Exchange(self, scope, receive, send).run()
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
+        await (refusal or self._app)(scope, _limited(receive, self._max_bytes), send)
+
+    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+        handler = getattr(scope.get("route"), "path", "none")
+        self._telemetry.observe_http(handler, scope["method"], status, seconds)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers.get("authorization")):
+            return json_error(401, "Send a valid API key: `Authorization: Bearer <key>`.")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_bytes:
+            return json_error(413, _too_large(self._max_bytes))
+        return None
+
+    def _knows(self, authorization: str | None) -> bool:
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip())
+        return scheme.lower() == "bearer" and any(hmac.compare_digest(given, k) for k in self._keys)
+
+
+class _Exchange:
+    """One request and its response on the way through the gate."""
+
+    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate = gate
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._status: int | None = None
+        asked = Headers(scope=scope).get("x-request-id", "")
+        self._state: dict[str, Any] = scope.setdefault("state", {})  # Any: Starlette's open state
+        self._state["request_id"] = asked if _REQUEST_ID.fullmatch(asked) else new_id()
+
+    async def run(self) -> None:
+        begin_s = time.monotonic()
+        try:
+            await self._gate.serve(self._scope, self._receive, self._forward)
+        except Exception:  # the process's edge: log once, answer properly
+            logger.exception("request %s failed", self._state["request_id"])
+            if self._status is None:
+                await json_error(500, INTERNAL)(self._scope, self._receive, self._forward)
+        finally:
+            self._gate.observe(self._scope, self._status or 499, time.monotonic() - begin_s)
+
+    async def _forward(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            if self._gate.echo_request_id:
+                MutableHeaders(scope=message)["X-Request-Id"] = self._state["request_id"]
+        await self._send(message)
+
+
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    """Stop reading a body without a declared length once it is too large."""
+    left = max_bytes
+
+    async def limited() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(413, _too_large(max_bytes))
+        return message
+
+    return limited
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"The body is larger than {max_bytes} bytes, this server's max_request_bytes."
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,319 @@
+"""From a parsed request to its response: run the prompts, then answer whole or as a stream of events.
+
+Completions and chat differ in how a choice looks (`Shape`) and in how a prompt is made; all else is here.
+
+    prompts ─▶ engine.add (one async stream each) ─▶ merged outputs ─▶ body, or one event per verified block
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...cluster.errors import EngineDeadError, MantaError, RequestError
+from ...cluster.request import SamplingParams
+from ..outputs import CompletionOutput, RequestOutput
+from . import sse
+from .errors import public_error
+from .figures import RequestFigures
+from .frontend import EncodedPrompt, Frontend
+from .gate import new_id, use_request_id
+from .protocol import GenerationRequest
+from .wire import JsonObject, json_response
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+class Shape(Protocol):
+    """How choices of an endpoint look."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> JsonObject | None:
+        """The chunk before a choice's first text, if there is one."""
+        ...
+
+    def chunk(self, index: int, text: str | None, finish_reason: str | None) -> JsonObject:
+        """A choice in a stream: new text, or (text None) its end."""
+        ...
+
+    def whole(self, index: int, text: str, finish_reason: str) -> JsonObject: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's."""
+
+    id: str
+    request_id: str
+    model: str
+    prompts: list[EncodedPrompt]
+    params: SamplingParams
+    priority: int
+    ignored: list[str]
+    request: GenerationRequest
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def single(self) -> bool:
+        return len(self.prompts) == 1 and self.params.n == 1
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Ignored-Params": ",".join(self.ignored)} if self.ignored else {}
+
+
+def prepare(
+    frontend: Frontend,
+    shape: Shape,
+    request: GenerationRequest,
+    http: Request,
+    prompts: Sequence[EncodedPrompt],
+    *,
+    default_max_tokens: int | None,
+    ignored: Sequence[str] = (),
+) -> Work:
+    """Check everything that can be checked before the engine is asked."""
+    model = frontend.check_model(request.model)
+    all_ignored = [*frontend.ignored_fields(request), *ignored]
+    params = request.sampling_params(frontend.defaults, default_max_tokens)
+    limit = request.truncate_prompt_tokens
+    if limit is not None:
+        room = frontend.engine.info.max_model_len - 1 if limit == -1 else limit
+        prompts = [EncodedPrompt(p.text, p.token_ids[-room:] if room else []) for p in prompts]
+    if not all(prompt.token_ids for prompt in prompts):
+        raise RequestError("The prompt is empty: send at least one token.", param="prompt")
+    return Work(
+        id=new_id(shape.prefix),
+        request_id=use_request_id(http, request.request_id),
+        model=model,
+        prompts=list(prompts),
+        params=params,
+        priority=frontend.priority(request, http),
+        ignored=all_ignored if frontend.settings.unknown_params != "ignore" else [],
+        request=request,
+    )
+
+
+async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
+    """The response, once its first token is there. Raises MantaError for a failure before it."""
+    run = Run(frontend, work)
+    if work.request.stream:
+        keep_alive_s = frontend.settings.sse_keep_alive_interval
+        return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)
+    body = await sse.unless_gone(http, whole_body(run, shape))
+    return json_response(body, headers=work.headers)
+
+
+class Run:
+    """The engine's outputs for one `Work`, counted and logged."""
+
+    def __init__(self, frontend: Frontend, work: Work) -> None:
+        self.frontend = frontend
+        self.work = work
+        self.figures = RequestFigures(len(work.prompts))
+
+    async def outputs(self) -> Outputs:
+        """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
+        status = 499
+        try:
+            async with aclosing(merge([self._add(i) for i in range(len(self.work.prompts))])) as merged:
+                async for index, output in merged:
+                    self.figures.feed(index, output, self.frontend.telemetry)
+                    _refuse_aborted(output)
+                    yield index, output
+            status = 200
+        except MantaError as error:
+            status = public_error(error).status
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._finish(status)
+
+    def _add(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        work = self.work
+        engine_id = work.id if len(work.prompts) == 1 else f"{work.id}-{index}"
+        return self.frontend.engine.add(  # type: ignore[return-value]  # an async generator function
+            engine_id,
+            work.prompts[index].for_engine(),
+            work.params,
+            priority=work.priority,
+            cache_salt=work.request.cache_salt,
+            speculate=work.request.speculative.enabled,
+        )
+
+    def _finish(self, status: int) -> None:
+        work = self.work
+        request = self.figures.finished(
+            request_id=work.request_id, response_id=work.id, model=work.model, status=status
+        )
+        self.frontend.telemetry.finish_request(request, self.figures.finish_reasons)
+
+    def envelope(self, kind: str) -> JsonObject:
+        work = self.work
+        return {
+            "id": work.id,
+            "object": kind,
+            "created": work.created_s,
+            "model": work.model,
+            "system_fingerprint": self.frontend.fingerprint,
+        }
+
+    def metrics(self) -> JsonObject | None:
+        """Acceptance and timings; only where they belong to one completion."""
+        request = self.work.request
+        if not (self.work.single and request.include_metrics):
+            return None
+        if self.frontend.settings.per_request_metrics == "none":
+            return None
+        speculated = request.speculative.enabled and self.frontend.speculates
+        return self.figures.metrics(self.frontend.engine.info.num_speculative_tokens, speculated=speculated)
+
+
+async def whole_body(run: Run, shape: Shape) -> JsonObject:
+    work = run.work
+    n = work.params.n
+    texts: list[list[str]] = [[] for _ in range(len(work.prompts) * n)]
+    token_ids: list[list[int]] = [[] for _ in texts]
+    ends: list[CompletionOutput | None] = [None] * len(texts)
+    async with aclosing(run.outputs()) as outputs:
+        async for prompt_index, output in outputs:
+            for completion in output.outputs:
+                at = prompt_index * n + completion.index
+                texts[at].append(completion.text)
+                token_ids[at].extend(completion.token_ids)
+                if completion.finish_reason is not None:
+                    ends[at] = completion
+    choices: list[JsonObject] = []
+    for at, end in enumerate(ends):
+        assert end is not None and end.finish_reason is not None, "a run ends only when all choices have"
+        choice = shape.whole(at, "".join(texts[at]), end.finish_reason)
+        choice["stop_reason"] = end.stop_reason
+        if work.request.return_token_ids:
+            choice["token_ids"] = token_ids[at]
+            choice["prompt_token_ids"] = work.prompts[at // n].token_ids
+        choices.append(choice)
+    body = {**run.envelope(shape.whole_object), "choices": choices, "usage": run.figures.usage()}
+    return _with_metrics(body, run)
+
+
+async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
+    """One piece of bytes per verified block; opening and finish chunks ride along with their block."""
+    options = run.work.request.stream_options
+    envelope = run.envelope(shape.chunk_object)
+    continuous = options is not None and options.continuous_usage_stats
+    if options is not None and options.include_usage and not continuous:
+        envelope["usage"] = None
+    writer = _ChunkWriter(run, shape)
+    async with aclosing(run.outputs()) as outputs:
+        async for prompt_index, output in outputs:
+            if continuous:
+                envelope["usage"] = run.figures.usage()
+            choices = writer.choices(prompt_index, output)
+            if choices:
+                yield b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
+    if options is not None and options.include_usage:
+        yield sse.event(_with_metrics({**envelope, "choices": [], "usage": run.figures.usage()}, run))
+
+
+class _ChunkWriter:
+    """Turns outputs into choices of chunks; knows which choices have begun."""
+
+    def __init__(self, run: Run, shape: Shape) -> None:
+        self._work = run.work
+        self._shape = shape
+        self._opened: set[int] = set()
+
+    def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
+        found: list[JsonObject] = []
+        for completion in output.outputs:
+            at = prompt_index * self._work.params.n + completion.index
+            if at not in self._opened:
+                self._opened.add(at)
+                found.extend(self._opening(at, prompt_index))
+            found.extend(self._body(at, completion))
+        return found
+
+    def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
+        choice = self._shape.opening(at)
+        if choice is None:
+            return []
+        if self._work.request.return_token_ids:
+            choice["prompt_token_ids"] = self._work.prompts[prompt_index].token_ids
+        return [choice]
+
+    def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
+        found: list[JsonObject] = []
+        with_ids = self._work.request.return_token_ids
+        if completion.text or (with_ids and completion.token_ids):
+            choice = self._shape.chunk(at, completion.text, None)
+            if with_ids:
+                choice["token_ids"] = completion.token_ids
+            found.append(choice)
+        if completion.finish_reason is not None:
+            choice = self._shape.chunk(at, None, completion.finish_reason)
+            choice["stop_reason"] = completion.stop_reason
+            found.append(choice)
+        return found
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """Outputs of several streams as they come, each with its stream's index; the first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=64)
+    tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[RequestOutput, None],
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]],
+) -> None:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                await queue.put((index, output))
+    except Exception as error:  # carried to the reader, who raises it
+        await queue.put((index, error))
+    else:
+        await queue.put((index, None))
+
+
+def _refuse_aborted(output: RequestOutput) -> None:
+    """A completion that the server ended early has no OpenAI finish reason: it is a failure."""
+    if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
+        raise EngineDeadError("The server ended this request early. Retry.")
+
+
+def _with_metrics(body: JsonObject, run: Run) -> JsonObject:
+    metrics = run.metrics()
+    return body if metrics is None else {**body, "metrics": metrics}

@@ -1,0 +1,34 @@
+"""GET /v1/models and /v1/models/{id}: what is served here, under which names."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from .frontend import Frontend
+from .wire import JsonObject, json_response
+
+
+def model_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        return json_response(_card(frontend, frontend.check_model(name)))
+
+    return router
+
+
+def _card(frontend: Frontend, name: str) -> JsonObject:
+    return {
+        "id": name,
+        "object": "model",
+        "created": frontend.created_s,
+        "owned_by": "manta",
+        "root": frontend.name,
+        "parent": None,
+        "max_model_len": frontend.engine.info.max_model_len,
+    }

@@ -1,0 +1,105 @@
+"""Settings of the HTTP front, and how one flat mapping becomes them and the engine's.
+
+`ray_config.yaml` (`args:`) and the command line give one mapping; `split_settings` sorts it. Not the
+settings of Serve itself (replicas, ports): those are Serve's own keys beside `args:`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from ...cluster.config import EngineConfig, from_mapping
+from ...cluster.errors import ConfigError
+
+UnknownParams = Literal["ignore", "warn", "reject"]
+MetricsLevel = Literal["none", "summary"]
+DefaultsSource = Literal["auto", "openai"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the OpenAI-compatible front behaves.
+
+    Attributes:
+        served_model_name: name, or list of names, that requests may use; the first is reported. The
+            engine's `model` if absent.
+        generation_config: "auto" takes the checkpoint's `generation_config.json` for what a request
+            leaves open; "openai" ignores that file.
+        unknown_params: unknown request fields are ignored in silence, ignored with the header
+            X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
+        per_request_metrics: "summary" adds timings and acceptance of the request to its response body.
+        sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it
+            is set, a stream may begin (status 200) before its first token.
+        max_request_bytes: larger request bodies are refused with 413.
+        api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
+        allowed_origins: browser origins that may call (CORS); none by default.
+    """
+
+    served_model_name: str | tuple[str, ...] | None = None
+    generation_config: DefaultsSource = "auto"
+    unknown_params: UnknownParams = "warn"
+    per_request_metrics: MetricsLevel = "summary"
+    sse_keep_alive_interval: float = 0.0
+    max_request_bytes: int = 32 * 1024 * 1024
+    api_key: str | tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        for name, kind in (
+            ("generation_config", DefaultsSource),
+            ("unknown_params", UnknownParams),
+            ("per_request_metrics", MetricsLevel),
+        ):
+            _one_of(name, getattr(self, name), get_args(kind))
+        if self.sse_keep_alive_interval < 0:
+            raise ConfigError(
+                f"sse_keep_alive_interval={self.sse_keep_alive_interval!r} must be 0 (off) or seconds.",
+                param="sse_keep_alive_interval",
+            )
+        if self.max_request_bytes < 1024:
+            raise ConfigError(
+                f"max_request_bytes={self.max_request_bytes!r} must be at least 1024.",
+                param="max_request_bytes",
+            )
+
+    def model_names(self, model: str) -> tuple[str, ...]:
+        """The names under which `model` is served, the reported one first."""
+        return _as_tuple(self.served_model_name) or (model,)
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        return _as_tuple(self.api_key)
+
+
+def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
+    """Sort one mapping into both; an unknown key is a ConfigError that proposes the nearest known one."""
+    server_names = {f.name for f in fields(ServerSettings)}
+    engine_names = {f.name for f in fields(EngineConfig)}
+    for key in args:
+        if key not in server_names | engine_names:
+            near = difflib.get_close_matches(str(key), sorted(server_names | engine_names), n=1)
+            hint = f"Did you mean {near[0]}?" if near else "See ray_config.yaml for the known ones."
+            raise ConfigError(f"Unknown setting {key}. {hint}", param=str(key))
+    if not args.get("model"):
+        raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
+    engine = EngineConfig.from_dict({k: v for k, v in args.items() if k in engine_names})
+    return engine, from_mapping(ServerSettings, {k: v for k, v in args.items() if k in server_names})
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(map(str, allowed))
+        raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)

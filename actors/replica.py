@@ -1,0 +1,125 @@
+"""One Serve replica = one engine: its HTTP front, its life and its place in the cluster.
+
+`build_app` is what `ray_config.yaml` names; Serve calls it once, wherever it likes, with the file's `args`.
+The class is plain: everything heavy (torch, FastAPI, the engine) is imported and made inside the replica's
+process, and nothing of it is pickled. The replica answers requests only when the models are loaded and warm.
+A dead engine fails the health check, and Serve replaces the replica together with its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from ..cluster.config import EngineConfig
+from ..cluster.placement import Topology
+from .http.settings import ServerSettings, split_settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+REPLICA_CPUS = 1.0
+# A replica that is to go ends its streams first; only longer generations are cut.
+GRACEFUL_SHUTDOWN_S = 900.0
+HEALTH_CHECK_PERIOD_S = 2.0
+HEALTH_CHECK_TIMEOUT_S = 15.0
+RETRY_AFTER_S = 1
+
+
+class Replica:
+    """The class behind the deployment; made by Serve from what `build_app` binds."""
+
+    async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
+        from .engine import AsyncEngine
+
+        _log_to_stderr()
+        self._config = config
+        self._settings = settings
+        self._engine = AsyncEngine(config)
+        await self._engine.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve in the replica once `__init__` is through: the application it serves."""
+        from .http.app import create_app
+        from .ray_metrics import RayMetrics
+
+        name = self._settings.model_names(self._config.model)[0]
+        replica = serve.get_replica_context().replica_id.unique_id
+        return create_app(
+            self._engine,
+            self._settings,
+            replica=replica,
+            mirror=RayMetrics(name, replica),
+            echo_request_id=False,  # Serve's own middleware does
+        )
+
+    async def check_health(self) -> None:
+        """Called by Serve every few seconds; raises when the engine or a worker is gone."""
+        self._engine.check_health()
+
+    def __del__(self) -> None:
+        """Called by Serve when the replica has drained."""
+        if engine := getattr(self, "_engine", None):
+            engine.close()
+
+
+def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
+    """The Serve application of one engine.
+
+    Args:
+        args: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong; nothing has been started.
+    """
+    config, settings = split_settings(args)
+    topology = Topology.of(config, _largest_node())
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name="manta",
+        max_ongoing_requests=2 * config.max_num_seqs,
+        max_queued_requests=config.max_num_queued_reqs or 4 * config.max_num_seqs,
+        backpressure_config={"status_code": 503, "retry_after_s": RETRY_AFTER_S},
+        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        max_constructor_retry_count=2,
+        **placement_options(config, topology),
+    )
+    return deployment.bind(config, settings)
+
+
+def placement_options(config: EngineConfig, topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
+    """Where the replica lives: beside its workers in one placement group, or alone with the model inside."""
+    if config.needs_ray:
+        return {
+            "ray_actor_options": {"num_cpus": REPLICA_CPUS},
+            "placement_group_bundles": topology.replica_bundles(REPLICA_CPUS),
+            "placement_group_strategy": "STRICT_PACK",
+        }
+    num_gpus = topology.worker_resources.get("GPU", 0.0)
+    return {"ray_actor_options": {"num_cpus": REPLICA_CPUS, "num_gpus": num_gpus}}
+
+
+def _largest_node() -> Mapping[str, float]:
+    """Resources of the living node with most GPUs; of this machine when Ray is not running yet."""
+    if not ray.is_initialized():
+        return {"GPU": float(len(list(Path("/dev").glob("nvidia[0-9]*"))))}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return max(nodes, key=lambda resources: resources.get("GPU", 0.0), default={})
+
+
+def _log_to_stderr() -> None:
+    """Ray keeps a replica's stderr; without a handler our lines would be dropped."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("manta")
+    ours.handlers = [handler]
+    ours.setLevel(logging.INFO)
+    ours.propagate = False

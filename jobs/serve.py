@@ -1,0 +1,265 @@
+"""Starting and stopping Ray Serve with one Manta application: the work behind `manta serve` and the demo.
+
+Everything that can be wrong is checked before anything starts. A Ray that is running already (RAY_ADDRESS) is
+used and left running; else one is started here and ended with the server. HAProxy stands in front unless
+`plain_proxy` asks for Serve's own proxy; that is chosen by environment variables before Ray starts, so on an
+existing cluster it is what its nodes were started with.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ..actors.http.settings import split_settings
+from ..cluster.errors import ConfigError, MantaError
+
+# Above the longest generation: a reload of HAProxy ends older streams after so long.
+HAPROXY_HARD_STOP_S = 3600
+OBJECT_STORE_BYTES = 200 * 1024 * 1024
+POLL_S = 0.2
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where and how to serve.
+
+    Attributes:
+        host: address to listen on; 0.0.0.0 for all.
+        port: TCP port; it must be free.
+        plain_proxy: Serve's own proxy instead of HAProxy (several times the cost per token).
+        name: of the Serve application.
+        num_cpus: that a Ray started here may give out; None counts the machine's.
+        ready_timeout_s: loading longer than that is a failure.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    plain_proxy: bool = False
+    name: str = "manta"
+    num_cpus: int | None = None
+    ready_timeout_s: float = 1800.0
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+
+
+class Server:
+    """A running application. Leave the `with` block, or call `stop`, to end it.
+
+    Attributes:
+        url: where it answers, without a path.
+    """
+
+    def __init__(self, options: ServeOptions, *, owns_ray: bool) -> None:
+        self.url = options.url
+        self._name = options.name
+        self._owns_ray = owns_ray
+        self._stopped = False
+
+    def wait(self) -> None:
+        """Block until SIGINT or SIGTERM."""
+        asked = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: asked.set())
+        while not asked.wait(timeout=1.0):
+            pass
+
+    def stop(self) -> None:
+        """End the application, and Ray too if it was started here. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        import ray
+        from ray import serve
+
+        if not self._owns_ray:
+            serve.delete(self._name)
+            return
+        serve.shutdown()
+        ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_server(
+    args: Mapping[str, Any], options: ServeOptions, report: Report | None = None
+) -> Server:  # Any: settings come from YAML or flags.
+    """Serve one engine; returns when it answers.
+
+    Args:
+        args: as under `args:` in ray_config.yaml.
+        options: where.
+        report: told about progress, a line at a time; stderr if absent.
+
+    Raises:
+        ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
+    """
+    report = report or _to_stderr
+    split_settings(args)
+    existing = os.environ.get("RAY_ADDRESS")
+    if not existing:
+        check_port(options.host, options.port)
+        set_proxy_environment(plain_proxy=options.plain_proxy)
+    owns_ray = _connect(existing, options, report)
+    server = Server(options, owns_ray=owns_ray)
+    try:
+        _deploy(args, options, report)
+    except BaseException:
+        server.stop()
+        raise
+    report(f"serving on {server.url}")
+    return server
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError unless host:port can be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port={port} on {host} cannot be used ({error}). Stop what listens there, or choose another "
+                "with --port.",
+                param="port",
+            ) from None
+
+
+def set_proxy_environment(*, plain_proxy: bool) -> None:
+    """Choose the proxy for a Ray that is started from this process. What is set already stays."""
+    if plain_proxy:
+        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
+        return
+    # Private files and ports, so that two clusters on one machine do not share HAProxy's.
+    folder = Path(tempfile.mkdtemp(prefix="manta-haproxy-"))
+    for name, value in {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _connect(existing: str | None, options: ServeOptions, report: Report) -> bool:
+    """Connect to Ray or start it. Returns whether it was started here."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    if existing:
+        _use_token_if_there_is_one()
+        report(f"connecting to Ray at {existing}")
+        ray.init(address=existing, namespace="serve", log_to_driver=True)
+        return False
+    report("starting Ray on this machine")
+    ray.init(
+        address="local",
+        namespace="serve",
+        num_cpus=options.num_cpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+    return True
+
+
+def _use_token_if_there_is_one() -> None:
+    """With an explicit address Ray does not look for its token file by itself."""
+    if (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _deploy(args: Mapping[str, Any], options: ServeOptions, report: Report) -> None:
+    from ray import serve
+
+    from ..actors.replica import build_app
+
+    app = build_app(args)
+    serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+    report("loading the models")
+    target = serve.RunTarget(app, name=options.name, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    deadline_s = time.monotonic() + options.ready_timeout_s
+    _await_running(options, deadline_s, report)
+    _await_answer(options, deadline_s)
+
+
+def _await_running(options: ServeOptions, deadline_s: float, report: Report) -> None:
+    from ray import serve
+
+    begin_s = told_s = time.monotonic()
+    while True:
+        application = serve.status().applications.get(options.name)
+        state = str(application.status.value) if application else "NOT_STARTED"
+        if state == "RUNNING":
+            return
+        if state in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise ConfigError(f"The engine did not start: {_cause(application)}", param="model")
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise ConfigError(
+                f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). Does the "
+                "cluster have the CPUs and GPUs that the topology needs? `ray status` shows them.",
+                param="ready_timeout_s",
+            )
+        if now_s - told_s >= 5.0:
+            told_s = now_s
+            report(f"loading the models ({now_s - begin_s:.0f} s)")
+        time.sleep(POLL_S)
+
+
+def _cause(application: Any) -> str:  # Any: Serve's status object.
+    """The last line of the replica's traceback says it best."""
+    deployments = application.deployments.values()
+    text = "\n".join([application.message, *(deployment.message for deployment in deployments)])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("manta.cluster.errors.")]
+    return ours[-1].partition(": ")[2] if ours else (lines[-1] if lines else "no reason was given")
+
+
+def _await_answer(options: ServeOptions, deadline_s: float) -> None:
+    """The proxy learns of the replica a moment after Serve calls it running."""
+    while True:
+        try:
+            with urllib.request.urlopen(f"{options.url}/health", timeout=5.0):
+                return
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > deadline_s:
+                raise MantaError(f"{options.url} does not answer: {error}.") from error
+            time.sleep(POLL_S)
+
+
+def _to_stderr(line: str) -> None:
+    print(f"manta: {line}", file=sys.stderr, flush=True)
