@@ -1,0 +1,186 @@
+"""Opening safetensors folders, and loading a drafter from one.
+
+Shapes are read from the files' headers and checked before any weight is. Corrupt, missing and misfitting
+files become CheckpointErrors that name the file and what would be right. Called by whoever places the
+drafter; the target's loader may use `TensorFolder` too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..cluster.errors import CheckpointError
+from .config import DrafterConfig
+from .features import TargetFacts, TargetLends
+from .model import DFlashDrafter
+
+
+class TensorFolder:
+    """The tensors of a checkpoint folder: one safetensors file, or shards with an index.
+
+    Attributes:
+        folder: where they are.
+        shapes: shape of every tensor by name.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, safe_open] = {}
+        for file in self._files():
+            self._read_header(file)
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from None
+            return [self.folder / name for name in names]
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{self.folder} holds no .safetensors file; convert the checkpoint to safetensors."
+            )
+        return files
+
+    def _read_header(self, file: Path) -> None:
+        try:
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():  # noqa: SIM118  (not a dict)
+                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+                self._file_of[name] = file
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing although the index names it; download again.") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is corrupt or cut short ({error}); download again.") from None
+        self._open[file] = handle
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless the tensor is there in this shape."""
+        if name not in self.shapes:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing; config.json asks for shape {list(shape)}.",
+                param=name,
+            )
+        if self.shapes[name] != shape:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} has shape {list(self.shapes[name])}, but config.json and the"
+                f" target ask for {list(shape)}.",
+                param=name,
+            )
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU, in the file's dtype."""
+        file = self._file_of[name]
+        try:
+            return self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: {name} cannot be read ({error}); download again.") from None
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        """Part of a matrix or vector along `dim`; only these bytes are read."""
+        view = self._open[self._file_of[name]].get_slice(name)
+        return view[rows] if dim == 0 else view[:, rows]
+
+
+def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a drafter must have."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, config.num_taps * target.hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    per_layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for i in range(config.num_layers):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in per_layer.items()}
+    if config.maps_vocabulary:
+        shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    return shapes
+
+
+def check_drafter(path: str | Path, target: TargetFacts) -> DrafterConfig:
+    """Read the configuration, and refuse what cannot work, without reading a weight."""
+    config = DrafterConfig.load(path)
+    config.check_fits(target)
+    folder = TensorFolder(path)
+    for name, shape in drafter_shapes(config, target).items():
+        folder.check(name, shape)
+    for name, rows in (
+        ("embed_tokens.weight", target.vocab_size),
+        ("lm_head.weight", config.draft_vocab_size),
+    ):
+        if name in folder.shapes:
+            folder.check(name, (rows, config.hidden_size))
+    return config
+
+
+def load_drafter(
+    path: str | Path,
+    target: TargetFacts,
+    lends: TargetLends,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> DFlashDrafter:
+    """Check and load a drafter (z-lab or Speculators format).
+
+    Args:
+        lends: the target's embedding and head, used where the checkpoint has none of its own.
+    """
+    config = check_drafter(path, target)
+    folder = TensorFolder(path)
+    optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
+    names = [*drafter_shapes(config, target), *(name for name in optional if name in folder.shapes)]
+    weights = {name: folder.get(name) for name in dict.fromkeys(names)}
+    if config.maps_vocabulary:
+        _check_map(weights["d2t"], target, str(path))
+    weights = {
+        name: tensor.to(device) if name == "d2t" else tensor.to(device=device, dtype=dtype)
+        for name, tensor in weights.items()
+    }
+    if config.mask_embedding:
+        weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
+    return DFlashDrafter(config, weights, lends, max_positions=target.max_model_len + config.block_size)
+
+
+def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) != len(ids):
+        raise CheckpointError(
+            f"{path}: d2t must map each draft token to a token of its own below {target.vocab_size}.",
+            param="d2t",
+        )
+
+
+def _mask_embedding(folder: Path, config: DrafterConfig) -> Tensor:
+    file = folder / "mask_embedding.pt"
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user
+        raise CheckpointError(f"{file} cannot be read ({error}); download again.") from None
+    if isinstance(found, dict) and len(found) == 1:
+        found = next(iter(found.values()))
+    if not isinstance(found, Tensor) or found.numel() != config.hidden_size:
+        raise CheckpointError(f"{file} must hold one vector of hidden_size {config.hidden_size}.")
+    return found.reshape(-1)

@@ -1,0 +1,60 @@
+"""Drafting for a step: proposals before the target's pass, context after it.
+
+A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
+the drafter's logits. Used by target ranks (colocated) and by the split drafter's worker.
+
+Legend: N target rows, R requests of the step, K most drafts, m taps, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cluster.plan import SchedulerOutput
+from .kv_cache import PagedKVCache
+from .model import DFlashDrafter
+from .sampling import sample_rows
+from .states import RequestStates, StepRows
+
+
+class Proposer:
+    """A drafter and its pages."""
+
+    def __init__(self, drafter: DFlashDrafter, cache: PagedKVCache) -> None:
+        self.drafter = drafter
+        self.cache = cache
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
+        """Drafts [R, K] (int64), -1 where a request drafts fewer than K; K = 0 if nobody drafts."""
+        block = states.block_rows(plan)
+        if block is None:
+            return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=states.device)
+        chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling)
+        drafts = torch.full(
+            (block.num_requests * block.max_drafts,), -1, dtype=torch.int64, device=states.device
+        )
+        return drafts.index_copy_(0, block.places_X, chosen_X).view(block.num_requests, block.max_drafts)
+
+    def inject(
+        self,
+        taps_NmH: Tensor,
+        plan: SchedulerOutput,
+        rows: StepRows,
+        num_tokens_R: Tensor,
+        states: RequestStates,
+    ) -> None:
+        """Make context of what the target saw: known rows and accepted drafts of every request."""
+        self.inject_features(self.drafter.context_features(taps_NmH), plan, rows, num_tokens_R, states)
+
+    def inject_features(
+        self,
+        c_NH: Tensor,
+        plan: SchedulerOutput,
+        rows: StepRows,
+        num_tokens_R: Tensor,
+        states: RequestStates,
+    ) -> None:
+        """The same from features that were computed elsewhere."""
+        slots_N = states.context_slots(plan, rows, num_tokens_R)
+        self.drafter.write_context(c_NH, rows.positions_N, slots_N, self.cache)
