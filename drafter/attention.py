@@ -9,8 +9,8 @@ pages, cut by causality and window. Whatever lies behind in its pages (rejected 
 
 Requests are put into groups: short ones (decoding) of similar context together, padded to the longest; each
 long one (prefill) alone, in tiles of query rows. A row's result does not depend on its companions: measured
-bitwise on the CPUs tried (tests/test_drafter_attention.py), given at least two query rows per product and the
-context padding of `_padded`: 512 keys are summed at a time, and how that sum is split depends on its length.
+bitwise on the CPUs tried (`invariance.py` repeats it at start), given query rows in fours and the context
+padding of `_padded`: 512 keys are summed at a time, and how that sum is split depends on its length.
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
 dim, T context tokens (padded), P pages of a request, S page size, M rows of a group.
@@ -33,6 +33,7 @@ Ints = NDArray[np.integer]
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
 _KEY_BLOCK = 512  # keys that the CPU kernel sums at once
+_ROW_MULTIPLE = 4  # its products round 1 to 3 rows otherwise than more; it cuts query rows into 32s and 64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,10 @@ class _Group:
 
     Attributes:
         num_requests, num_rows, num_keys: G, W and T.
-        rows: the group's rows, as a slice if they stand unpadded and in order.
+        rows: the group's rows, as a slice if they stand in order and equally many.
         pages_GP: page ids (int64, flat).
         first_page: the first page of the only request, if its pages are consecutive; else None.
-        positions_GW: absolute position of each padded query row.
+        positions_GW: absolute position of each query row; W is a multiple of four, the last row repeated.
         lengths_G: keys that exist.
         masks: additive masks by their meaning, made when first asked for.
     """
@@ -180,27 +181,29 @@ class _Step:
         num_keys = _padded(length, self.page_size)
         pages_P = self._pages([r], num_keys)[0]
         consecutive = bool((np.diff(pages_P[: -(-length // self.page_size)]) == 1).all())
+        width = -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE
         return _Group(
             num_requests=1,
-            num_rows=size,
+            num_rows=width,
             num_keys=num_keys,
             rows=slice(row, row + size),
             pages_GP=self._tensor(pages_P),
             first_page=int(pages_P[0]) if consecutive else None,
-            positions_GW=self._tensor(np.arange(position, position + size)[None]),
+            positions_GW=self._tensor(position + np.minimum(np.arange(width), size - 1)[None]),
             lengths_G=self._tensor([length]),
         )
 
     def short_requests(self, members: list[int]) -> _Group:
         """Several requests, padded to the longest; padding repeats a request's last row."""
         rows_G, starts_G = self.rows_R[members], self.starts_R[members]
-        width = int(rows_G.max())
+        longest = int(rows_G.max())
+        width = -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
         num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members])
         places_GW = np.minimum(np.arange(width), rows_G[:, None] - 1)
         rows_GW = starts_G[:, None] + places_GW
         real_GW = np.arange(width) < rows_G[:, None]
-        begin, end = int(starts_G[0]), int(starts_G[0] + rows_GW.size)
-        if (rows_GW.ravel() == np.arange(begin, end)).all():
+        begin, end = int(starts_G[0]), int(starts_G[0]) + longest * len(members)
+        if (rows_G == longest).all() and (starts_G == np.arange(begin, end, longest)).all():
             rows: slice | _PaddedRows = slice(begin, end)
         else:
             rows = _PaddedRows(
@@ -263,12 +266,26 @@ def _attend(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """M = G * W query rows of one group -> [M, Q, D]."""
+    """M rows of one group -> [M, Q, D]."""
+    num_heads, head_dim = q_MQD.shape[1:]
+    shared = num_heads // cache.num_kv_heads
     kv_GT2KD = _context(cache, layer, group)
-    shared = q_MQD.shape[1] // cache.num_kv_heads
-    if group.num_requests == 1 and group.num_rows > 1:
-        return _attend_one(q_MQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, 1), scale)
-    return _attend_many(q_MQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, shared), scale)
+    q_GWQD = _pad_rows(q_MQD.view(group.num_requests, -1, num_heads, head_dim), group.num_rows)
+    if group.num_requests == 1:
+        out_GWQD = _attend_one(q_GWQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, 1), scale)
+    else:
+        out_GWQD = _attend_many(q_GWQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, shared), scale)
+    return out_GWQD[:, : len(q_MQD) // group.num_requests].reshape(len(q_MQD), num_heads, head_dim)
+
+
+def _pad_rows(q_GWQD: Tensor, num_rows: int) -> Tensor:
+    """Repeat the last row up to `num_rows`."""
+    missing = num_rows - q_GWQD.shape[1]
+    if missing == 0:
+        return q_GWQD
+    if q_GWQD.shape[1] == 1:
+        return q_GWQD.repeat(1, num_rows, 1, 1)  # copied: a row stride of 0 takes the slow way round
+    return torch.cat((q_GWQD, q_GWQD[:, -1:].expand(-1, missing, -1, -1)), dim=1)
 
 
 def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
@@ -284,30 +301,26 @@ def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
     return found.view(group.num_requests, group.num_keys, 2, cache.num_kv_heads, cache.head_dim)
 
 
-def _attend_one(q_WQD: Tensor, kv_1T2KD: Tensor, mask_11WT: Tensor, scale: float) -> Tensor:
+def _attend_one(q_1WQD: Tensor, kv_1T2KD: Tensor, mask_11WT: Tensor, scale: float) -> Tensor:
     """One request: kv heads take the place of the batch, so that grouped heads copy neither K nor V."""
-    num_rows, num_heads, head_dim = q_WQD.shape
+    _, num_rows, num_heads, head_dim = q_1WQD.shape
     _, num_keys, _, num_kv, _ = kv_1T2KD.shape
     shared = num_heads // num_kv
-    q_KCWD = q_WQD.view(num_rows, num_kv, shared, head_dim).permute(1, 2, 0, 3)
+    q_KCWD = q_1WQD.view(num_rows, num_kv, shared, head_dim).permute(1, 2, 0, 3)
     kv_2K1TD = kv_1T2KD[0].permute(1, 2, 0, 3).unsqueeze(2)
     k, v = kv_2K1TD.expand(2, num_kv, shared, num_keys, head_dim).unbind(0)
     out_KCWD = F.scaled_dot_product_attention(q_KCWD, k, v, attn_mask=mask_11WT, scale=scale)
-    return out_KCWD.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+    return out_KCWD.permute(2, 0, 1, 3).reshape(1, num_rows, num_heads, head_dim)
 
 
-def _attend_many(q_MQD: Tensor, kv_GT2KD: Tensor, mask_G1WT: Tensor, scale: float) -> Tensor:
-    """Several requests: the heads that share a kv head become further query rows of it (W is C * W then)."""
-    num_requests, _, _, num_kv, head_dim = kv_GT2KD.shape
-    num_rows, num_heads, _ = q_MQD.shape
-    shared, width = num_heads // num_kv, num_rows // num_requests
-    q = q_MQD.view(num_requests, width, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
+def _attend_many(q_GWQD: Tensor, kv_GT2KD: Tensor, mask_G1WT: Tensor, scale: float) -> Tensor:
+    """Several requests: the heads that share a kv head become further query rows of it (C * W in all)."""
+    num_requests, width, num_heads, head_dim = q_GWQD.shape
+    num_kv = kv_GT2KD.shape[3]
+    shared = num_heads // num_kv
+    q = q_GWQD.view(num_requests, width, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_requests, num_kv, shared * width, head_dim)
     k, v = kv_GT2KD.permute(2, 0, 3, 1, 4).unbind(0)
-    if shared * width == 1:  # a lone row takes another path inside the products, with other rounding
-        q, mask_G1WT = q.expand(-1, -1, 2, -1), mask_G1WT.expand(-1, -1, 2, -1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_G1WT, scale=scale)
-    if shared * width == 1:
-        out = out[:, :, :1]
-    out = out.reshape(num_requests, num_kv, shared, width, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(num_rows, num_heads, head_dim)
+    out = out.view(num_requests, num_kv, shared, width, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_requests, width, num_heads, head_dim)

@@ -1,0 +1,63 @@
+"""Acceptance, against a loop over requests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.drafter.verification import accept
+
+
+def loop(chosen: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
+    out = []
+    for x, d in zip(chosen, drafts, strict=True):
+        if not x:
+            out.append([])
+            continue
+        stood = 0
+        while stood < len(d) and d[stood] == x[stood]:
+            stood += 1
+        out.append(x[: stood + 1])
+    return out
+
+
+@st.composite
+def steps(draw):
+    """Requests with 0..5 drafts, some of which sample nothing; few token ids, so that matches are common."""
+    token = st.integers(0, 2)
+    chosen, drafts = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        k = draw(st.integers(0, 5))
+        samples = k > 0 or draw(st.booleans())
+        drafts.append(draw(st.lists(token, min_size=k, max_size=k)))
+        chosen.append(draw(st.lists(token, min_size=k + 1, max_size=k + 1)) if samples else [])
+    return chosen, drafts
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps())
+def test_acceptance_equals_a_loop_over_requests(step):
+    chosen, drafts = step
+    width = max(len(d) for d in drafts)
+    padded = torch.full((len(drafts), width), -1)
+    for r, d in enumerate(drafts):
+        padded[r, : len(d)] = torch.tensor(d, dtype=torch.int64)
+    flat = torch.tensor([t for x in chosen for t in x], dtype=torch.int64)
+    counts = torch.tensor([len(x) for x in chosen])
+    tokens, num = accept(flat, counts, padded)
+    assert tokens.shape == (len(drafts), width + 1)
+    for r, expected in enumerate(loop(chosen, drafts)):
+        assert num[r] == len(expected)
+        assert tokens[r].tolist() == expected + [-1] * (width + 1 - len(expected))
+
+
+def test_a_first_mismatch_yields_the_targets_token_and_a_full_match_one_more():
+    sampled = torch.tensor([5, 6, 7, 5, 6, 7])
+    tokens, num = accept(sampled, torch.tensor([3, 3]), torch.tensor([[5, 9], [5, 6]]))
+    assert tokens.tolist() == [[5, 6, -1], [5, 6, 7]]
+    assert num.tolist() == [2, 3]
+
+
+def test_a_step_without_samples_yields_nothing():
+    tokens, num = accept(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0]), torch.empty(2, 0).long())
+    assert tokens.tolist() == [[-1], [-1]] and num.tolist() == [0, 0]
