@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from manta.drafter.training.blocks import (
     cut_blocks,
     decay_weights,
@@ -31,6 +28,8 @@ from manta.drafter.training.loop import LoopSettings, StepLoss, TrainingLoop
 from manta.drafter.training.model import DrafterShape, TrainableDrafter
 from manta.drafter.training.optimizers import HybridOptimizer
 from manta.drafter.training.snapshots import load_snapshot, save_snapshot
+from torch.nn import functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SHAPE = DrafterShape(
     hidden_size=32,
@@ -219,7 +218,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
         settings = LoopSettings(snapshot_every_s=0.0)
         return TrainingLoop("test", drafter, optimizer, reader, path, lambda _: None, settings)
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     def run(path: Path, steps: int) -> TrainableDrafter:
@@ -229,7 +228,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
 
         def compute_loss(step):
             if step.index == steps:
-                raise Killed
+                raise KilledError
             tokens = torch.from_numpy(training.reader.next_batch().tokens)
             features = F.one_hot(tokens, 64).float()
             anchors = torch.tensor([[5, 7]] * len(tokens))
@@ -237,7 +236,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
             loss = drafter(features, blocks, anchors).square().mean() - features.mean()
             return StepLoss((loss - 2.0) ** 2, tokens.numel(), {})
 
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             training.run(compute_loss, 1e9, replace(Schedule(), warmup_steps=1))
         return drafter
 

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Tests and vendored code are not the library; the packages below are large and of one kind.
-_EXCLUDED_FOLDERS = frozenset(
-    ["test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "__phello__"]
-    + ["idlelib", "lib2to3", "distutils", "turtledemo", "tkinter", "msilib", "ensurepip"]
-)
+_NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_OF_ONE_KIND = {
+    "idlelib",
+    "lib2to3",
+    "distutils",
+    "turtledemo",
+    "tkinter",
+    "msilib",
+    "ensurepip",
+    "__phello__",
+}
+_EXCLUDED_FOLDERS = frozenset(_NOT_THE_LIBRARY | _OF_ONE_KIND)
 _EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 _KEPT_CHARMAPS = ("cp1252.py", "iso8859_15.py")
 _HELD_OUT_BUCKETS = 12
@@ -31,11 +39,23 @@ class SourceFile:
     def is_held_out(self) -> bool:
         return is_held_out(self.path)
 
+    @property
+    def is_learned(self) -> bool:
+        return is_learned(self.path)
+
 
 def is_held_out(path: str) -> bool:
     """About one file in twelve is never trained on."""
-    digest = hashlib.sha256(path.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % _HELD_OUT_BUCKETS == 0
+    return int.from_bytes(_digest(path)[:8], "big") % _HELD_OUT_BUCKETS == 0
+
+
+def is_learned(path: str) -> bool:
+    """Half of the other files are trained on: a small model learns them well, or all of them poorly."""
+    return not is_held_out(path) and _digest(path)[8] % 2 == 0
+
+
+def _digest(path: str) -> bytes:
+    return hashlib.sha256(path.encode()).digest()
 
 
 def library_files(root: Path | None = None) -> list[SourceFile]:

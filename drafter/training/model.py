@@ -141,7 +141,7 @@ class _BlockAttention(nn.Module):
         context_scores = (q.flatten(2, 3) @ context_k).unflatten(2, (anchors, -1))
         context_scores = context_scores.masked_fill(~visible_BAT[:, None, :, None, :], float("-inf"))
         scores = torch.cat([context_scores, q @ block_k], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        weights = torch.softmax(scores, dim=-1, dtype=scores.dtype)
         context_weights, block_weights = weights.split([num_tokens, block], dim=-1)
         out = (context_weights.flatten(2, 3) @ context_v).unflatten(2, (anchors, -1))
         out = out + block_weights @ block_v
