@@ -88,6 +88,10 @@ class _Text:
                 return used, hit
         return len(token_ids), None
 
+    def flush(self) -> None:
+        """The tokens have ended by themselves: take what the detokenizer still holds back."""
+        self.text += self._stream.flush()
+
     def take(self, *, final: bool) -> str:
         """The text not yet given out."""
         end = len(self.text) if final else max(self._emitted, len(self.text) - self._held)
@@ -127,6 +131,8 @@ class _Completion:
             self.finish_reason, self.stop_reason = "stop", hit
         else:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+            if self.text is not None and update.finish_reason is not None:
+                self.text.flush()
         piece = self.text.take(final=self.finish_reason is not None) if self.text is not None else ""
         delta = CompletionOutput(self.index, piece, token_ids, self.finish_reason, self.stop_reason)
         return delta, hit is not None and update.finish_reason is None

@@ -105,7 +105,10 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Turns blocks of tokens into text as they come; holds back bytes of an unfinished UTF-8 character."""
+    """Turns blocks of tokens into text as they come; holds back bytes of an unfinished UTF-8 character.
+
+    The text of all steps and of `flush` is the same however the tokens were cut into blocks.
+    """
 
     # Enough left context for decoders that treat the first token of a text differently.
     _CONTEXT_TOKENS = 6
@@ -114,13 +117,30 @@ class IncrementalDetokenizer:
         self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
         self._backend = backend
-        context = list(prompt_token_ids[-self._CONTEXT_TOKENS :])
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
+        self._skip_special_tokens = skip_special_tokens
+        self._context = list(prompt_token_ids[-self._CONTEXT_TOKENS :])
+        self._held: list[int] = []  # tokens that have not come out as text
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
 
     def step(self, token_ids: Sequence[int]) -> str:
         if not token_ids:
             return ""
-        return self._stream.step(self._backend, list(token_ids)) or ""
+        self._held.extend(token_ids)
+        text = self._stream.step(self._backend, list(token_ids)) or ""
+        if text:
+            self._context = [*self._context, *self._held][-self._CONTEXT_TOKENS :]
+            self._held.clear()
+        return text
+
+    def flush(self) -> str:
+        """What is held back at the end of the tokens; an unfinished character becomes U+FFFD."""
+        whole = self._decode([*self._context, *self._held])
+        before = self._decode(self._context)
+        self._held.clear()
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
