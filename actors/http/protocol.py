@@ -19,6 +19,7 @@ from .defaults import GenerationDefaults
 MAX_STOP_STRINGS = 64
 MAX_PROMPTS = 1024
 TextOrIds = str | list[int]
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
 
 
 # Any below: validators see raw JSON.
@@ -99,7 +100,7 @@ class GenerationRequest(BaseModel):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stop_list), Field(max_length=MAX_STOP_STRINGS)] = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_stop_list)] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int = 0

@@ -1,0 +1,178 @@
+"""What the HTTP front makes of a request before the engine sees it, and of a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manta.actors.http.defaults import GenerationDefaults
+from manta.actors.http.errors import error_response, public_error
+from manta.actors.http.fields import REFUSED, check_extra_fields
+from manta.actors.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from manta.actors.http.settings import split_settings
+from manta.cluster.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    MantaError,
+    OverloadedError,
+    RequestError,
+)
+from manta.cluster.request import SamplingParams
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "x", **fields})
+
+
+def params(request: GenerationRequest, **defaults: object) -> SamplingParams:
+    return request.sampling_params(GenerationDefaults(**defaults), 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
+)
+def test_a_prompt_comes_in_four_forms(given: object, wanted: object) -> None:
+    assert completion(prompt=given).prompt == wanted
+
+
+@pytest.mark.parametrize("given", [None, [], {}, 5, [1, "a"], [[1], ["a"]], [True]])
+def test_another_prompt_is_refused_by_name(given: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(prompt=given)
+    assert caught.value.param == "prompt"
+
+
+def test_the_request_wins_over_the_checkpoint_and_that_over_openai() -> None:
+    assert params(completion()).temperature == 1.0
+    assert params(completion()).max_tokens == 16
+    assert params(completion(), temperature=0.6, max_tokens=99).temperature == 0.6
+    assert params(completion(), temperature=0.6, max_tokens=99).max_tokens == 99
+    assert params(completion(temperature=0.0), temperature=0.6).temperature == 0.0
+
+
+def test_generation_config_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 1}')
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=0.6, top_k=20)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError):
+        GenerationDefaults.load(tmp_path)
+
+
+def test_max_completion_tokens_wins_and_is_named_when_it_is_wrong() -> None:
+    assert params(completion(max_tokens=3, max_completion_tokens=5)).max_tokens == 5
+    with pytest.raises(RequestError) as caught:
+        params(completion(max_completion_tokens=0))
+    assert caught.value.param == "max_completion_tokens" and "max_completion_tokens" in caught.value.message
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert params(completion(stop="\n")).stop == ("\n",)
+    assert params(completion(stop=["a", "b"])).stop == ("a", "b")
+    assert params(completion(stop=None)).stop == ()
+
+
+@pytest.mark.parametrize("given", [False, {"enabled": False}])
+def test_speculation_is_switched_off_per_request(given: object) -> None:
+    assert not completion(speculative=given).speculative.enabled
+    assert completion().speculative.enabled
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "drafter", "return_trace"])
+def test_unsupported_speculation_options_are_refused(field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(speculative={field: {"max_tokens": 3, "drafter": "d", "return_trace": True}[field]})
+    assert caught.value.param == f"speculative.{field}"
+
+
+def test_stream_options_need_a_stream() -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(stream_options={"include_usage": True})
+    assert caught.value.param == "stream_options"
+
+
+def chat(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def test_text_parts_become_one_string_and_other_keys_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "assistant", "content": parts, "reasoning_content": "why"}])
+    assert request.for_template() == [{"role": "assistant", "content": "a\nb", "reasoning_content": "why"}]
+
+
+def test_an_image_is_refused_by_its_dotted_path() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(RequestError) as caught:
+        chat(messages=[{"role": "user", "content": [image]}]).for_template()
+    assert caught.value.param == "messages.0.content.0"
+
+
+def test_unknown_fields_of_a_chat_request_are_kept_for_inspection() -> None:
+    assert chat(frobnicate=1).model_extra == {"frobnicate": 1}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_field_that_would_change_the_answer_is_refused_unless_it_is_at_its_default(name: str) -> None:
+    for value in (None, *REFUSED[name]):
+        assert check_extra_fields({name: value}, [], "warn") == []
+    with pytest.raises(RequestError) as caught:
+        check_extra_fields({name: {"some": "thing"}}, [], "ignore")
+    assert caught.value.param == name
+
+
+def test_unknown_fields_are_reported_or_refused_with_the_nearest_name() -> None:
+    known = CompletionRequest.model_fields
+    assert check_extra_fields({"temprature": 1, "user": "me"}, known, "warn") == ["temprature"]
+    with pytest.raises(RequestError, match="Did you mean temperature"):
+        check_extra_fields({"temprature": 1}, known, "reject")
+
+
+def test_one_mapping_is_sorted_into_engine_and_server_settings() -> None:
+    engine, server = split_settings(
+        {
+            "model": "m",
+            "max_num_seqs": 3,
+            "served_model_name": ["a", "b"],
+            "speculative_config": {"model": "d"},
+        }
+    )
+    assert engine.max_num_seqs == 3 and engine.speculative_config is not None
+    assert server.model_names("m") == ("a", "b")
+    assert split_settings({"model": "m"})[1].model_names("m") == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("args", "param"),
+    [
+        ({"model": "m", "max_num_seq": 3}, "max_num_seq"),
+        ({"model": "m", "unknown_param": "warn"}, "unknown_param"),
+        ({"max_num_seqs": 3}, "model"),
+        ({"model": "m", "unknown_params": "maybe"}, "unknown_params"),
+        ({"model": "m", "speculative_config": {"modle": "d"}}, "speculative_config.modle"),
+    ],
+)
+def test_a_wrong_setting_is_named(args: dict[str, object], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_settings(args)
+    assert caught.value.param == param
+    if param in ("max_num_seq", "unknown_param"):
+        assert f"Did you mean {param}s?" in caught.value.message
+
+
+def test_nothing_of_the_server_leaks_through_an_error() -> None:
+    for error in (CheckpointError("/secret/path is broken"), ValueError("/secret"), MantaError("/secret")):
+        shown = public_error(error)
+        assert shown.status == 500 and "secret" not in shown.message
+    assert "secret" not in public_error(EngineDeadError("pid 7 on /secret")).message
+    assert public_error(RequestError("n is wrong", param="n")).param == "n"
+
+
+def test_retryable_failures_say_when_and_deterministic_ones_say_never() -> None:
+    assert error_response(OverloadedError("full")).headers["retry-after"]
+    assert error_response(EngineDeadError("gone")).headers["retry-after"]
+    assert error_response(MantaError("bug")).headers["x-should-retry"] == "false"
+    plain = error_response(RequestError("wrong")).headers
+    assert "retry-after" not in plain and "x-should-retry" not in plain

@@ -1,0 +1,426 @@
+"""The application over real HTTP, on a tiny random pair: clients' answers, streams, failures, departures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from manta.actors.executor import make_executor
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import EngineDeadError
+from manta.cluster.executor import Executor, ExecutorInfo
+from manta.cluster.metrics import CATALOGUE
+from manta.cluster.plan import SchedulerOutput, StepResult
+from prometheus_client.parser import text_string_to_metric_families
+from text_pair import LiveServer, make_text_pair
+
+NAME = "tiny"
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}
+USER = [{"role": "user", "content": "Say something."}]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig.from_dict(
+        {
+            "model": str(target),
+            "speculative_config": {"model": str(drafter)},
+            "dtype": "float32",
+            "max_num_seqs": 8,
+            "num_pages": 256,
+            "num_threads": 1,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def server(config: EngineConfig) -> Iterator[LiveServer]:
+    with LiveServer(config, ServerSettings(served_model_name=NAME)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The payloads of a stream, after checking its grammar: `data: ...` and a blank line each, then [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    pieces = response.read().decode().split("\n\n")
+    assert pieces[-2:] == ["data: [DONE]", ""]
+    assert all(piece.startswith("data: ") for piece in pieces[:-1])
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces[:-2]]
+
+
+def stream(http: httpx.Client, path: str, **body: Any) -> list[Any]:
+    with http.stream("POST", path, json={**GREEDY, "stream": True, **body}) as response:
+        assert response.status_code == 200
+        return events(response)
+
+
+def test_a_completion_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.completions.create(prompt="def f(", **GREEDY)
+    assert whole.id.startswith("cmpl-") and whole.model == NAME
+    assert whole.choices[0].finish_reason in ("length", "stop")
+    pieces = list(client.completions.create(prompt="def f(", stream=True, **GREEDY))
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert [p.choices[0].finish_reason for p in pieces if p.choices[0].finish_reason] == [
+        whole.choices[0].finish_reason
+    ]
+
+
+def test_a_chat_answer_is_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=USER, **GREEDY)
+    message = whole.choices[0].message
+    assert message.role == "assistant" and whole.id.startswith("chatcmpl-")
+    pieces = list(client.chat.completions.create(messages=USER, stream=True, **GREEDY))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == message.content
+    assert pieces[0].choices[0].delta.role == "assistant"
+
+
+def test_speculation_does_not_change_the_answer_and_says_what_it_did(client: openai.OpenAI) -> None:
+    for extra in ({"temperature": 0}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}):
+        body = {**GREEDY, **extra, "prompt": "import os", "max_tokens": 40}
+        drafted = client.completions.create(**body)
+        plain = client.completions.create(**body, extra_body={"speculative": False})
+        assert drafted.choices[0].text == plain.choices[0].text
+        figures = drafted.model_extra["metrics"]["speculative_decoding"]
+        assert len(figures["acceptance_histogram"]) == figures["num_spec_tokens"] + 1 == 16
+        assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
+        assert figures["num_accepted_draft_tokens"] == sum(
+            i * count for i, count in enumerate(figures["acceptance_histogram"])
+        )
+        assert plain.model_extra["metrics"]["speculative_decoding"] is None
+
+
+def test_the_stream_of_a_chat_follows_the_grammar(http: httpx.Client) -> None:
+    options = {"include_usage": True}
+    found = stream(http, "/v1/chat/completions", messages=USER, stream_options=options)
+    *chunks, last = found
+    assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in found}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    ends = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+    assert len(ends) == 1 and ends[0] is chunks[-1]["choices"][0] and ends[0]["delta"] == {}
+    assert last["choices"] == [] and last["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    usage = last["usage"]
+    assert usage["completion_tokens"] == 24 and usage["total_tokens"] == usage["prompt_tokens"] + 24
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+
+
+def test_a_stream_brings_whole_blocks_and_usage_that_grows(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = stream(http, "/v1/completions", prompt="x = ", stream_options=options, return_token_ids=True)
+    *chunks, last = found
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 24
+    blocks = [c["token_ids"] for chunk in chunks for c in chunk["choices"] if "token_ids" in c]
+    figures = last["metrics"]["speculative_decoding"]
+    assert sum(map(len, blocks)) == 24
+    assert len(blocks) <= 1 + figures["num_spec_steps"] + 2  # the prefill's token and undrafted last steps
+    whole = http.post("/v1/completions", json={**GREEDY, "prompt": "x = ", "return_token_ids": True}).json()
+    assert [i for block in blocks for i in block] == whole["choices"][0]["token_ids"]
+
+
+def test_several_prompts_and_completions_keep_their_places(http: httpx.Client) -> None:
+    body = {**GREEDY, "temperature": 1.0, "seed": 3, "prompt": ["a = ", "b = "], "n": 2}
+    whole = http.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert whole["choices"][0]["text"] != whole["choices"][1]["text"]
+    assert "metrics" not in whole and whole["usage"]["completion_tokens"] == 4 * 24
+    texts = dict.fromkeys(range(4), "")
+    ends = dict.fromkeys(range(4), 0)
+    for chunk in stream(http, "/v1/completions", **{**body, "stream": True}):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+            ends[choice["index"]] += choice["finish_reason"] is not None
+    assert [texts[i] for i in range(4)] == [choice["text"] for choice in whole["choices"]]
+    assert set(ends.values()) == {1}
+
+
+def test_a_stop_string_ends_the_answer_and_is_named(http: httpx.Client) -> None:
+    whole = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).json()["choices"][0]["text"]
+    stop = next(c for c in whole[3:] if c.isascii())
+    choice = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", "stop": stop}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
+    assert choice["text"] == whole[: whole.index(stop)]
+
+
+def test_a_prompt_seen_before_is_read_from_the_cache(http: httpx.Client) -> None:
+    body = {**GREEDY, "prompt": list(range(60, 160)), "max_tokens": 2}
+    cached = [
+        http.post("/v1/completions", json={**body, **salt}).json()["usage"]["prompt_tokens_details"]
+        for salt in ({}, {}, {"cache_salt": "mine"})
+    ]
+    assert cached[0]["cached_tokens"] == 0 < cached[1]["cached_tokens"] and cached[2]["cached_tokens"] == 0
+
+
+CHAT = {"messages": USER}
+ERRORS: list[tuple[str, Any, int, str | None]] = [
+    ("/v1/completions", {}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
+    ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n"),
+    ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 3}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "x", "priority": 3}, 400, "priority"),
+    ("/v1/completions", {"prompt": [1, 99999]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": list(range(256)) * 3}, 400, "prompt"),
+    ("/v1/completions", {"prompt": list(range(256)) * 3, "stream": True}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
+    ("/v1/completions", [1], 400, None),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
+    ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
+    ("/v1/chat/completions", {**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+    ("/v1/chat/completions", {**CHAT, "reasoning_effort": "high"}, 400, "reasoning_effort"),
+    ("/v1/embeddings", {"input": "x"}, 404, None),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/detokenize", {"tokens": [99999]}, 400, "tokens.0"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), ERRORS)
+def test_a_wrong_request_is_answered_in_openais_shape(
+    http: httpx.Client, path: str, body: Any, status: int, param: str | None
+) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param and error["code"] == status and error["message"]
+    assert "/tmp" not in error["message"]
+    assert response.headers["x-request-id"]
+
+
+def test_malformed_bodies_and_methods_are_answered_in_openais_shape(http: httpx.Client) -> None:
+    broken = http.post(
+        "/v1/completions", content=b'{"prompt": ', headers={"content-type": "application/json"}
+    )
+    assert broken.status_code == 400 and broken.json()["error"]["type"] == "BadRequestError"
+    form = http.post("/v1/completions", data={"prompt": "x"})
+    assert form.status_code == 400 and "JSON" in form.json()["error"]["message"]
+    method = http.get("/v1/completions")
+    assert method.status_code == 405 and method.json()["error"]["code"] == 405
+
+
+def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt="x", **{**GREEDY, "temperature": -1})
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(prompt="x", model="other")
+
+
+def test_unknown_fields_are_named_in_a_header(http: httpx.Client) -> None:
+    response = http.post("/v1/completions", json={**GREEDY, "prompt": "x", "frobnicate": 1, "user": "me"})
+    assert response.status_code == 200 and response.headers["x-ignored-params"] == "frobnicate"
+    chat = {**GREEDY, "messages": USER, "chat_template_kwargs": {"style": "So:", "enable_thinking": False}}
+    response = http.post("/v1/chat/completions", json=chat)
+    assert response.headers["x-ignored-params"] == "chat_template_kwargs.enable_thinking"
+
+
+def test_the_template_gets_its_variables(http: httpx.Client) -> None:
+    plain = http.post("/tokenize", json={"messages": USER}).json()
+    styled = http.post("/tokenize", json={"messages": USER, "chat_template_kwargs": {"style": "So:"}}).json()
+    assert styled["count"] > plain["count"]
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == NAME and model.model_extra["max_model_len"] == 512
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
+
+
+def test_text_survives_tokenize_and_detokenize(http: httpx.Client) -> None:
+    text = "x = 'ü\u2603'\n"
+    found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == 512
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
+
+
+def test_health_ping_and_version_answer(http: httpx.Client) -> None:
+    for response in (http.get("/health"), http.get("/ping"), http.post("/ping")):
+        assert response.status_code == 200 and response.content == b""
+    assert http.get("/version").json()["version"]
+
+
+def scrape(http: httpx.Client) -> dict[str, float]:
+    """Sample name with its labels -> value."""
+    response = http.get("/metrics")
+    return {
+        sample.name
+        + json.dumps({k: v for k, v in sample.labels.items() if k in ("position", "finished_reason")}): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+def test_metrics_hold_the_whole_catalogue_and_count_what_was_served(http: httpx.Client) -> None:
+    names = {family.name for family in text_string_to_metric_families(http.get("/metrics").text)}
+    assert {metric.name for metric in CATALOGUE if metric.name.startswith("vllm:")} <= names
+    before = scrape(http)
+    figures = http.post("/v1/completions", json={**GREEDY, "prompt": "while "}).json()
+    after = scrape(http)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    spec = figures["metrics"]["speculative_decoding"]
+    assert grown("vllm:generation_tokens_total{}") == 24
+    assert grown("vllm:time_to_first_token_seconds_count{}") == 1
+    assert grown("vllm:inter_token_latency_seconds_count{}") == 23
+    assert grown("vllm:e2e_request_latency_seconds_count{}") == 1
+    assert grown('vllm:request_success_total{"finished_reason": "length"}') == 1
+    assert grown("vllm:spec_decode_num_drafts_total{}") == spec["num_spec_steps"]
+    assert grown("vllm:spec_decode_num_accepted_tokens_total{}") == spec["num_accepted_draft_tokens"]
+    assert after["vllm:num_requests_running{}"] == 0
+
+
+def test_the_request_id_is_echoed_and_logged_without_any_text(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="manta.requests"):
+        body = {**GREEDY, "prompt": "a secret prompt"}
+        response = http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
+        assert response.headers["x-request-id"] == "mine-1"
+        response = http.post("/v1/completions", json={**body, "request_id": "mine-2"})
+        assert response.headers["x-request-id"] == "mine-2"
+        wait_for(lambda: len(caplog.records) == 2)
+    first, second = (json.loads(record.message) for record in caplog.records)
+    assert (first["request_id"], second["request_id"]) == ("mine-1", "mine-2")
+    assert first["status"] == 200 and first["output_tokens"] == 24 and first["finish_reason"] == "length"
+    assert first["accept_len"] >= 1 and first["ttft_ms"] > 0 and first["tpot_ms"] > 0
+    assert "secret" not in caplog.text
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
+def idle(server: LiveServer) -> bool:
+    stats = server.engine.stats()
+    return stats.running == 0 and stats.waiting == 0 and stats.kv_usage == 0.0
+
+
+def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:
+    def leave_at_once(body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(server.address) as connection:
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+    def one(index: int) -> None:
+        body = {**GREEDY, "prompt": [60 + index] * 20, "max_tokens": 400, "ignore_eos": True}
+        if index % 4 == 0:  # with and without a stream
+            leave_at_once({**body, "stream": index % 8 == 0})
+            return
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            stays = index % 4 == 3
+            body |= {"stream": True, "max_tokens": 8 if stays else 400}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                if stays:
+                    assert events(response)
+                else:
+                    next(response.iter_lines())
+
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(one, range(32)))
+    wait_for(lambda: idle(server))
+
+
+class DyingExecutor:
+    """A real executor whose workers die when they are told to."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._inner: Executor = make_executor(config)
+        self.dies_at_step = threading.Event()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._inner.info
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        if self.dies_at_step.is_set():
+            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
+        return self._inner.execute(plan)
+
+    def check_health(self) -> None:
+        self._inner.check_health()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(config: EngineConfig) -> None:
+    executors: list[DyingExecutor] = []
+
+    def make(config: EngineConfig) -> Executor:
+        executors.append(DyingExecutor(config))
+        return executors[0]
+
+    with LiveServer(config, make=make) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            executors[0].dies_at_step.set()
+            *_, failure, done = [line for line in [first, *lines] if line]
+        assert done == "data: [DONE]"
+        error = json.loads(failure.removeprefix("data: "))["error"]
+        assert error["code"] == 503 and "Retry" in error["message"] and "4711" not in error["message"]
+        late = http.post("/v1/completions", json={"prompt": "x", "stream": True})
+        assert late.status_code == 503 and late.headers["retry-after"]
+        assert http.get("/health").status_code == 503
+
+
+def test_a_key_opens_all_but_the_open_paths_and_large_bodies_are_refused(config: EngineConfig) -> None:
+    settings = ServerSettings(
+        api_key=("first", "second"), max_request_bytes=2000, sse_keep_alive_interval=0.001
+    )
+    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        refused = http.get("/v1/models")
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "AuthenticationError"
+        assert http.get("/v1/models", headers={"Authorization": "Bearer third"}).status_code == 401
+        assert http.get("/health").status_code == 200
+        http.headers["Authorization"] = "Bearer second"
+        assert http.get("/v1/models").status_code == 200
+        large = {"prompt": "x" * 3000}
+        assert http.post("/v1/completions", json=large).status_code == 413
+        pieces = iter([json.dumps(large).encode()])
+        chunked = http.post("/v1/completions", content=pieces, headers={"content-type": "application/json"})
+        assert chunked.status_code == 413 and chunked.json()["error"]["code"] == 413
+        with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and ": keep-alive" in lines

@@ -1,0 +1,93 @@
+"""A tiny random pair that reads and writes text, and a live HTTP server on top of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+import uvicorn
+from manta.actors.engine import AsyncEngine
+from manta.actors.http.app import create_app
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from manta.cluster.executor import Executor
+from tiny import make_tiny_drafter, make_tiny_target
+
+VOCAB = 384
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}{{ style }}{% endif %}{% endif %}"
+)
+
+
+def make_text_pair(folder: Path) -> tuple[Path, Path]:
+    """A target with a byte-level tokenizer and a chat template, and a drafter for it."""
+    target = make_tiny_target(folder / "target", "qwen3", vocab_size=VOCAB)
+    drafter = make_tiny_drafter(folder / "drafter", vocab_size=VOCAB)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    backend.save(str(target / "tokenizer.json"))
+    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    return target, drafter
+
+
+class LiveServer:
+    """The application on a free loopback port; its event loop and uvicorn live in a thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: ServerSettings | None = None,
+        make: Callable[[EngineConfig], Executor] | None = None,
+    ) -> None:
+        self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
+        self._settings = settings or ServerSettings()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        assert self._ready.wait(timeout=60)
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        await self.engine.start()
+        try:
+            app = create_app(self.engine, self._settings)
+            self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+            self._ready.set()
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self.engine.close()
