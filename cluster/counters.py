@@ -1,0 +1,46 @@
+"""Cumulative figures of a scheduler, for metrics. Only ever grow; `engine.py` snapshots them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .plan import IntArray
+
+
+class Counters:
+    """What happened so far.
+
+    Args:
+        num_speculative_tokens: length of the count per draft position.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.steps = 0
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.prefix_cache_queries = 0  # tokens
+        self.prefix_cache_hits = 0  # tokens
+        self.num_drafts = 0  # requests x steps that verified drafts
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
+
+    def count_first_entry(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request runs for the first time (what a preemption repeats does not count again)."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prefix_cache_queries += num_prompt_tokens
+        self.prefix_cache_hits += num_cached_tokens
+
+    def count_step(self, num_out_R: IntArray, num_drafts_R: IntArray, num_accepted_R: IntArray) -> None:
+        """A step is committed: tokens that came out, drafts verified, accepted drafts among the tokens."""
+        self.steps += 1
+        self.generation_tokens += int(num_out_R.sum())
+        if not num_drafts_R.any():
+            return
+        self.num_drafts += int(np.count_nonzero(num_drafts_R))
+        self.num_draft_tokens += int(num_drafts_R.sum())
+        self.num_accepted_tokens += int(num_accepted_R.sum())
+        # Position i was accepted where more than i drafts were: count from above.
+        ends = np.bincount(num_accepted_R, minlength=len(self.accepted_per_pos) + 1)
+        self.accepted_per_pos += np.cumsum(ends[::-1])[-2::-1]

@@ -1,0 +1,72 @@
+"""What a step's result means for its sequences: how many tokens come out, and who ends. Pure; edits nothing.
+
+The workers already make stop tokens impossible before `min_length`, and never send more tokens than planned;
+all that is left is to find the first token that ends a sequence. Few do, so a look-up per token in a table of
+"would this end anybody?" picks the rows that are worth a closer look. Called by `scheduler.py`.
+
+Shape legend: R requests in the step, W = 1 + largest number of drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .plan import BoolArray, IntArray, SchedulerOutput, StepResult
+from .sequence import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Arrays of length R, as in the plan.
+
+    Attributes:
+        num_out: tokens that come out, cut at the end of the sequence.
+        num_accepted: accepted drafts among them.
+        num_computed: tokens of the sequence whose K/V exist now.
+        stopped: the last token that came out is a stop token.
+        full: the sequence has reached its greatest length.
+    """
+
+    num_out: IntArray
+    num_accepted: IntArray
+    num_computed: IntArray
+    stopped: BoolArray
+    full: BoolArray
+
+
+def read_result(table: SlotTable, plan: SchedulerOutput, result: StepResult) -> StepOutcome:
+    """Judge a step. A sequence that was aborted meanwhile gets nothing."""
+    assert result.step == plan.step, f"result of step {result.step} for plan {plan.step}"
+    assert (result.num_tokens <= np.where(plan.samples, plan.num_drafts + 1, 0)).all(), "more than planned"
+    assert (result.num_tokens >= plan.samples).all(), "a sampled request must get a token"
+    aborted_R = [table.sequences[slot].aborted for slot in plan.slots.tolist()]
+    wanted_R = np.where(aborted_R, 0, result.num_tokens)
+    num_out_R, stopped_R = _cut_at_stops(table, plan.slots, result.token_ids, wanted_R)
+    num_accepted_R = np.minimum(num_out_R, np.maximum(wanted_R - 1, 0))
+    return StepOutcome(
+        num_out=num_out_R,
+        num_accepted=num_accepted_R,
+        # All rows of known tokens, and of those that came out all but the last: it is the new anchor.
+        num_computed=plan.num_computed + plan.num_rows - plan.num_drafts + np.maximum(num_out_R - 1, 0),
+        stopped=stopped_R,
+        full=table.num_tokens_S[plan.slots] + num_out_R == table.max_length_S[plan.slots],
+    )
+
+
+def _cut_at_stops(
+    table: SlotTable, slots_R: IntArray, token_ids_RW: IntArray, num_tokens_R: IntArray
+) -> tuple[IntArray, BoolArray]:
+    num_out_R, stopped_R = num_tokens_R.copy(), np.zeros(len(slots_R), dtype=np.bool_)
+    real_RW: BoolArray = np.arange(token_ids_RW.shape[1], dtype=np.int32) < num_tokens_R[:, None]
+    suspect_RW: BoolArray = (table.stop_uses_V[token_ids_RW] > 0) & real_RW
+    for row in np.flatnonzero(suspect_RW.any(axis=1)).tolist():
+        slot = int(slots_R[row])
+        sequence, begin = table.sequences[slot], int(table.num_tokens_S[slot])
+        for column in np.flatnonzero(suspect_RW[row]).tolist():
+            may_stop = begin + column >= sequence.sampling.min_length
+            if may_stop and int(token_ids_RW[row, column]) in sequence.sampling.stop_token_ids:
+                num_out_R[row], stopped_R[row] = column + 1, True
+                break
+    return num_out_R, stopped_R

@@ -1,0 +1,386 @@
+"""Decides what each step computes: who runs, how many rows each gets, which pages, and what came of it.
+
+There is no prefill phase and no decode phase: every running sequence has known tokens of which some are not
+computed yet, and a step lets it catch up. A sequence that lacks only its newest token (the anchor) may add
+drafts behind it.
+
+    waiting ──admit: slot, prefix hits, pages──▶ running ──stop, length, abort──▶ gone
+       ▲                                            │
+       └─────── preempt: the last in rank loses slot and pages, keeps its tokens
+
+One plan is in flight at a time: `schedule`, execute, `commit`. Called by `engine.py` alone; knows neither
+clocks nor executors. The order of serving is `Sequence.rank`: by arrival, or by priority and then arrival.
+
+Shape legend: R requests in the step, W = 1 + largest number of drafts.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from .config import EngineConfig
+from .counters import Counters
+from .executor import ExecutorInfo
+from .outcome import StepOutcome, read_result
+from .pages import PagePool, pages_for
+from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StepResult
+from .prefix_cache import PrefixCache
+from .request import FinishReason, Request
+from .sequence import WAITING, Sequence, SequenceUpdate, SlotTable
+
+_by_rank = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What the scheduler needs of the settings and of the facts learned while loading.
+
+    Attributes:
+        num_slots: most sequences that run at once; no more than rows, so that each gets one every step.
+        max_rows: the token budget of a step.
+        by_priority: whether `Request.priority` counts.
+        The rest is as in `EngineConfig` and `ExecutorInfo`.
+    """
+
+    num_slots: int
+    max_rows: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    by_priority: bool
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+
+    @classmethod
+    def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
+        return cls(
+            num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_rows=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_prefix_caching=config.enable_prefix_caching,
+            by_priority=config.scheduling_policy == "priority",
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            num_speculative_tokens=info.num_speculative_tokens,
+        )
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the pages hold, too; its last token is never computed and needs none."""
+        return min(self.max_model_len, self.num_pages * self.page_size + 1)
+
+
+class Scheduler:
+    """See the module's text. Requests are expected to be valid and to fit (`engine.py` checks them)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = PagePool(config.num_pages)
+        self.cache = PrefixCache(self.pool, config.page_size)
+        self.table = SlotTable(config.num_slots, config.max_model_len, config.page_size, config.vocab_size)
+        self.counters = Counters(config.num_speculative_tokens)
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank
+        self._sequences: dict[str, Sequence] = {}
+        self._num_added = 0
+        self._num_steps = 0
+        self._in_flight: SchedulerOutput | None = None
+        self._admitted: list[AdmittedRequest] = []  # of the plan in the making
+        self._page_entries: list[tuple[int, int, int]] = []  # (slot, index, page), likewise
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        sequence = self._new_sequence(request)
+        self._sequences[request.request_id] = sequence
+        insort(self.waiting, sequence, key=_by_rank)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it is not here (any more). No update follows.
+
+        A sequence in the step in flight keeps its pages until that step is committed.
+        """
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence.slot == WAITING:
+            self.waiting.remove(sequence)
+        elif self._in_flight is not None:
+            sequence.aborted = True
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+        return True
+
+    def _new_sequence(self, request: Request) -> Sequence:
+        params, length = request.params, len(request.prompt_token_ids)
+        room = self.config.max_length - length
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos = () if params.ignore_eos else self.config.eos_token_ids
+        assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
+        sampling = SlotSampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
+            min_length=length + params.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+        )
+        self._num_added += 1
+        return Sequence(
+            request=request,
+            rank=(request.priority if self.config.by_priority else 0, self._num_added),
+            token_ids=np.array(request.prompt_token_ids, dtype=np.int32),
+            max_length=length + limit,
+            sampling=sampling,
+            eos_token_ids=frozenset(eos),
+        )
+
+    # A step is planned.
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step; None if there is nothing to do."""
+        assert self._in_flight is None, "commit the last plan first"
+        self._admitted, self._page_entries = [], []
+        slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
+        rows_R = self._share_rows(slots_R)
+        num_kept = self._cover_rows(slots_R, rows_R)
+        slots_R, rows_R, preempted = slots_R[:num_kept], rows_R[:num_kept], num_kept < len(slots_R)
+        if not preempted:  # or who was just preempted might come back at once
+            rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum())))
+            slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
+        if len(slots_R) == 0:
+            return None
+        self._in_flight = self._make_plan(slots_R.astype(np.int32), rows_R.astype(np.int32))
+        self._num_steps += 1
+        return self._in_flight
+
+    def _share_rows(self, slots_R: IntArray) -> IntArray:
+        """Rows of each running sequence: one for everybody, then as many as it can use, in rank order."""
+        table = self.table
+        num_tokens_R = table.num_tokens_S[slots_R]
+        known_R = num_tokens_R - table.num_computed_S[slots_R]
+        # A step with k drafts brings up to k + 1 tokens.
+        drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
+        more_R = np.where(known_R == 1, drafts_R, known_R - 1)
+        taken_R = np.cumsum(more_R) - more_R
+        return 1 + np.clip(self.config.max_rows - len(slots_R) - taken_R, 0, more_R)
+
+    def _cover_rows(self, slots_R: IntArray, rows_R: IntArray) -> int:
+        """Allocate the pages of all rows, in rank order; returns how many sequences still run.
+
+        Too few pages cut rows (in place), so drafts go first; for the first row others are preempted. Only
+        decoding sequences lack pages: a prompt got its pages when it was admitted.
+        """
+        table, pool, page_size = self.table, self.pool, self.config.page_size
+        room_R = table.num_pages_S[slots_R] * page_size - table.num_computed_S[slots_R]
+        for index in np.flatnonzero(rows_R > room_R).tolist():
+            room, slot = int(room_R[index]), int(slots_R[index])
+            while room == 0 and pool.num_free == 0 and index < len(self.running):
+                self._preempt_last()
+            if index >= len(self.running):
+                break
+            missing = pages_for(int(rows_R[index]) - room, page_size)
+            pages = pool.allocate(min(missing, pool.num_free))
+            self._append_pages(slot, pages)
+            rows_R[index] = min(int(rows_R[index]), room + len(pages) * page_size)
+        return len(self.running)
+
+    def _preempt_last(self) -> None:
+        sequence = self.running.pop()
+        self._release(sequence)
+        insort(self.waiting, sequence, key=_by_rank)
+        self.counters.preemptions += 1
+
+    def _admit(self, budget: int) -> list[int]:
+        """Let waiting sequences in, strictly by rank, while there are slots, rows and pages. Their rows."""
+        rows: list[int] = []
+        while self.waiting and budget > 0 and self.table.has_free_slot:
+            sequence = self.waiting[0]
+            hits = self._find_prefix(sequence)
+            left = len(sequence.token_ids) - len(hits) * self.config.page_size
+            if not self.config.enable_chunked_prefill and budget < left <= self.config.max_rows:
+                break
+            missing = pages_for(len(sequence.token_ids), self.config.page_size) - len(hits)
+            # Leave everybody who runs a page to grow, or who comes in would soon be preempted again.
+            if missing + len(self.running) > self.pool.num_free - self.pool.num_idle(hits):
+                break
+            self._enter(self.waiting.pop(0), hits, missing)
+            rows.append(min(left, budget))
+            budget -= rows[-1]
+        return rows
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Pages computed already. At least one token stays to be computed, for its row brings the next."""
+        if not self.config.enable_prefix_caching:
+            return []
+        usable = (len(sequence.token_ids) - 1) // self.config.page_size
+        salt = sequence.request.cache_salt
+        self.cache.hash_pages(sequence.digests, sequence.token_ids, usable, salt)
+        return self.cache.match(sequence.digests[:usable])
+
+    def _enter(self, sequence: Sequence, hits: list[int], missing: int) -> None:
+        """From waiting to running. Pages of all its known tokens are taken now: prefill never lacks any."""
+        table = self.table
+        slot = table.enter(sequence, self.config.num_speculative_tokens if sequence.request.speculate else 0)
+        self.pool.share(hits)
+        self._append_pages(slot, hits + self.pool.allocate(missing))
+        table.num_computed_S[slot] = len(hits) * self.config.page_size
+        table.num_hashed_S[slot] = len(hits)
+        insort(self.running, sequence, key=_by_rank)
+        self._admitted.append(
+            AdmittedRequest(slot, sequence.request.request_id, table.known_tokens(slot), sequence.sampling)
+        )
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = int(table.num_computed_S[slot])
+            self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
+
+    def _append_pages(self, slot: int, pages: list[int]) -> None:
+        begin = self.table.append_pages(slot, pages)
+        self._page_entries.extend((slot, begin + i, page) for i, page in enumerate(pages))
+
+    def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
+        num_tokens_R, computed_R = self.table.num_tokens_S[slots_R], self.table.num_computed_S[slots_R]
+        known_R = np.minimum(rows_R, num_tokens_R - computed_R)
+        entries = np.array(self._page_entries, dtype=np.int32).reshape(-1, 3)
+        return SchedulerOutput(
+            step=self._num_steps,
+            admitted=tuple(self._admitted),
+            page_slots=entries[:, 0].copy(),
+            page_indices=entries[:, 1].copy(),
+            page_ids=entries[:, 2].copy(),
+            slots=slots_R,
+            num_computed=computed_R,
+            num_rows=rows_R,
+            num_drafts=rows_R - known_R,
+            samples=computed_R + known_R == num_tokens_R,
+        )
+
+    # A step is committed.
+
+    def commit(self, plan: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
+        """Take in what came of the plan in flight. Updates are only for requests that got tokens."""
+        assert plan is self._in_flight, "only the plan in flight can be committed"
+        self._in_flight = None
+        outcome = read_result(self.table, plan, result)
+        self._append_tokens(plan.slots, result.token_ids, outcome)
+        self._hash_full_pages(plan.slots)
+        self.counters.count_step(outcome.num_out, plan.num_drafts, outcome.num_accepted)
+        updates = self._make_updates(plan, result.token_ids, outcome)
+        self._dismiss(plan.slots, outcome)
+        return updates
+
+    def _append_tokens(self, slots_R: IntArray, token_ids_RW: IntArray, outcome: StepOutcome) -> None:
+        table, columns_W = self.table, np.arange(token_ids_RW.shape[1], dtype=np.int32)
+        rows, columns = np.nonzero(columns_W < outcome.num_out[:, None])
+        places = table.num_tokens_S[slots_R[rows]] + columns
+        table.token_ids_SL[slots_R[rows], places] = token_ids_RW[rows, columns]
+        table.num_tokens_S[slots_R] += outcome.num_out
+        table.num_computed_S[slots_R] = outcome.num_computed
+
+    def _hash_full_pages(self, slots_R: IntArray) -> None:
+        """Tell the prefix cache of pages that are now full of computed, committed tokens."""
+        if not self.config.enable_prefix_caching:
+            return
+        table = self.table
+        full_R = table.num_computed_S[slots_R] // self.config.page_size
+        for row in np.flatnonzero(full_R > table.num_hashed_S[slots_R]).tolist():
+            slot, num_full = int(slots_R[row]), int(full_R[row])
+            sequence = table.sequences[slot]
+            self.cache.hash_pages(
+                sequence.digests, table.token_ids_SL[slot], num_full, sequence.request.cache_salt
+            )
+            for index in range(int(table.num_hashed_S[slot]), num_full):
+                self.cache.insert(sequence.digests[index], int(table.page_table_SP[slot, index]))
+            table.num_hashed_S[slot] = num_full
+
+    def _make_updates(
+        self, plan: SchedulerOutput, token_ids_RW: IntArray, outcome: StepOutcome
+    ) -> list[SequenceUpdate]:
+        updates: list[SequenceUpdate] = []
+        columns = (
+            plan.slots,
+            token_ids_RW,
+            outcome.num_out,
+            outcome.stopped,
+            outcome.full,
+            plan.num_drafts,
+            outcome.num_accepted,
+        )
+        # Plain lists: reading NumPy scalars one by one costs more than all the rest.
+        for slot, token_ids, count, stopped, full, drafted, accepted in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            if not count:
+                continue
+            sequence = self.table.sequences[slot]
+            tokens = tuple(token_ids[:count])
+            finish: FinishReason | None = "stop" if stopped else "length" if full else None
+            stop_reason = sequence.stop_reason(tokens[-1]) if stopped else None
+            updates.append(
+                SequenceUpdate(
+                    sequence.request.request_id,
+                    tokens,
+                    finish,
+                    stop_reason,
+                    sequence.num_cached_tokens or 0,
+                    drafted,
+                    accepted,
+                )
+            )
+        return updates
+
+    def _dismiss(self, slots_R: IntArray, outcome: StepOutcome) -> None:
+        """Let go of the sequences that ended or were aborted."""
+        sequences = [self.table.sequences[slot] for slot in slots_R.tolist()]
+        ended = [
+            sequence
+            for sequence, ends in zip(sequences, (outcome.stopped | outcome.full).tolist(), strict=True)
+            if ends or sequence.aborted
+        ]
+        for sequence in ended:
+            self._sequences.pop(sequence.request.request_id, None)
+            self._release(sequence)
+        if ended:
+            self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free a sequence's slot and pages, the last page first: it is the first to be evicted."""
+        pages = self.table.pages(sequence.slot)
+        self.table.leave(sequence)
+        self.pool.release(reversed(pages))
+
+    def check_invariants(self) -> None:
+        """No page, slot or token is lost or doubled; nobody writes where another reads."""
+        self.pool.check_invariants()
+        self.cache.check_invariants()
+        self.table.check_invariants()
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_by_rank), "a queue is out of order"
+        assert {q.slot for q in self.running} == self.table.sequences.keys(), "a slot has no running sequence"
+        assert all(q.slot == WAITING for q in self.waiting), "a waiting sequence has a slot"
+        alive = [q.request.request_id for q in (*self.running, *self.waiting) if not q.aborted]
+        assert sorted(alive) == sorted(self._sequences), "a request is lost or doubled"
+        uses = np.zeros(self.pool.num_pages, dtype=np.int32)
+        for slot in self.table.sequences:
+            pages, num_computed = self.table.pages(slot), int(self.table.num_computed_S[slot])
+            assert len(set(pages)) == len(pages) >= pages_for(num_computed, self.config.page_size)
+            uses[pages] += 1
+            for page in pages[num_computed // self.config.page_size :]:
+                assert self.pool.ref_counts[page] == 1, f"page {page} is written by one and used by another"
+                assert page not in self.pool.kept, f"page {page} is known to the cache but not full"
+        assert (uses == self.pool.ref_counts).all(), "pages are used by nobody who runs"

@@ -1,0 +1,147 @@
+"""A request's progress: `Sequence` is what seldom changes, `SlotTable` what every step changes.
+
+While a sequence waits it has known tokens and nothing else. While it runs it has a slot, and its numbers are
+row `slot` of the table's arrays: planning and committing a step are then a few NumPy calls for all running
+sequences, not a loop. The workers keep the same rows under the same slots. Edited by the scheduler alone.
+
+Shape legend: S slots, L longest sequence, P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .pages import pages_for
+from .plan import IntArray, SlotSampling
+from .request import FinishReason, Request
+
+WAITING = -1  # the slot of a sequence that does not run
+
+
+class SequenceUpdate(NamedTuple):
+    """What a step brought to a sequence. (A tuple, since hundreds are made per step.)
+
+    Attributes:
+        request_id: whose.
+        token_ids: new tokens, cut at the end of the sequence; a token that ends it is the last of them.
+        finish_reason: why it ended, None if it goes on.
+        stop_reason: the stop token that ended it, None if that was the model's own end token.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        num_drafted: drafts verified in this step.
+        num_accepted: accepted drafts among `token_ids`.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way.
+
+    Attributes:
+        request: what was asked.
+        rank: place in the order in which sequences are served, lower first.
+        token_ids: int32; all known tokens while it waits (while it runs they are in the table).
+        max_length: tokens, prompt included, at which it ends at the latest.
+        sampling: what workers need to know of its parameters.
+        eos_token_ids: those that end it without being a `stop_reason`.
+        digests: of its first full pages, as far as they were needed.
+        num_cached_tokens: found in the prefix cache when it first entered; None before.
+        slot: while it runs.
+        aborted: it ends with the step in flight; its tokens are not wanted.
+    """
+
+    request: Request
+    rank: tuple[int, int]
+    token_ids: IntArray
+    max_length: int
+    sampling: SlotSampling
+    eos_token_ids: frozenset[int]
+    digests: list[bytes] = field(default_factory=list[bytes])
+    num_cached_tokens: int | None = None
+    slot: int = WAITING
+    aborted: bool = False
+
+    def stop_reason(self, token_id: int) -> int | None:
+        return None if token_id in self.eos_token_ids else token_id
+
+
+class SlotTable:
+    """The running sequences' numbers, by slot.
+
+    Args:
+        num_slots: most sequences that run at once.
+        max_model_len, page_size, vocab_size: of the model.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, page_size: int, vocab_size: int) -> None:
+        self.token_ids_SL = np.zeros((num_slots, max_model_len), dtype=np.int32)
+        self.page_table_SP = np.zeros((num_slots, pages_for(max_model_len, page_size)), dtype=np.int32)
+        self.num_tokens_S = np.zeros(num_slots, dtype=np.int32)  # known tokens
+        self.num_computed_S = np.zeros(num_slots, dtype=np.int32)  # tokens whose K/V exist
+        self.num_pages_S = np.zeros(num_slots, dtype=np.int32)  # entries of the page table
+        self.num_hashed_S = np.zeros(num_slots, dtype=np.int32)  # leading pages that the prefix cache knows
+        self.max_length_S = np.zeros(num_slots, dtype=np.int32)
+        self.max_drafts_S = np.zeros(num_slots, dtype=np.int32)
+        self.stop_uses_V = np.zeros(vocab_size, dtype=np.int32)  # running sequences that a token would end
+        self.sequences: dict[int, Sequence] = {}
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def enter(self, sequence: Sequence, max_drafts: int) -> int:
+        """Give a waiting sequence a slot; it has no pages and nothing computed yet."""
+        slot = sequence.slot = self._free_slots.pop()
+        count = len(sequence.token_ids)
+        self.sequences[slot] = sequence
+        self.token_ids_SL[slot, :count] = sequence.token_ids
+        self.num_tokens_S[slot] = count
+        self.num_computed_S[slot] = self.num_pages_S[slot] = self.num_hashed_S[slot] = 0
+        self.max_length_S[slot] = sequence.max_length
+        self.max_drafts_S[slot] = max_drafts
+        self.stop_uses_V[list(sequence.sampling.stop_token_ids)] += 1
+        return slot
+
+    def append_pages(self, slot: int, pages: list[int]) -> int:
+        """Lengthen a sequence's page table; returns the index of the first new entry."""
+        begin = int(self.num_pages_S[slot])
+        self.page_table_SP[slot, begin : begin + len(pages)] = pages
+        self.num_pages_S[slot] += len(pages)
+        return begin
+
+    def pages(self, slot: int) -> list[int]:
+        return self.page_table_SP[slot, : self.num_pages_S[slot]].tolist()
+
+    def known_tokens(self, slot: int) -> IntArray:
+        """A copy of all tokens of a running sequence."""
+        return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence's slot back; it keeps its tokens. Its pages are the caller's to release."""
+        slot = sequence.slot
+        sequence.token_ids = self.known_tokens(slot)
+        sequence.slot = WAITING
+        del self.sequences[slot]
+        self.stop_uses_V[list(sequence.sampling.stop_token_ids)] -= 1
+        self._free_slots.append(slot)
+
+    def check_invariants(self) -> None:
+        """Slots are free or hold one sequence, and no sequence is shorter than what is computed."""
+        slots = sorted([*self.sequences, *self._free_slots])
+        assert slots == list(range(len(self.num_tokens_S))), "a slot is lost or doubled"
+        for slot, sequence in self.sequences.items():
+            assert sequence.slot == slot, "a sequence does not know its slot"
+            assert 0 <= self.num_computed_S[slot] < self.num_tokens_S[slot] < self.max_length_S[slot]
+        num_stops = sum(len(q.sampling.stop_token_ids) for q in self.sequences.values())
+        assert self.stop_uses_V.sum() == num_stops, "stop tokens are counted for sequences that are gone"

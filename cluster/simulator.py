@@ -1,0 +1,170 @@
+"""An executor that computes nothing: tokens from a hash, acceptance and cost from set curves.
+
+The token at (seed, position) is a pure function, as the real workers' is: output cannot depend on drafts,
+batches or preemptions, and whoever lets it is caught. Ships with the product: tests, `bench --simulate` and
+questions of capacity at any scale use it. Time passes only where the caller wants it to: hand in
+`VirtualClock.advance`, or `time.sleep`.
+
+Shape legend: R requests in the step, W = 1 + largest number of drafts, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConfigError
+from .executor import ExecutorInfo
+from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StepResult, StepTimings
+
+Hashes = NDArray[np.uint64]
+_TOKENS, _ACCEPTANCE = 0, 1  # independent streams of noise
+
+
+class VirtualClock:
+    """Seconds that pass only when told to. Give the object itself to `Engine` as its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """Seconds of a step: a floor (reading the weights) or what the rows cost, whichever is more.
+
+    Attributes:
+        verify_floor_s, verify_row_s: of the target's pass.
+        draft_floor_s, draft_row_s: of the drafter's pass; nothing in a step without drafts.
+    """
+
+    verify_floor_s: float = 0.0
+    verify_row_s: float = 0.0
+    draft_floor_s: float = 0.0
+    draft_row_s: float = 0.0
+
+    def __call__(self, plan: SchedulerOutput) -> StepTimings:
+        rows = int(plan.num_drafts.sum()) + int(np.count_nonzero(plan.num_drafts))
+        draft_s = max(self.draft_floor_s, rows * self.draft_row_s) if rows else 0.0
+        verify_s = max(self.verify_floor_s, plan.num_batched_tokens * self.verify_row_s)
+        return StepTimings(draft_s=draft_s, verify_s=verify_s)
+
+
+class SimulatedExecutor:
+    """See the module's text.
+
+    Args:
+        info: the facts of the model that is imitated.
+        survival: survival[i] is how likely drafts 0..i are all accepted; 0 beyond its end.
+        cost: seconds of a planned step.
+        spend: is told them, e.g. `VirtualClock.advance`.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        survival: Sequence[float] = (),
+        cost: Callable[[SchedulerOutput], StepTimings] = LinearCost(),
+        spend: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        curve = np.asarray(survival, dtype=np.float64)
+        if (curve < 0).any() or (curve > 1).any() or (np.diff(curve) > 0).any():
+            raise ConfigError(
+                f"survival={list(survival)} must be probabilities that never rise.", param="survival"
+            )
+        self._info = info
+        self._survival = curve
+        self._cost = cost
+        self._spend = spend
+        self._seeds_S = np.zeros(0, dtype=np.uint64)
+        self._sampling: dict[int, SlotSampling] = {}
+        self._closed = False
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        assert not self._closed, "the executor is closed"
+        for request in plan.admitted:
+            self._admit(request)
+        seeds_R = self._seeds_S[plan.slots]
+        begin_R = plan.num_computed + plan.num_rows - plan.num_drafts
+        num_tokens_R = np.where(plan.samples, 1 + self._accepted(seeds_R, begin_R, plan.num_drafts), 0)
+        columns_W = np.arange(1 + int(plan.num_drafts.max()), dtype=np.int32)
+        positions_RW = begin_R[:, None] + columns_W
+        token_ids_RW = _tokens(seeds_R[:, None], positions_RW, self._info.vocab_size)
+        self._avoid_early_stops(plan.slots, positions_RW, token_ids_RW)
+        token_ids_RW[columns_W >= num_tokens_R[:, None]] = -1
+        timings = self._cost(plan)
+        self._spend(timings.draft_s + timings.verify_s + timings.sample_s + timings.inject_s)
+        return StepResult(plan.step, token_ids_RW, num_tokens_R.astype(np.int32), timings)
+
+    def check_health(self) -> None:
+        """Arithmetic does not fall ill."""
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _admit(self, request: AdmittedRequest) -> None:
+        missing = request.slot + 1 - len(self._seeds_S)
+        self._seeds_S = np.append(self._seeds_S, np.zeros(max(missing, 0), dtype=np.uint64))
+        self._seeds_S[request.slot] = request.sampling.seed % 2**64
+        self._sampling[request.slot] = request.sampling
+
+    def _accepted(self, seeds_R: Hashes, begin_R: IntArray, num_drafts_R: IntArray) -> IntArray:
+        chance_R = _noise(seeds_R, begin_R, _ACCEPTANCE) / 2.0**64
+        lasting_R = (chance_R[:, None] < self._survival).sum(axis=1)
+        return np.minimum(lasting_R, num_drafts_R).astype(np.int32)
+
+    def _avoid_early_stops(self, slots_R: IntArray, positions_RW: IntArray, token_ids_RW: IntArray) -> None:
+        for row, slot in enumerate(slots_R.tolist()):
+            sampling = self._sampling[slot]
+            if positions_RW[row, 0] < sampling.min_length and sampling.stop_token_ids:
+                early = positions_RW[row] < sampling.min_length
+                token_ids_RW[row, early] = [
+                    _next_allowed(token, sampling.stop_token_ids, self._info.vocab_size)
+                    for token in token_ids_RW[row, early].tolist()
+                ]
+
+
+def simulated_tokens(sampling: SlotSampling, begin: int, count: int, vocab_size: int) -> list[int]:
+    """The tokens at positions begin .. begin + count - 1, whoever computes them."""
+    positions = np.arange(begin, begin + count, dtype=np.int32)
+    tokens = _tokens(np.full(count, sampling.seed % 2**64, dtype=np.uint64), positions, vocab_size).tolist()
+    return [
+        _next_allowed(token, sampling.stop_token_ids, vocab_size) if position < sampling.min_length else token
+        for position, token in enumerate(tokens, start=begin)
+    ]
+
+
+def _next_allowed(token: int, forbidden: tuple[int, ...], vocab_size: int) -> int:
+    assert len(forbidden) < vocab_size, "every token is forbidden"
+    while token in forbidden:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def _tokens(seeds: Hashes, positions: IntArray, vocab_size: int) -> IntArray:
+    return (_noise(seeds, positions, _TOKENS) % np.uint64(vocab_size)).astype(np.int32)
+
+
+def _noise(seeds: Hashes, positions: IntArray, stream: int) -> Hashes:
+    """64 random bits of (seed, position), by SplitMix64's finalizer; int wrap-around is meant."""
+    with np.errstate(over="ignore"):
+        counter = positions.astype(np.uint64) * np.uint64(2) + np.uint64(stream)
+        return _mix(_mix(seeds) + counter * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix(z: Hashes) -> Hashes:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
