@@ -44,7 +44,7 @@ lint: install  ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 types: install  ## pyright
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports

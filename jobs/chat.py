@@ -5,7 +5,11 @@ Ctrl-C ends the answer that is being given and keeps what was said; at the promp
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from ..actors.llm import LLM
 from ..cluster.config import EngineConfig
@@ -34,12 +38,12 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._llm.render_chat(messages)
         answer: list[str] = []
-        stream = stream_text(self._llm, prompt, self._params)
-        try:
-            answer.extend(delta.outputs[0].text for delta in stream)
-        except KeyboardInterrupt:
-            stream.close()  # aborts the request
-            sys.stdout.write(" [stopped]")
+        with closing(stream_text(self._llm, prompt, self._params)) as stream, _interrupts() as interrupted:
+            for delta in stream:
+                answer.append(delta.outputs[0].text)
+                if interrupted.is_set():
+                    sys.stdout.write(" [stopped]")
+                    break
         sys.stdout.write("\n")
         self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
         return self.messages[-1]["content"]
@@ -66,6 +70,17 @@ def _answer(conversation: Conversation, line: str) -> None:
         conversation.say(line)
     except RequestError as error:  # e.g. the conversation outgrew the context: say so and stay
         print(f"error: {error.message}", file=sys.stderr)
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event and breaks nothing: a step of the engine is never torn in the middle."""
+    event = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _read_line() -> str | None:

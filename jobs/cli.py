@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -87,6 +88,169 @@ def chat(
     from .chat import run_chat
 
     run_chat(config, params, system)
+
+
+@app.command()
+@engine_options
+def serve(
+    settings: dict[str, Any],
+    model_: Model = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="TCP port.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option("--served-model-name", help="Name in the API; may be repeated.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", help="Key that requests must bring; may be repeated.", envvar="MANTA_API_KEY"
+        ),
+    ] = None,
+    plain_proxy: Annotated[
+        bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
+    ] = False,
+) -> None:
+    """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C."""
+    from .serve import ServeOptions, start_server
+
+    if served_model_name:
+        settings["served_model_name"] = served_model_name
+    if api_key:
+        settings["api_key"] = api_key
+    with start_server(settings, ServeOptions(host=host, port=port, plain_proxy=plain_proxy)) as server:
+        server.wait()
+
+
+@app.command()
+@engine_options
+@sampling_options
+def batch(
+    settings: dict[str, Any],
+    sampling: dict[str, Any],
+    input_file: Annotated[
+        Path,
+        typer.Option("-i", "--input-file", "--input", help="A Parquet or JSONL file, or a folder of them."),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the results.")],
+    input_format: Annotated[
+        Literal["parquet", "jsonl", "openai"] | None,
+        typer.Option("--input-format", help="Found from suffix and content if absent."),
+    ] = None,
+    output_format: Annotated[
+        Literal["parquet", "jsonl", "openai"] | None,
+        typer.Option(
+            "--output-format", help="The input's if absent; OpenAI batch lines are answered in kind."
+        ),
+    ] = None,
+    prompt_column: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-column", help="Text, token ids or messages; `messages` or `prompt` if absent."
+        ),
+    ] = None,
+    id_column: Annotated[
+        str | None,
+        typer.Option("--id-column", help="`custom_id`, `id`, or a hash of the row's content if absent."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", help="Engines.")] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace earlier results in the folder.")
+    ] = False,
+) -> None:
+    """Answer every row of a dataset with Ray Data. A bad row becomes an error row; --seed fixes sampling.
+
+    Columns named like sampling fields (max_tokens, temperature, ...) win over flags. The `model` of an OpenAI
+    batch line is not looked at: the job names the model. Also as `ray job submit ... -- manta batch ...`.
+    """
+    config = engine_config(settings)
+    from .batch import BatchOptions, run_batch
+    from .report import print_job
+
+    names = settings.get("served_model_name")
+    options = BatchOptions(
+        input=input_file,
+        output=output,
+        input_format=input_format,
+        output_format=output_format,
+        overwrite=overwrite,
+        concurrency=concurrency,
+        prompt_column=prompt_column,
+        id_column=id_column,
+        sampling=sampling,
+        model_name=names[0] if isinstance(names, list) else names,
+    )
+    print_job(run_batch(config, options), str(output))
+
+
+@app.command()
+@engine_options
+def bench(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")] = Path(
+        "models/prompts.jsonl"
+    ),
+    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")] = 20,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option("--max-concurrency", help="Requests at once; may be repeated (1 and 8)."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Of each mode; the median counts.")] = 3,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every request.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of the speed-up.")] = None,
+) -> None:
+    """Measure speculation on against off, side by side, each in its faster dtype (or --dtype)."""
+    config = engine_config(settings)
+    from .bench import BenchOptions, run_bench
+
+    run_bench(
+        config,
+        BenchOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            output=output,
+            plot=plot,
+        ),
+    )
+
+
+@app.command()
+def demo(
+    target: Annotated[Path, typer.Option("--target", help="Target checkpoint.")] = Path("models/target"),
+    drafter: Annotated[Path, typer.Option("--drafter", help="Drafter checkpoint.")] = Path("models/drafter"),
+    prompts: Annotated[Path, typer.Option("--prompts", help="Sample dataset.")] = Path(
+        "models/prompts.jsonl"
+    ),
+    rows: Annotated[int, typer.Option("--rows", help="Rows of it to run.")] = 40,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every row.")] = 128,
+) -> None:
+    """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
+    from .demo import DemoOptions, run_demo
+
+    run_demo(DemoOptions(target=target, drafter=drafter, prompts=prompts, rows=rows, max_tokens=max_tokens))
+
+
+@app.command("train-pair")
+def train_pair(
+    output_dir: Annotated[
+        Path, typer.Option("-o", "--output", help="Gets target/, drafter/, prompts.jsonl.")
+    ],
+    work_dir: Annotated[
+        Path, typer.Option("--work-dir", help="Snapshots and data; the same one again resumes.")
+    ] = Path("out/train-pair"),
+    hours: Annotated[float, typer.Option("--hours", help="Time for all stages together.")] = 2.75,
+    num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
+) -> None:
+    """Train the pair that ships from the Python standard library's sources; resumable."""
+    from .train import train_pair as train
+
+    train(output_dir, work_dir, hours, num_threads)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 
 from ..actors.llm import LLM
@@ -32,7 +32,7 @@ def generate_text(config: EngineConfig, prompt: str, params: SamplingParams) -> 
             print(summary(last.metrics, llm), file=sys.stderr)
 
 
-def stream_text(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+def stream_text(llm: LLM, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput]:
     """Print the continuation as it comes; also yields each delta."""
     for delta in llm.stream(prompt, params):
         sys.stdout.write(delta.outputs[0].text)

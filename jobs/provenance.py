@@ -1,0 +1,59 @@
+"""Where a figure comes from: command, machine, versions, commit. Every benchmark file carries it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+LIBRARIES = ("torch", "ray", "transformers", "numpy")
+
+
+def provenance() -> dict[str, object]:
+    """Facts about this process and machine."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": _gpu_name(),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in LIBRARIES},
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in facts.items()}
+    flags = set(facts.get("flags", "").split())
+    fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return f"{facts.get('model name', platform.machine())} ({', '.join(fast) or 'no AVX2'})"
+
+
+def _gpu_name() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _git(*arguments: str) -> str | None:
+    """Of the checkout that this package lies in; None for an installed wheel."""
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
