@@ -1,0 +1,49 @@
+"""Where a checkpoint is: a folder here, one of this repository, or a snapshot from the Hugging Face hub.
+
+Does not read it. Called by whoever takes a model's or tokenizer's name from a user.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..cluster.errors import CheckpointError
+
+_ROOT = Path(__file__).resolve().parent.parent
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "mask_embedding.pt"]
+
+
+def resolve_checkpoint(name: str, *, field: str) -> Path:
+    """The folder that `name` means.
+
+    Args:
+        name: a folder (absolute, or relative to the working directory, else to the repository), or a hub id.
+        field: the setting it came from, for the message.
+    """
+    for folder in (Path(name).expanduser(), _ROOT / name):
+        if folder.is_dir():
+            return folder.resolve()
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise CheckpointError(
+            f"{field}={name!r}: there is no such folder, and it is not a hub id (owner/name). Give the path "
+            "of a checkpoint folder.",
+            param=field,
+        )
+    return _download(name, field)
+
+
+def _download(name: str, field: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:  # every error of the hub's client is one of these
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{field}={name!r}: there is no such folder here, and the hub did not give it ({reason}). Check "
+            f"the spelling and the connection (HF_TOKEN for a gated model), or download it once and set "
+            f"{field} to its folder.",
+            param=field,
+        ) from None

@@ -1,0 +1,145 @@
+"""From settings to a target rank that can run steps.
+
+    EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that memory holds
+                 ─▶ warm-up ─▶ StepRunner, ExecutorInfo
+
+Called by `executor.InProcessExecutor` and `target/worker.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from ...cluster.config import EngineConfig
+from ...cluster.executor import ExecutorInfo
+from ...drafter.checkpoint import load_drafter
+from ...drafter.features import LentWeights
+from ...drafter.invariance import rows_are_invariant
+from ...drafter.kv_cache import PagedKVCache
+from ...drafter.model import DFlashDrafter
+from ...drafter.propose import Proposer
+from ...drafter.states import RequestStates
+from ..checkpoints import resolve_checkpoint
+from .decoder import Decoder
+from .load_plan import LoadPlan, plan_load
+from .memory import affordable_pages, gpu_budget_bytes
+from .parallel import Communicator, Sharding, SingleRank, smallest
+from .runner import DraftSource, LocalDrafts, StepRunner
+from .warm_up import largest_prefill, measure_activations, warm_up
+from .weights import TargetWeights
+
+__all__ = ["LoadPlan", "lent_weights", "load_runner", "plan_load", "resolve_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+# Makes a rank's source of drafts where the drafter is split off.
+RemoteDrafts = Callable[[LoadPlan], DraftSource]
+
+
+@torch.inference_mode()
+def load_runner(
+    config: EngineConfig,
+    communicator: Communicator | None = None,
+    *,
+    remote_drafts: RemoteDrafts | None = None,
+) -> tuple[StepRunner, ExecutorInfo]:
+    """Load one rank of the target, and the drafter if it is colocated.
+
+    The device is CUDA's current one; threads are the process's.
+
+    Args:
+        communicator: of the target's ranks; by default this one is alone.
+        remote_drafts: where drafts come from when the drafter is split off.
+
+    Raises:
+        CheckpointError, ConfigError: before weights are read, but for a lack of memory.
+    """
+    plan = plan_load(config)
+    assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
+    rank = _Rank(plan, communicator or SingleRank())
+    num_pages = rank.affordable_pages()
+    runner = rank.runner(num_pages, remote_drafts)
+    if not plan.split:  # else the drafter's process would have to step along
+        room = min(num_pages * config.page_size, plan.max_model_len)
+        warm_up(runner, plan.num_speculative_tokens, room, config.page_size)
+    info = _info(plan, num_pages)
+    logger.info("%s; rows are batch-invariant: %s", info, rows_are_invariant(plan.dtype, plan.device))
+    return runner, info
+
+
+def lent_weights(plan: LoadPlan) -> LentWeights:
+    """The target's whole embedding and head, for a drafter that lives apart."""
+    whole = Sharding.of(plan.target, 0, 1)
+    weights = TargetWeights(plan.target_folder, plan.target, whole, plan.dtype, plan.device)
+    embedding_VH = weights.embedding()
+    return LentWeights(embedding_VH, embedding_VH if plan.target.tied_head else weights.head())
+
+
+def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
+    return ExecutorInfo(
+        num_pages=num_pages,
+        page_size=plan.config.page_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.target.vocab_size,
+        eos_token_ids=plan.target.eos_token_ids,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        dtype=str(plan.dtype).removeprefix("torch."),
+        device=plan.device.type,
+    )
+
+
+class _Rank:
+    """A rank's models, on the way to a runner: what is missing are pages."""
+
+    def __init__(self, plan: LoadPlan, communicator: Communicator) -> None:
+        self._plan, self._communicator = plan, communicator
+        sharding = Sharding.of(plan.target, communicator.rank, communicator.world_size)
+        weights = TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
+        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator)
+        self._drafter: DFlashDrafter | None = None
+        if plan.drafter_folder is not None and not plan.split:
+            self._drafter = load_drafter(
+                plan.drafter_folder, plan.facts, self._model, plan.dtype, plan.device
+            )
+
+    def affordable_pages(self) -> int:
+        """Pages that every rank can afford: page ids are the same everywhere."""
+        plan, budget = self._plan, None
+        if plan.device.type == "cuda" and plan.config.num_pages is None:
+            budget = gpu_budget_bytes(
+                plan.device, plan.config.gpu_memory_utilization, self._activation_bytes()
+            )
+        pages = affordable_pages(plan.config, plan.max_model_len, self._page_bytes(), budget)
+        return smallest(pages, self._communicator, plan.device)
+
+    def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> StepRunner:
+        plan, page_size = self._plan, self._plan.config.page_size
+        drafts: DraftSource | None = None
+        if remote_drafts is not None:
+            drafts = remote_drafts(plan)
+        elif self._drafter is not None:
+            proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size))
+            drafts = LocalDrafts(proposer, self._communicator)
+        states = RequestStates(
+            plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size, plan.device
+        )
+        cache = self._model.new_cache(num_pages, page_size)
+        return StepRunner(self._model, cache, states, drafts, self._communicator)
+
+    def _page_bytes(self) -> int:
+        page_size, dtype = self._plan.config.page_size, self._plan.dtype
+        size = self._model.page_bytes(page_size)
+        if self._drafter is None:
+            return size
+        c = self._drafter.config
+        return size + PagedKVCache.bytes_per_page(c.num_layers, page_size, c.num_kv_heads, c.head_dim, dtype)
+
+    def _activation_bytes(self) -> int:
+        """Of the largest step, by running it in pages that are given back."""
+        config = self._plan.config
+        lengths = largest_prefill(config, self._plan.max_model_len)
+        pages = sum(-(-n // config.page_size) for n in lengths)
+        return measure_activations(self.runner(pages), lengths, config.page_size)
