@@ -29,7 +29,13 @@ from ..drafter.training.loop import Report
 from ..drafter.training.model import TrainableDrafter
 from ..drafter.training.prompts import Prompt, all_prompts, read_prompts, select_prompts, write_prompts
 from ..drafter.training.snapshots import load_snapshot
-from ..drafter.training.target import held_out_loss, target_config, train_target
+from ..drafter.training.target import (
+    STAGES,
+    held_out_loss,
+    tame_unseen_embedding,
+    target_config,
+    train_target,
+)
 from ..drafter.training.tokenizer import END_OF_TEXT, IM_END, MASK, train_tokenizer, write_tokenizer_files
 from ..drafter.training.tokens import TokenStore, corpus_texts, encode_documents
 
@@ -80,14 +86,14 @@ class _PairJob:
         self._budget_s, self._report = budget_s, report
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._files = corpus.library_files()
-        self._learned = [file for file in self._files if file.is_learned]
+        self._learned = [file for file in self._files if not file.is_held_out]
         self._held_out = [file for file in self._files if file.is_held_out]
 
     def run(self) -> list[Figures]:
         tokenizer = self._make_tokenizer()
-        store = self._make_corpus(tokenizer)
-        target = self._make_target(tokenizer, store)
-        data = self._make_continuations(tokenizer, store)
+        stores = self._make_corpus(tokenizer)
+        target = self._make_target(tokenizer, stores)
+        data = self._make_continuations(tokenizer, stores[min(stores)])
         drafter = self._make_drafter(tokenizer, target, data)
         loss, figures = self._measure(tokenizer, target, drafter)
         facts = PairFacts(
@@ -96,7 +102,7 @@ class _PairJob:
             drafter=self._run_facts(DRAFTER_SNAPSHOT),
             num_target_parameters=target.num_parameters(),
             num_drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
-            num_corpus_tokens=len(store.ids),
+            num_corpus_tokens=len(stores[min(stores)].ids),
             num_continuation_tokens=len(data.ids),
             num_evaluation_tokens=EVALUATION_TOKENS,
             held_out_loss=loss,
@@ -117,17 +123,21 @@ class _PairJob:
             write_prompts(chosen, self._output / "prompts.jsonl")
         return tokenizer
 
-    def _make_corpus(self, tokenizer: Tokenizer) -> TokenStore:
-        store = encode_documents(tokenizer, corpus_texts(self._learned))
-        self._report(f"corpus: {len(store.ids)} tokens")
-        return store
+    def _make_corpus(self, tokenizer: Tokenizer) -> dict[int, TokenStore]:
+        """By narrowing; every smaller store is a part of the larger ones."""
+        stores: dict[int, TokenStore] = {}
+        for narrowing in sorted({stage.narrowing for stage in STAGES}):
+            files = [file for file in self._files if file.is_learned(narrowing)]
+            stores[narrowing] = encode_documents(tokenizer, corpus_texts(files))
+            self._report(f"corpus, one file in {narrowing}: {len(stores[narrowing].ids)} tokens")
+        return stores
 
-    def _make_target(self, tokenizer: Tokenizer, store: TokenStore) -> Qwen3ForCausalLM:
+    def _make_target(self, tokenizer: Tokenizer, stores: dict[int, TokenStore]) -> Qwen3ForCausalLM:
         end_ids = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)]
-        budget_s = self._budget_s * Shares.target
-        snapshot = self._work / TARGET_SNAPSHOT
         config = target_config(end_ids, self._device)
-        target = train_target(config, store, snapshot, budget_s, self._device, self._report)
+        snapshot, budget_s = self._work / TARGET_SNAPSHOT, self._budget_s * Shares.target
+        target = train_target(config, stores, snapshot, budget_s, self._device, self._report)
+        tame_unseen_embedding(target, tokenizer.token_to_id(MASK))
         export_target(target, self._output / "target")
         return target
 

@@ -39,9 +39,8 @@ class SourceFile:
     def is_held_out(self) -> bool:
         return is_held_out(self.path)
 
-    @property
-    def is_learned(self) -> bool:
-        return is_learned(self.path)
+    def is_learned(self, narrowing: int) -> bool:
+        return is_learned(self.path, narrowing)
 
 
 def is_held_out(path: str) -> bool:
@@ -49,9 +48,9 @@ def is_held_out(path: str) -> bool:
     return int.from_bytes(_digest(path)[:8], "big") % _HELD_OUT_BUCKETS == 0
 
 
-def is_learned(path: str) -> bool:
-    """Half of the other files are trained on: a small model learns them well, or all of them poorly."""
-    return not is_held_out(path) and _digest(path)[8] % 2 == 0
+def is_learned(path: str, narrowing: int = 1) -> bool:
+    """Whether a file is trained on when only one in `narrowing` of those not held out is."""
+    return not is_held_out(path) and _digest(path)[8] % narrowing == 0
 
 
 def _digest(path: str) -> bytes:

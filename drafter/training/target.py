@@ -1,5 +1,6 @@
 """Training of the target: a small, deep and narrow Qwen3, next-token loss over packed windows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,18 +17,30 @@ from .tokens import TokenStore, WindowReader
 
 
 @dataclass(frozen=True)
-class TargetSettings:
-    """`window_tokens`: (progress, length) pairs; short windows first are cheaper per token."""
+class Stage:
+    """From progress `start` on: windows of so many tokens, out of one file in `narrowing`."""
 
-    matrix_lr: float = 3.5e-3
-    other_lr: float = 2e-3
+    start: float
+    window_tokens: int
+    narrowing: int
+
+
+# Short windows first are cheaper per token. Breadth first teaches the language; many epochs over a part
+# then make the model sure of what it says, which is what a drafter can predict.
+STAGES = (Stage(0.0, 256, 1), Stage(0.33, 512, 2), Stage(0.45, 512, 4), Stage(0.85, 1024, 4))
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    matrix_lr: float = 5e-3
+    other_lr: float = 3e-3
     weight_decay: float = 0.1
     tokens_per_step: int = 4096
-    window_tokens: tuple[tuple[float, int], ...] = ((0.0, 256), (0.35, 512), (0.85, 1024))
+    stages: tuple[Stage, ...] = STAGES
     schedule: Schedule = field(default_factory=Schedule)
 
-    def window_at(self, progress: float) -> int:
-        return [tokens for start, tokens in self.window_tokens if progress >= start][-1]
+    def stage_at(self, progress: float) -> Stage:
+        return [stage for stage in self.stages if progress >= stage.start][-1]
 
 
 def target_config(end_ids: list[int], device: torch.device) -> Qwen3Config:
@@ -51,28 +64,45 @@ def target_config(end_ids: list[int], device: torch.device) -> Qwen3Config:
 
 def train_target(
     config: Qwen3Config,
-    store: TokenStore,
+    stores: Mapping[int, TokenStore],
     snapshot_path: Path,
     budget_s: float,
     device: torch.device,
     report: Report,
     settings: TargetSettings | None = None,
 ) -> Qwen3ForCausalLM:
-    """Train until the budget is used up, going on from the snapshot if there is one."""
+    """Train until the budget is used up, going on from the snapshot if there is one.
+
+    Args:
+        stores: the corpus by `Stage.narrowing`.
+    """
     settings = settings or TargetSettings()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32)
     optimizer = HybridOptimizer(model, settings.matrix_lr, settings.other_lr, settings.weight_decay)
-    reader = WindowReader(store)
+    reader = WindowReader(stores)
     loop = TrainingLoop("target", model, optimizer, reader, snapshot_path, report)
 
     def compute_loss(step: Step) -> StepLoss:
-        window = settings.window_at(step.progress)
-        batch_BT = torch.from_numpy(reader.next_batch(settings.tokens_per_step // window, window)).to(device)
+        stage = settings.stage_at(step.progress)
+        reader.use(stage.narrowing)
+        num_windows = settings.tokens_per_step // stage.window_tokens
+        batch_BT = torch.from_numpy(reader.next_batch(num_windows, stage.window_tokens)).to(device)
         return StepLoss(next_token_loss(model, batch_BT), batch_BT.numel(), {})
 
     loop.run(compute_loss, budget_s, settings.schedule)
     return model
+
+
+@torch.no_grad()
+def tame_unseen_embedding(model: Qwen3ForCausalLM, token_id: int) -> None:
+    """Give a token that no text contains (the mask) an embedding of common length.
+
+    Training only ever pushes it away from every hidden state; it grows to several times the others,
+    and would drown the rest of a drafter's block. Its logit stays far below all others'.
+    """
+    rows_VD = model.model.embed_tokens.weight
+    rows_VD[token_id] *= rows_VD.norm(dim=1).median() / rows_VD[token_id].norm()
 
 
 def next_token_loss(model: Qwen3ForCausalLM, batch_BT: torch.Tensor) -> torch.Tensor:
@@ -87,7 +117,7 @@ def held_out_loss(
     model: Qwen3ForCausalLM, store: TokenStore, window_tokens: int, device: torch.device
 ) -> float:
     """Mean loss in nats per token over the held-out documents, packed as in training."""
-    reader = WindowReader(store)
+    reader = WindowReader({1: store})
     num_batches = len(store.ids) // (4 * window_tokens)
     losses = [
         next_token_loss(model, torch.from_numpy(reader.next_batch(4, window_tokens)).to(device)).item()
