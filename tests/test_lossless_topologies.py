@@ -1,0 +1,52 @@
+"""The same promise over topologies: tensor parallel 1 and 2, drafter colocated and split, under real Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manta import LLM
+from test_lossless import params_of, prompts, tokens_of
+
+KNOBS = ("greedy", "warm", "all")
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def target(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path) -> dict[str, list[list[int]]]:
+    """Plain decoding in this process."""
+    with LLM(str(target), skip_tokenizer_init=True, dtype="float32", max_model_len=256, num_threads=1) as llm:
+        return {name: tokens_of(llm, prompts(8), params_of(name, 8)) for name in KNOBS}
+
+
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "split"), (2, "colocated"), (2, "split"), (2, None)])
+def test_the_topology_changes_no_token(
+    ray_session: None,
+    target: Path,
+    tiny_drafter: Path,
+    reference: dict[str, list[list[int]]],
+    ranks: int,
+    placement: str | None,
+) -> None:
+    spec = None if placement is None else {"model": str(tiny_drafter), "placement": placement}
+    with LLM(
+        str(target),
+        speculative_config=spec,
+        tensor_parallel_size=ranks,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_threads=1,
+    ) as llm:
+        for name in KNOBS:
+            for size in (1, 8):
+                got = tokens_of(llm, prompts(8)[:size], params_of(name, 8)[:size])
+                assert got == reference[name][:size], f"{name}, batch of {size}"
+        if placement is not None:
+            assert llm.stats().num_accepted_tokens > 0
