@@ -9,8 +9,7 @@ pages, cut by causality and window. Whatever lies behind in its pages (rejected 
 
 Requests are put into groups: short ones (decoding) of similar context together, padded to the longest; each
 long one (prefill) alone, in tiles of query rows. A row's result does not depend on its companions: measured
-bitwise on the CPUs tried (`invariance.py` repeats it at start), given query rows in fours and the context
-padding of `_padded`: 512 keys are summed at a time, and how that sum is split depends on its length.
+bitwise on the CPUs tried (`invariance.py` repeats it at start), given the paddings below.
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
 dim, T context tokens (padded), P pages of a request, S page size, M rows of a group.
@@ -18,6 +17,7 @@ dim, T context tokens (padded), P pages of a request, S page size, M rows of a g
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,8 +32,11 @@ Ints = NDArray[np.integer]
 
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
-_KEY_BLOCK = 512  # keys that the CPU kernel sums at once
-_ROW_MULTIPLE = 4  # its products round 1 to 3 rows otherwise than more; it cuts query rows into 32s and 64s
+# How the CPU kernel's products round (measured, AVX-512, MKL): 1 to 3 query rows otherwise than more, where
+# query rows come in 32s or 64s; keys are summed in blocks of 512, a sum whose length is no multiple of 16
+# otherwise than others, and one between 192 and 384 uncut while a longer one is cut at 192.
+_ROW_MULTIPLE = 4
+_KEY_MULTIPLE, _KEY_BLOCK, _UNCUT_KEYS = 16, 512, (192, 384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +138,13 @@ def _companions(num_rows_R: Ints, lengths_R: Ints, page_size: int) -> list[list[
 
 
 def _padded(length: int, page_size: int) -> int:
-    """Context tokens to gather: whole pages, and whole key blocks once past the half of one."""
-    pages = -(-length // page_size) * page_size
-    if pages % _KEY_BLOCK <= _KEY_BLOCK // 2 or _KEY_BLOCK % page_size:
-        return pages
-    return -(-pages // _KEY_BLOCK) * _KEY_BLOCK
+    """Context tokens to gather: whole pages, and a number whose sums are cut like those of any longer one."""
+    unit = math.lcm(page_size, _KEY_MULTIPLE)
+    count = -(-length // unit) * unit
+    blocks, rest = divmod(count, _KEY_BLOCK)
+    if _UNCUT_KEYS[0] < rest < _UNCUT_KEYS[1]:
+        count = -(-(blocks * _KEY_BLOCK + _UNCUT_KEYS[1]) // unit) * unit
+    return count
 
 
 @dataclass(frozen=True, slots=True)

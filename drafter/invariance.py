@@ -43,10 +43,10 @@ def _attention_is(dtype: torch.dtype, device: torch.device | str, g: torch.Gener
     cache = PagedKVCache(1, 128, 16, 2, 64, dtype, device)
     cache.kv.copy_(_random(tuple(cache.kv.shape), dtype, device, g))
     pages = np.stack((np.arange(0, 128, 2), np.arange(1, 128, 2)))
-    for length in (16, 100, 330, 700):
+    for length in (16, 100, 200, 330, 450, 730):
         q = _random((16, 4, 64), dtype, device, g)
         block = _attend(q, cache, [length - 16], [16], pages[:1], device)
-        beside = _attend(torch.cat((q, q[:1])), cache, [length - 16, 700], [16, 1], pages, device)
+        beside = _attend(torch.cat((q, q[:1])), cache, [length - 16, 900], [16, 1], pages, device)
         alone = [_attend(q[i : i + 1], cache, [length - 16 + i], [1], pages[:1], device) for i in range(16)]
         if not (torch.equal(block, beside[:16]) and torch.equal(block, torch.cat(alone))):
             return False

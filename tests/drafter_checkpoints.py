@@ -1,0 +1,133 @@
+"""Random drafter checkpoints on disk, in both formats and all variants, for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB, HIDDEN, TARGET_LAYERS = 96, 32, 6
+BACKBONE = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+
+
+def z_lab(**changes) -> dict:
+    """A raw config; keys of `dflash_config` go into `dflash`."""
+    nested = {"mask_token_id": 90, "target_layer_ids": [1, 3, 4], **changes.pop("dflash", {})}
+    top = {"architectures": ["DFlashDraftModel"], "num_target_layers": TARGET_LAYERS, "block_size": 16}
+    return {**BACKBONE, **top, **changes, "dflash_config": nested}
+
+
+def speculators(*, layer: dict | None = None, **changes) -> dict:
+    """The same drafter in Speculators' format: ids one higher, backbone nested."""
+    return {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": {**BACKBONE, **(layer or {})},
+        "draft_vocab_size": VOCAB,
+        "block_size": 16,
+        "mask_token_id": 90,
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "speculators_config": {"algorithm": "dflash"},
+        **changes,
+    }
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+VARIANTS: dict[str, dict] = {
+    "z-lab full attention": z_lab(),
+    "z-lab causal everywhere": z_lab(is_causal=True),
+    "z-lab causal, nested key": z_lab(dflash={"causal": True}),
+    "z-lab sliding layers are causal": z_lab(**SLIDING),
+    "z-lab sliding but bidirectional": z_lab(**SLIDING, is_causal=False),
+    "z-lab swa in all layers": z_lab(dflash={"use_swa": True, "swa_window_size": 6}),
+    "z-lab scales and cap": z_lab(
+        dflash={"input_embedding_scale": 5.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+    ),
+    "z-lab rope parameters": z_lab(
+        rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    ),
+    "z-lab mask embedding": z_lab(dflash={"mask_token_id": VOCAB + 5}),
+    "z-lab ungrouped heads": z_lab(num_key_value_heads=4),
+    "z-lab nested block size": z_lab(block_size=None, dflash={"block_size": 16}),
+    "speculators borrowed": speculators(),
+    "speculators own vocabulary": speculators(draft_vocab_size=40),
+    "speculators sliding": speculators(layer=SLIDING),
+    "speculators sliding non-causal": speculators(layer=SLIDING, sliding_window_non_causal=True),
+}
+
+
+def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights of a drafter, scaled so that logits differ but do not explode."""
+    raw = config.get("transformer_layer_config", config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=generator)
+
+    hidden, inner, dim = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    tensors = {
+        "fc.weight": matrix(hidden, 3 * hidden),
+        "hidden_norm.weight": norm(hidden),
+        "norm.weight": norm(hidden),
+    }
+    for i in range(raw["num_hidden_layers"]):
+        at = f"layers.{i}"
+        sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+        for name, count in sizes.items():
+            tensors[f"{at}.self_attn.{name}_proj.weight"] = matrix(count * dim, hidden)
+        tensors[f"{at}.self_attn.o_proj.weight"] = matrix(hidden, heads * dim)
+        tensors[f"{at}.mlp.gate_proj.weight"] = matrix(inner, hidden)
+        tensors[f"{at}.mlp.up_proj.weight"] = matrix(inner, hidden)
+        tensors[f"{at}.mlp.down_proj.weight"] = matrix(hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{name}.weight"] = norm(hidden)
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{at}.self_attn.{name}.weight"] = norm(dim)
+    if config.get("draft_vocab_size", raw["vocab_size"]) != raw["vocab_size"]:
+        tensors |= _own_vocabulary(config["draft_vocab_size"], raw["vocab_size"], matrix, generator)
+    return tensors
+
+
+def _own_vocabulary(draft: int, vocab: int, matrix, generator) -> dict[str, torch.Tensor]:
+    chosen = torch.randperm(vocab, generator=generator)[:draft].sort().values
+    return {
+        "embed_tokens.weight": matrix(vocab, HIDDEN),
+        "lm_head.weight": matrix(draft, HIDDEN),
+        "d2t": chosen - torch.arange(draft),
+        "t2d": torch.isin(torch.arange(vocab), chosen),
+    }
+
+
+def write(
+    folder: Path,
+    config: dict,
+    tensors: dict[str, torch.Tensor] | None = None,
+    mask_embedding: torch.Tensor | None = None,
+) -> Path:
+    """A checkpoint folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_tensors(config) if tensors is None else tensors, folder / "model.safetensors")
+    if mask_embedding is not None:
+        torch.save(mask_embedding, folder / "mask_embedding.pt")
+    return folder

@@ -1,0 +1,302 @@
+"""The drafter over pages and batches equals a dense loop over single requests; and other implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.drafter.checkpoint import load_drafter
+from manta.drafter.features import LentWeights, TargetFacts
+from manta.drafter.invariance import rows_are_invariant
+from manta.drafter.model import DFlashDrafter
+from manta.drafter.propose import Proposer
+from manta.drafter.sampling import sample_rows
+from manta.drafter.states import RequestStates
+from manta.drafter.verification import accept
+
+from . import drafter_checkpoints as checkpoints
+from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from .oracle_dflash import Oracle, decode, gumbel
+
+FACTS = TargetFacts(hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB, max_model_len=128)
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 8, 80, 8
+GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+def i32(values) -> np.ndarray:
+    return np.array(list(values), dtype=np.int32)
+
+
+def plan_of(slots, computed, rows, drafts, *, admitted=(), pages=(), samples=None) -> SchedulerOutput:
+    """A step; `pages` are (slot, index, id)."""
+    where = np.array(list(pages), dtype=np.int32).reshape(-1, 3)
+    return SchedulerOutput(
+        step=0,
+        admitted=tuple(admitted),
+        page_slots=where[:, 0],
+        page_indices=where[:, 1],
+        page_ids=where[:, 2],
+        slots=i32(slots),
+        num_computed=i32(computed),
+        num_rows=i32(rows),
+        num_drafts=i32(drafts),
+        samples=np.ones(len(slots), dtype=bool) if samples is None else np.array(samples),
+    )
+
+
+@dataclass
+class Pair:
+    """A drafter of ours, and the oracle on the same weights."""
+
+    ours: DFlashDrafter
+    oracle: Oracle
+
+
+def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> Pair:
+    generator = torch.Generator().manual_seed(5)
+    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+    head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
+    nested = config.get("dflash_config", {})
+    mask = torch.randn(HIDDEN, generator=generator) if nested.get("mask_token_id", 0) >= VOCAB else None
+    tensors = checkpoints.random_tensors(config)
+    checkpoints.write(folder, config, tensors, mask)
+    lends = LentWeights(embedding.to(dtype), head.to(dtype))
+    return Pair(
+        load_drafter(folder, FACTS, lends, dtype, "cpu"), Oracle(config, tensors, embedding, head, mask)
+    )
+
+
+class Requests:
+    """Requests at scattered pages whose context has been written: `lengths` tokens each, then an anchor."""
+
+    def __init__(self, drafter: DFlashDrafter, lengths: list[int], taps: list[torch.Tensor]) -> None:
+        rng = np.random.default_rng(1)
+        self.lengths = lengths
+        self.anchors = [int(a) for a in rng.integers(0, 80, len(lengths))]
+        self.states = RequestStates(NUM_SLOTS, FACTS.max_model_len, NUM_PAGES, PAGE_SIZE, "cpu")
+        self.proposer = Proposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
+        self.proposer.cache.kv.normal_()  # what earlier requests left behind
+        order = iter(rng.permutation(NUM_PAGES).tolist())
+        pages = [(s, i, next(order)) for s, n in enumerate(lengths) for i in range(-(-(n + 16) // PAGE_SIZE))]
+        self.states.apply(plan_of([], [], [], [], pages=pages, samples=[]))
+        for slot, (length, anchor) in enumerate(zip(lengths, self.anchors, strict=True)):
+            self.states.token_ids[slot, length] = anchor
+            for begin, end in ((0, length // 2), (length // 2, length)):
+                if begin < end:
+                    self._write(slot, begin, taps[slot][begin:end])
+
+    def _write(self, slot: int, begin: int, taps: torch.Tensor) -> None:
+        plan = plan_of([slot], [begin], [len(taps)], [0], samples=[False])
+        self.proposer.inject(taps, plan, self.states.rows(plan), torch.zeros(1).long(), self.states)
+
+    def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
+        """Logits per request for so many drafts each."""
+        who = [r for r, k in enumerate(drafts) if k]
+        plan = plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
+        block = self.states.block_rows(plan)
+        logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
+        parts = iter(logits.split([drafts[r] for r in who]))
+        return [next(parts) if k else logits[:0] for k in drafts]
+
+
+def random_taps(lengths: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(n, 3, HIDDEN, generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_batched_paged_blocks_equal_the_oracle(variant: str, tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS[variant])
+    lengths, drafts = [1, 40, 5, 17, 33], [15, 3, 7, 0, 1]
+    taps = random_taps(lengths)
+    requests = Requests(pair.ours, lengths, taps)
+    for ours, context, anchor, k in zip(
+        requests.block_logits(drafts), taps, requests.anchors, drafts, strict=True
+    ):
+        if k:
+            expected = pair.oracle.logits(context, anchor, k)
+            kept = expected.isfinite()
+            assert torch.equal(kept, ours.isfinite())
+            assert torch.allclose(ours[kept], expected[kept], atol=3e-5)
+
+
+def test_bf16_blocks_are_near_the_oracle(tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS["z-lab full attention"], torch.bfloat16)
+    taps = random_taps([30, 9])
+    requests = Requests(pair.ours, [30, 9], taps)
+    for ours, context, anchor in zip(requests.block_logits([15, 15]), taps, requests.anchors, strict=True):
+        expected = pair.oracle.logits(context, anchor, 15)
+        assert (ours.float() - expected).abs().mean() < 0.03 * expected.abs().mean() + 0.02
+
+
+def test_a_blocks_bits_do_not_depend_on_the_batch(tmp_path: Path):
+    if not rows_are_invariant(torch.float32, "cpu"):
+        pytest.skip("this machine's products are not batch-invariant")
+    pair = load_pair(tmp_path, VARIANTS["z-lab sliding layers are causal"])
+    lengths = [12, 40, 31]
+    requests = Requests(pair.ours, lengths, random_taps(lengths))
+    together = requests.block_logits([7, 15, 3])
+    for r, k in enumerate([7, 15, 3]):
+        alone = [0, 0, 0]
+        alone[r] = k
+        assert torch.equal(requests.block_logits(alone)[r], together[r])
+
+
+def test_a_longer_causal_block_begins_with_the_shorter_one(tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS["z-lab causal everywhere"])
+    requests = Requests(pair.ours, [20], random_taps([20]))
+    assert torch.allclose(
+        requests.block_logits([15])[0][:4], requests.block_logits([4])[0], rtol=0, atol=1e-5
+    )
+
+
+def test_proposals_are_padded_with_minus_one(tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS["z-lab full attention"])
+    requests = Requests(pair.ours, [6, 11, 9], random_taps([6, 11, 9]))
+    plan = plan_of([0, 1, 2], [6, 11, 9], [3, 1, 6], [2, 0, 5])
+    drafts = requests.proposer.propose(plan, requests.states)
+    assert drafts.shape == (3, 5)
+    assert (drafts >= 0).sum(1).tolist() == [2, 0, 5]
+    expected = requests.block_logits([2, 0, 5])
+    assert drafts[0, :2].tolist() == expected[0].argmax(-1).tolist()
+    assert drafts[2].tolist() == expected[2].argmax(-1).tolist()
+    nobody = plan_of([0], [6], [1], [0])
+    assert requests.proposer.propose(nobody, requests.states).shape == (1, 0)
+
+
+def tiny_target():
+    """A random transformers target of 6 layers that fits the checkpoints here."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        **{k: v for k, v in checkpoints.BACKBONE.items() if k not in ("model_type", "rope_theta")}
+        | {"num_hidden_layers": TARGET_LAYERS, "initializer_range": 0.1, "tie_word_embeddings": False}
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, num_tokens, block):
+    """A minimal engine: our states, drafts, choice, acceptance and context; the target is transformers'."""
+    states = RequestStates(NUM_SLOTS, FACTS.max_model_len, NUM_PAGES, PAGE_SIZE, "cpu")
+    proposer = Proposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
+    slots = [5, 0, 3][: len(prompts)]
+    order = iter(np.random.default_rng(2).permutation(NUM_PAGES).tolist())
+    count = -(-FACTS.max_model_len // PAGE_SIZE)
+    pages = [(s, i, next(order)) for s in slots for i in range(count)]
+    admitted = [
+        AdmittedRequest(s, str(s), i32(p), params[i])
+        for i, (s, p) in enumerate(zip(slots, prompts, strict=True))
+    ]
+    tokens = [list(p) for p in prompts]
+    records: list[list[tuple[int, list[int], int]]] = [[] for _ in prompts]
+    plan = plan_of(
+        slots, [0] * len(slots), map(len, prompts), [0] * len(slots), admitted=admitted, pages=pages
+    )
+    while True:
+        states.apply(plan)
+        drafts = proposer.propose(plan, states)
+        states.place_drafts(plan, drafts)
+        rows = states.rows(plan)
+        taps, logits = _target_rows(target, oracle, plan, rows.token_ids_N, tokens)
+        sampled = sample_rows(logits[rows.sampled_X], rows.sampling)
+        out, num = accept(sampled, rows.counts_R, drafts)
+        proposer.inject(taps, plan, rows, num, states)
+        states.append(plan, out, num)
+        running = []
+        for at, slot in enumerate(plan.slots.tolist()):
+            r, k = slots.index(slot), int(plan.num_drafts[at])
+            new = out[at, : num[at]].tolist()
+            if plan.num_computed[at] > 0:
+                records[r].append((len(tokens[r]) - 1, drafts[at, :k].tolist(), len(new) - 1))
+            tokens[r] += new
+            if len(tokens[r]) < len(prompts[r]) + num_tokens:
+                running.append(r)
+        if not running:
+            return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], records
+        left = [len(prompts[r]) + num_tokens - len(tokens[r]) - 1 for r in running]
+        k = [min(block - 1, n) for n in left]
+        plan = plan_of(
+            [slots[r] for r in running], [len(tokens[r]) - 1 for r in running], [x + 1 for x in k], k
+        )
+
+
+def _target_rows(target, oracle: Oracle, plan, token_ids_N, tokens):
+    taps, logits, start = [], [], 0
+    known = dict(zip([5, 0, 3], tokens, strict=False))
+    for slot, first, count in zip(plan.slots, plan.num_computed, plan.num_rows, strict=True):
+        ids = known[int(slot)][:first] + token_ids_N[start : start + count].tolist()
+        out = target(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        states = [out.hidden_states[i][0][first:] for i in oracle.tap_indices()]
+        taps.append(torch.stack(states, dim=1))
+        logits.append(out.logits[0][first:])
+        start += int(count)
+    return torch.cat(taps), torch.cat(logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("variant", ["z-lab full attention", "speculators own vocabulary"])
+def test_whole_generations_propose_and_accept_what_the_oracle_does(
+    variant: str, temperature: float, tmp_path: Path
+):
+    """Step by step: same drafts, same acceptance, same tokens, for requests that run together."""
+    config, target = VARIANTS[variant], tiny_target()
+    tensors = checkpoints.random_tensors(config)
+    checkpoints.write(tmp_path, config, tensors)
+    embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
+    oracle = Oracle(config, tensors, embedding, head)
+    drafter = load_drafter(tmp_path, FACTS, LentWeights(embedding, head), torch.float32, "cpu")
+    prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32], [7]]
+    seeds = [11, -(2**40) - 3, 2**62 + 17]
+    params = [SlotSampling(temperature, 0, 1.0, 0.0, s, 0, ()) for s in seeds]
+    ours, records = run_batch(target, oracle, drafter, prompts, params, 24, 8)
+    accepted = 0
+    for r, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+
+        def choose(logits, position, seed=seed):
+            noise = temperature * gumbel(seed, position, VOCAB) if temperature else 0
+            return int((logits.double() + noise).argmax())
+
+        tokens, steps = decode(target, oracle, prompt, 24, 8, choose)
+        assert ours[r] == tokens
+        assert records[r] == [(s.position, s.drafts, s.accepted) for s in steps]
+        accepted += sum(s.accepted for s in steps)
+    if temperature:
+        assert accepted > 10, "noise shared by target and drafter should let drafts stand"
+
+
+def test_blocks_equal_transformers_own_dflash(tmp_path: Path):
+    muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    config = checkpoints.z_lab(
+        layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    pair = load_pair(tmp_path, config)
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    theirs = muse.MuseGlimmerAssistantModel(
+        muse.MuseGlimmerAssistantConfig(
+            **{key: config[key] for key in (*keys, "num_key_value_heads", "rms_norm_eps", "rope_parameters")},
+            layer_types=config["layer_types"],
+            target_layer_ids=[1, 3, 4],
+            block_size=16,
+            mask_token_id=90,
+            attn_implementation="eager",
+        )
+    ).eval()
+    theirs.load_state_dict({names.get(k, k): v for k, v in pair.oracle.tensors.items()})
+    taps = random_taps([21])
+    requests = Requests(pair.ours, [21], taps)
+    ids = torch.tensor([requests.anchors[0]] + [90] * 15)
+    with torch.no_grad():
+        hidden = theirs(
+            noise_embeds=pair.oracle.embedding[ids][None],
+            context_hidden_states=taps[0].flatten(1)[None],
+            position_ids=torch.arange(37)[None],
+            use_cache=False,
+        ).last_hidden_state
+    assert torch.allclose(requests.block_logits([15])[0], hidden[0, 1:] @ pair.oracle.head.T, atol=3e-5)
