@@ -80,8 +80,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
     """
     config, settings = split_settings(args)
     topology = Topology.of(config, _largest_node())
-    deployment = serve.deployment(
-        serve.ingress()(Replica),
+    wrap = serve.deployment(
         name="manta",
         max_ongoing_requests=2 * config.max_num_seqs,
         max_queued_requests=config.max_num_queued_reqs or 4 * config.max_num_seqs,
@@ -92,7 +91,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         max_constructor_retry_count=2,
         **placement_options(config, topology),
     )
-    return deployment.bind(config, settings)
+    return wrap(serve.ingress()(Replica)).bind(config, settings)
 
 
 def placement_options(config: EngineConfig, topology: Topology) -> dict[str, Any]:  # Any: Serve's options.

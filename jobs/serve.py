@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..actors.http.settings import split_settings
+from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError
 
 # Above the longest generation: a reload of HAProxy ends older streams after so long.
@@ -114,10 +115,11 @@ def start_server(
         ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
     """
     report = report or _to_stderr
-    split_settings(args)
+    config, _ = split_settings(args)
     existing = os.environ.get("RAY_ADDRESS")
     if not existing:
         check_port(options.host, options.port)
+        _check_models(config)
         set_proxy_environment(plain_proxy=options.plain_proxy)
     owns_ray = _connect(existing, options, report)
     server = Server(options, owns_ray=owns_ray)
@@ -143,6 +145,13 @@ def check_port(host: str, port: int) -> None:
                 "with --port.",
                 param="port",
             ) from None
+
+
+def _check_models(config: EngineConfig) -> None:
+    """Report what checkpoints and settings show to be wrong now, not from a replica's log."""
+    from ..actors.target.load_plan import plan_load
+
+    plan_load(config)
 
 
 def set_proxy_environment(*, plain_proxy: bool) -> None:

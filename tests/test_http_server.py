@@ -62,7 +62,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The payloads of a stream, after checking its grammar: `data: ...` and a blank line each, then [DONE]."""
+    """The payloads of a stream, after checking its grammar: `data: ...`, a blank line, ..., [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
     pieces = response.read().decode().split("\n\n")
     assert pieces[-2:] == ["data: [DONE]", ""]

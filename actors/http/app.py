@@ -11,8 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from ... import __version__
+from ..checkpoints import resolve_checkpoint
 from ..engine import AsyncEngine
-from ..target.loading import resolve_checkpoint
 from ..telemetry import StatsMirror, Telemetry
 from .chat import chat_routes
 from .completions import completion_routes

@@ -1,0 +1,159 @@
+"""One HTTP request on the engine: its prompts become engine streams, merged, counted and logged.
+
+How the outputs are shown is `generation.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from ...cluster.errors import EngineDeadError, MantaError
+from ...cluster.request import SamplingParams
+from ..outputs import RequestOutput
+from .errors import public_error
+from .figures import RequestFigures
+from .frontend import EncodedPrompt, Frontend
+from .protocol import GenerationRequest
+from .wire import JsonObject
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's."""
+
+    id: str
+    request_id: str
+    model: str
+    prompts: list[EncodedPrompt]
+    params: SamplingParams
+    priority: int
+    ignored: list[str]
+    request: GenerationRequest
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def single(self) -> bool:
+        return len(self.prompts) == 1 and self.params.n == 1
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Ignored-Params": ",".join(self.ignored)} if self.ignored else {}
+
+
+class Run:
+    """The engine's outputs for one `Work`, counted and logged."""
+
+    def __init__(self, frontend: Frontend, work: Work) -> None:
+        self.frontend = frontend
+        self.work = work
+        self.figures = RequestFigures(len(work.prompts))
+
+    async def outputs(self) -> Outputs:
+        """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
+        status = 499
+        try:
+            async with aclosing(merge([self._add(i) for i in range(len(self.work.prompts))])) as merged:
+                async for index, output in merged:
+                    self.figures.feed(index, output, self.frontend.telemetry)
+                    _refuse_aborted(output)
+                    yield index, output
+            status = 200
+        except MantaError as error:
+            status = public_error(error).status
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._finish(status)
+
+    def _add(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        work = self.work
+        engine_id = work.id if len(work.prompts) == 1 else f"{work.id}-{index}"
+        return self.frontend.engine.add(  # type: ignore[return-value]  # an async generator function
+            engine_id,
+            work.prompts[index].for_engine(),
+            work.params,
+            priority=work.priority,
+            cache_salt=work.request.cache_salt,
+            speculate=work.request.speculative.enabled,
+        )
+
+    def _finish(self, status: int) -> None:
+        work = self.work
+        request = self.figures.finished(
+            request_id=work.request_id, response_id=work.id, model=work.model, status=status
+        )
+        self.frontend.telemetry.finish_request(request, self.figures.finish_reasons)
+
+    def envelope(self, kind: str) -> JsonObject:
+        work = self.work
+        return {
+            "id": work.id,
+            "object": kind,
+            "created": work.created_s,
+            "model": work.model,
+            "system_fingerprint": self.frontend.fingerprint,
+        }
+
+    def metrics(self) -> JsonObject | None:
+        """Acceptance and timings; only where they belong to one completion."""
+        request = self.work.request
+        if not (self.work.single and request.include_metrics):
+            return None
+        if self.frontend.settings.per_request_metrics == "none":
+            return None
+        speculated = request.speculative.enabled and self.frontend.speculates
+        return self.figures.metrics(self.frontend.engine.info.num_speculative_tokens, speculated=speculated)
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """Outputs of several streams as they come, each with its stream's index; the first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=64)
+    tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[RequestOutput, None],
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]],
+) -> None:
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                await queue.put((index, output))
+    except Exception as error:  # carried to the reader, who raises it
+        await queue.put((index, error))
+    else:
+        await queue.put((index, None))
+
+
+def _refuse_aborted(output: RequestOutput) -> None:
+    """A completion that the server ended early has no OpenAI finish reason: it is a failure."""
+    if any(completion.finish_reason in ("abort", "error") for completion in output.outputs):
+        raise EngineDeadError("The server ended this request early. Retry.")

@@ -1,0 +1,157 @@
+"""One engine of two target ranks behind real Ray Serve and HAProxy: answers, and the death of a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+import yaml
+from manta.actors.replica import build_app
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.jobs.serve import ServeOptions, Server, free_port, start_server
+from ray.serve.schema import ServeDeploySchema
+from text_pair import make_text_pair
+
+ROOT = Path(__file__).resolve().parent.parent
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "temperature": 0,
+    "max_tokens": 24,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def args(pair: tuple[Path, Path]) -> dict[str, Any]:
+    return {
+        "model": str(pair[0]),
+        "speculative_config": {"model": str(pair[1])},
+        "served_model_name": "tiny",
+        "tensor_parallel_size": 2,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "num_pages": 256,
+        "num_threads": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def server(args: dict[str, Any]) -> Iterator[Server]:
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
+    options = ServeOptions(port=free_port(), num_cpus=4, ready_timeout_s=120)
+    with start_server(args, options) as server:
+        yield server
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_ray_config_is_a_serve_config_and_its_settings_are_known() -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "ray_config.yaml").read_text()))
+    (application,) = config.applications
+    assert application.import_path == "manta.actors.replica:build_app"
+    deployment = build_app(application.args)._bound_deployment
+    assert deployment.max_ongoing_requests == 2 * application.args["max_num_seqs"]
+    assert deployment.max_queued_requests > 0
+
+
+def test_an_unknown_setting_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="Did you mean max_num_seqs"):
+        build_app({"model": "m", "max_num_seq": 1})
+
+
+def test_the_replicas_bundles_hold_its_workers(args: dict[str, Any]) -> None:
+    options = build_app(args)._bound_deployment._replica_config
+    assert len(options.placement_group_bundles) == 2 and options.placement_group_strategy == "STRICT_PACK"
+    alone = build_app({**args, "tensor_parallel_size": 1})._bound_deployment._replica_config
+    assert alone.placement_group_bundles is None
+
+
+def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
+        start_server(args, ServeOptions(port=taken.getsockname()[1]))
+    assert caught.value.param == "port" and "--port" in caught.value.message
+    with pytest.raises(CheckpointError) as caught:
+        start_server({**args, "model": "/nowhere/at/all"}, ServeOptions(port=free_port()))
+    assert caught.value.param == "model"
+    assert not ray.is_initialized()
+
+
+def test_the_openai_client_is_served_whole_and_streamed(server: Server, client: openai.OpenAI) -> None:
+    whole = client.completions.create(prompt="def f(", **BODY)
+    pieces = list(client.completions.create(prompt="def f(", stream=True, **BODY))
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    response = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "mine"})
+    assert response.headers.get_list("x-request-id") == ["mine"]
+    wrong = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "n": 0})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
+
+
+def running(server: Server) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    return float(next(line for line in lines if line.startswith("vllm:num_requests_running")).split()[-1])
+
+
+def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_a_client_that_leaves_frees_its_request_through_the_proxy(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    wait_for(lambda: running(server) == 0)
+
+
+def worker_pids() -> list[int]:
+    from ray._private.state import actors  # the public listing needs the dashboard
+
+    return [
+        actor["Pid"]
+        for actor in actors().values()
+        if actor["ActorClassName"].startswith("TargetWorker") and actor["State"] == "ALIVE"
+    ]
+
+
+def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
+    server: Server, client: openai.OpenAI
+) -> None:
+    before = worker_pids()
+    assert len(before) == 2
+    pieces = client.completions.create(prompt="x", stream=True, **{**BODY, "max_tokens": 400})
+    next(iter(pieces))
+    os.kill(before[1], signal.SIGKILL)
+    with pytest.raises((openai.APIError, httpx.RemoteProtocolError)):  # an error event, or a cut stream
+        list(pieces)
+    patient = client.with_options(max_retries=0, timeout=10)
+
+    def answers() -> bool:
+        with contextlib.suppress(openai.APIError):
+            return bool(patient.completions.create(prompt="x", **BODY).choices[0].text)
+        return False
+
+    wait_for(answers, timeout_s=90.0)
+    after = worker_pids()
+    assert len(after) == 2 and not set(after) & set(before)
