@@ -1,0 +1,173 @@
+"""Drafter checkpoints: what both formats mean, and what is refused before anything loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from manta.cluster.errors import CheckpointError
+from manta.drafter.checkpoint import TensorFolder, check_drafter, load_drafter
+from manta.drafter.config import DrafterConfig, DraftLayer
+from manta.drafter.features import LentWeights, TargetFacts
+from safetensors.torch import save_file
+
+from . import drafter_checkpoints as checkpoints
+from .drafter_checkpoints import HIDDEN, SLIDING, TARGET_LAYERS, VOCAB, speculators, z_lab
+
+FACTS = TargetFacts(hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB, max_model_len=64)
+
+
+def read(folder: Path, config: dict) -> DrafterConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return DrafterConfig.load(folder)
+
+
+FULL, CAUSAL = DraftLayer(False, None), DraftLayer(True, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (z_lab(), (FULL, FULL)),
+        (z_lab(**SLIDING), (DraftLayer(True, 9), FULL)),
+        (z_lab(**SLIDING, is_causal=False), (DraftLayer(False, 9), FULL)),
+        (z_lab(**SLIDING, is_causal=True), (DraftLayer(True, 9), CAUSAL)),
+        (z_lab(**SLIDING, is_causal=False, dflash={"causal": True}), (DraftLayer(False, 9), FULL)),
+        (z_lab(**SLIDING, dflash={"causal": False}), (DraftLayer(False, 9), FULL)),
+        (z_lab(dflash={"causal": True}), (CAUSAL, CAUSAL)),
+        (z_lab(dflash={"use_swa": True, "swa_window_size": 4}), (DraftLayer(False, 4),) * 2),
+        (speculators(layer=SLIDING), (DraftLayer(True, 9), FULL)),
+        (speculators(layer=SLIDING, sliding_window_non_causal=True), (DraftLayer(False, 9), FULL)),
+    ],
+)
+def test_masks_follow_the_published_order_of_keys(config: dict, layers: tuple, tmp_path: Path):
+    assert read(tmp_path, config).layers == layers
+
+
+def test_both_formats_name_the_same_taps(tmp_path: Path):
+    ours, theirs = read(tmp_path / "z", z_lab()), read(tmp_path / "s", speculators())
+    assert ours.target_layer_ids == theirs.target_layer_ids == (1, 3, 4)
+    assert (ours.layout, theirs.layout) == ("z-lab", "speculators")
+
+
+def test_a_nested_block_size_goes_before_the_outer_one(tmp_path: Path):
+    assert read(tmp_path, z_lab(block_size=16, dflash={"block_size": 8})).block_size == 8
+    assert read(tmp_path, z_lab(block_size=10)).max_drafts == 9
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (z_lab(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel.*not yet supported"),
+        (z_lab(dflash={"selector_rank": 256}), "selector_rank.*not yet supported"),
+        (z_lab(dflash={"lilicorr_depth": 2}), "lilicorr_depth.*not yet supported"),
+        (z_lab(dflash={"attention_sink_bias": True}), "attention_sink_bias"),
+        (z_lab(attention_bias=True), "attention_bias"),
+        (z_lab(hidden_act="gelu"), "hidden_act"),
+        (z_lab(block_size=None), "block_size is missing"),
+        (z_lab(block_size=1), "block_size=1"),
+        (z_lab(dflash={"mask_token_id": None}), "dflash_config.mask_token_id is missing"),
+        (z_lab(dflash={"target_layer_ids": []}), "target_layer_ids"),
+        (z_lab(dflash={"target_layer_ids": "1,2"}), "target_layer_ids.*list of integers"),
+        (z_lab(dflash_config=3) | {"dflash_config": 3}, "dflash_config must be an object"),
+        (z_lab(layer_types=["full_attention"]), "layer_types"),
+        (z_lab(num_key_value_heads=3), "num_key_value_heads"),
+        (speculators(speculators_model_type="dspark"), "speculators_model_type.*not yet supported"),
+        (speculators(speculators_model_type="dflash2"), "speculators_model_type.*not yet supported"),
+        (speculators(sample_from_anchor=True), "sample_from_anchor.*not yet supported"),
+        (speculators(draft_vocab_size=VOCAB + 1), "draft_vocab_size"),
+        (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),
+    ],
+)
+def test_files_that_cannot_work_are_refused_by_name(config: dict, words: str, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read(tmp_path, config)
+    assert str(tmp_path) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (z_lab(hidden_size=64, num_attention_heads=8), "hidden_size=64 must be the target's hidden_size 32"),
+        (z_lab(dflash={"target_layer_ids": [1, 3, 6]}), r"target_layer_ids=\[1, 3, 6\].*from 0 to 5"),
+        (speculators(aux_hidden_state_layer_ids=[0, 3, 4]), r"ids=\[0, 3, 4\].*from 1 to 6"),
+        (speculators(target_hidden_size=48), "target_hidden_size=48"),
+        (z_lab(vocab_size=200), "vocab_size=200 must be the target's vocab_size 96"),
+        (z_lab(num_target_layers=36), "num_target_layers=36"),
+        (z_lab(dflash={"mask_token_id": VOCAB}), "mask_token_id=96 must be below"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused_before_weights_are_read(
+    config: dict, words: str, tmp_path: Path
+):
+    read(tmp_path, config)  # no weights in the folder at all
+    with pytest.raises(CheckpointError, match=words):
+        check_drafter(tmp_path, FACTS)
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path):
+    tensors = checkpoints.random_tensors(z_lab())
+    missing = {k: v for k, v in tensors.items() if k != "layers.1.mlp.up_proj.weight"}
+    checkpoints.write(tmp_path / "a", z_lab(), missing)
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight is missing"):
+        check_drafter(tmp_path / "a", FACTS)
+    checkpoints.write(tmp_path / "b", z_lab(), tensors | {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)})
+    with pytest.raises(CheckpointError, match=r"fc.weight has shape \[32, 64\].*\[32, 96\]"):
+        check_drafter(tmp_path / "b", FACTS)
+
+
+def test_corrupt_cut_and_absent_files_are_named(tmp_path: Path):
+    folder = checkpoints.write(tmp_path, z_lab())
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"not safetensors", b""):
+        file.write_bytes(broken)
+        with pytest.raises(CheckpointError, match=r"model.safetensors is corrupt or cut short"):
+            check_drafter(folder, FACTS)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        check_drafter(folder, FACTS)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read as JSON"):
+        check_drafter(folder, FACTS)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        DrafterConfig.load(tmp_path / "nowhere")
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path):
+    tensors = checkpoints.random_tensors(z_lab())
+    folder = checkpoints.write(tmp_path, z_lab(), tensors)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
+    for file, members in shards.items():
+        save_file({n: tensors[n] for n in members}, folder / file)
+    index = {"weight_map": {n: file for file, members in shards.items() for n in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = TensorFolder(folder)
+    assert all(torch.equal(opened.get(n), tensors[n]) for n in names)
+    assert torch.equal(opened.slice("fc.weight", slice(2, 5)), tensors["fc.weight"][2:5])
+    assert torch.equal(opened.slice("fc.weight", slice(2, 5), dim=1), tensors["fc.weight"][:, 2:5])
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b.safetensors is missing although the index names it"):
+        check_drafter(folder, FACTS)
+
+
+def test_a_vocabulary_map_must_lead_into_the_targets_vocabulary(tmp_path: Path):
+    config = speculators(draft_vocab_size=40)
+    tensors = checkpoints.random_tensors(config)
+    tensors["d2t"] = torch.full((40,), VOCAB)
+    checkpoints.write(tmp_path, config, tensors)
+    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN))
+    with pytest.raises(CheckpointError, match="d2t"):
+        load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")
+
+
+def test_a_mask_embedding_of_the_wrong_size_is_refused(tmp_path: Path):
+    checkpoints.write(tmp_path, z_lab(), mask_embedding=torch.zeros(HIDDEN + 1))
+    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN))
+    with pytest.raises(CheckpointError, match=r"mask_embedding.pt must hold one vector of hidden_size 32"):
+        load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")

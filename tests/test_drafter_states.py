@@ -1,0 +1,131 @@
+"""Request states: which rows a step has, and what is left behind by it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.drafter.states import RequestStates
+
+GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+def plan_of(slots, computed, rows, drafts, samples, *, admitted=(), pages=()) -> SchedulerOutput:
+    where = np.array(list(pages), dtype=np.int32).reshape(-1, 3)
+    arrays = [np.array(x, dtype=np.int32) for x in (slots, computed, rows, drafts)]
+    return SchedulerOutput(0, tuple(admitted), *where.T, *arrays, np.array(samples, dtype=bool))
+
+
+def admit(slot: int, tokens: list[int], sampling: SlotSampling = GREEDY) -> AdmittedRequest:
+    return AdmittedRequest(slot, str(slot), np.array(tokens, dtype=np.int32), sampling)
+
+
+def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
+    """Slot 2 decodes with 2 drafts at position 3; slot 0 is amid its prompt; slot 1 ends its prompt."""
+    states = RequestStates(3, max_model_len=12, num_pages=9, page_size=4, device="cpu")
+    plan = plan_of(
+        [2, 0, 1],
+        [3, 4, 0],
+        [3, 2, 2],
+        [2, 0, 0],
+        [True, False, True],
+        admitted=[admit(0, list(range(50, 60))), admit(1, [70, 71]), admit(2, [10, 11, 12, 13])],
+        pages=[(0, 0, 5), (0, 1, 6), (1, 0, 8), (2, 0, 3), (2, 1, 1)],
+    )
+    states.apply(plan)
+    return states, plan
+
+
+def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
+    states, plan = mixed_step()
+    states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    rows = states.rows(plan)
+    assert rows.token_ids_N.tolist() == [13, 21, 22, 54, 55, 70, 71]
+    assert rows.positions_N.tolist() == [3, 4, 5, 4, 5, 0, 1]
+    assert rows.kv_slots_N.tolist() == [3 * 4 + 3, 1 * 4, 1 * 4 + 1, 6 * 4, 6 * 4 + 1, 8 * 4, 8 * 4 + 1]
+    assert rows.sampled_X.tolist() == [0, 1, 2, 6]
+    assert rows.counts_R.tolist() == [3, 0, 1]
+
+
+def test_only_known_rows_and_accepted_drafts_become_context():
+    states, plan = mixed_step()
+    rows = states.rows(plan)
+    slots = rows.kv_slots_N.tolist()
+    for accepted in range(3):
+        kept = states.context_slots(plan, rows, torch.tensor([accepted + 1, 0, 1])).tolist()
+        wanted = [*slots[: 1 + accepted], *[states.skip_slot] * (2 - accepted), *slots[3:]]
+        assert kept == wanted
+
+
+def test_tokens_of_a_step_replace_its_drafts():
+    states, plan = mixed_step()
+    states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    states.append(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
+    assert states.token_ids[2, :6].tolist() == [10, 11, 12, 13, 21, 33]
+    assert states.token_ids[1, :3].tolist() == [70, 71, 72]
+    assert states.token_ids[0, :10].tolist() == list(range(50, 60))
+
+
+def test_drafts_at_the_end_of_the_longest_sequence_stay_within_it():
+    states = RequestStates(1, max_model_len=5, num_pages=2, page_size=4, device="cpu")
+    plan = plan_of(
+        [0], [3], [2], [1], [True], admitted=[admit(0, [1, 2, 3, 4])], pages=[(0, 0, 0), (0, 1, 1)]
+    )
+    states.apply(plan)
+    states.place_drafts(plan, torch.tensor([[9]]))
+    assert states.rows(plan).token_ids_N.tolist() == [4, 9]
+    states.append(plan, torch.tensor([[8, -1]]), torch.tensor([1]))
+    assert states.token_ids[0, :5].tolist() == [1, 2, 3, 4, 8]
+
+
+def test_a_block_is_an_anchor_and_masks_in_look_ahead_slots():
+    states, plan = mixed_step()
+    block = states.block_rows(plan)
+    assert block is not None
+    assert block.anchors_B.tolist() == [13]
+    assert block.anchor_rows_B.tolist() == [0] and block.mask_rows_X.tolist() == [1, 2]
+    assert block.positions_N.tolist() == [3, 4, 5]
+    assert block.kv_slots_N.tolist() == [15, 4, 5]
+    assert block.places_X.tolist() == [0, 1] and block.max_drafts == 2 and block.num_requests == 3
+
+
+def test_proposals_and_choices_share_noise_keys_by_position():
+    noisy = SlotSampling(1.0, 0, 0.9, 0.0, 42, 0, ())
+    states = RequestStates(2, 16, 8, 4, "cpu")
+    plan = plan_of(
+        [1, 0],
+        [2, 3],
+        [4, 2],
+        [3, 1],
+        [True, True],
+        admitted=[admit(1, [1, 2, 3], noisy), admit(0, [4, 5, 6, 7], noisy)],
+    )
+    states.apply(plan)
+    verify, draft = states.rows(plan).sampling, states.block_rows(plan).sampling
+    assert verify.key_2M1[:, [0, 1, 2, 4]].equal(draft.key_2M1)
+    assert len(verify.key_2M1[0].unique()) == 4  # positions 3, 4, 5, 6, and again 4, 5 with the same seed
+
+
+def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
+    early = SlotSampling(0.0, 0, 1.0, 0.0, 0, 5, (7, 9))
+    states = RequestStates(2, 16, 8, 4, "cpu")
+    plan = plan_of(
+        [1, 0],
+        [2, 2],
+        [4, 4],
+        [3, 3],
+        [True, True],
+        admitted=[admit(1, [1, 2, 3], early), admit(0, [1, 2, 3])],
+    )
+    states.apply(plan)
+    # Rows 0, 1 of slot 1 choose tokens 3 and 4; the sequence must reach length 5 before it may stop.
+    assert states.rows(plan).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
+    assert states.block_rows(plan).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
+
+
+def test_a_slot_taken_again_forgets_its_former_request():
+    states, _ = mixed_step()
+    fresh = plan_of([2], [0], [2], [0], [True], admitted=[admit(2, [90, 91])], pages=[(2, 0, 7)])
+    states.apply(fresh)
+    rows = states.rows(fresh)
+    assert rows.token_ids_N.tolist() == [90, 91] and rows.kv_slots_N.tolist() == [28, 29]
