@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -33,3 +36,22 @@ def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shipped_pair() -> tuple[Path, Path]:
     """Folders of the target and the drafter that ship."""
     return ROOT / "models" / "target", ROOT / "models" / "drafter"
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One small Ray cluster for all tests that need it; its CPUs are entries in a book, not cores."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
+    ray.init(
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
