@@ -75,7 +75,6 @@ class Telemetry:
         self._origin = {"replica": replica, "drafter": None if spec is None else spec.model}
         self._mirror = mirror
         self._histograms = {m.name: Histogram(m.buckets) for m in CATALOGUE if m.kind == "histogram"}
-        self._finished: Counter[str] = Counter()
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(_Scrape(self._families))
@@ -89,19 +88,15 @@ class Telemetry:
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1
-        if "http_request_duration_seconds" in self._histograms:
-            self._histograms["http_request_duration_seconds"].observe(seconds)
+        self._histograms["http_request_duration_seconds"].observe(seconds)
 
-    def finish_request(self, request: FinishedRequest, finish_reasons: Iterable[str]) -> None:
-        """Count and log one request; `finish_reasons` has one per completion."""
+    def finish_request(self, request: FinishedRequest) -> None:
+        """Observe and log one request, however it ended."""
         if request.status == 200:
-            self._finished.update(finish_reasons)
             self._observe(
                 ("vllm:e2e_request_latency_seconds", request.e2e_ms),
                 ("vllm:request_time_per_output_token_seconds", request.tpot_ms),
             )
-        else:
-            self._finished["abort" if request.status == 499 else "error"] += 1
         request_logger.info(orjson.dumps({**asdict(request), **self._origin}).decode())
 
     def render(self) -> bytes:
@@ -126,17 +121,12 @@ class Telemetry:
                 self._histograms[name].observe(value_ms / 1000.0)
 
     def _families(self) -> Iterable[Family]:
-        values = engine_values(self._engine.stats())
+        values = {**engine_values(self._engine.stats()), "http_requests": self._http}
         for metric in CATALOGUE:
             if metric.kind == "histogram":
                 yield self._histograms[metric.name].family(metric, self._labels)
             elif metric.name in values:
                 yield _simple(metric, self._labels, values[metric.name])
-            elif metric.name == "vllm:request_success":
-                found = {(reason,): count for reason, count in self._finished.items()}
-                yield _simple(metric, self._labels, found)
-            elif metric.name.startswith("http_requests"):
-                yield _simple(metric, {}, self._http)
 
 
 class Histogram:
@@ -182,6 +172,7 @@ def engine_values(stats: EngineStats) -> dict[str, Values]:
         "vllm:kv_cache_usage_perc": stats.kv_usage,
         "vllm:prompt_tokens": stats.prompt_tokens,
         "vllm:generation_tokens": stats.generation_tokens,
+        "vllm:request_success": {(reason,): count for reason, count in stats.finished.items()},
         "vllm:prefix_cache_queries": stats.prefix_cache_queries,
         "vllm:prefix_cache_hits": stats.prefix_cache_hits,
         "vllm:num_preemptions": stats.preemptions,

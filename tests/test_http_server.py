@@ -286,7 +286,9 @@ def scrape(http: httpx.Client) -> dict[str, float]:
 
 def test_metrics_hold_the_whole_catalogue_and_count_what_was_served(http: httpx.Client) -> None:
     names = {family.name for family in text_string_to_metric_families(http.get("/metrics").text)}
-    assert {metric.name for metric in CATALOGUE if metric.name.startswith("vllm:")} <= names
+    assert {metric.name for metric in CATALOGUE} - names == {
+        "dflash:spec_speedup_ratio"
+    }  # nothing measures it yet
     before = scrape(http)
     figures = http.post("/v1/completions", json={**GREEDY, "prompt": "while "}).json()
     after = scrape(http)
@@ -358,6 +360,7 @@ def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(one, range(32)))
     wait_for(lambda: idle(server))
+    assert server.engine.stats().finished["abort"] > 0
 
 
 class DyingExecutor:

@@ -90,7 +90,7 @@ class Run:
         request = self.figures.finished(
             request_id=work.request_id, response_id=work.id, model=work.model, status=status
         )
-        self.frontend.telemetry.finish_request(request, self.figures.finish_reasons)
+        self.frontend.telemetry.finish_request(request)
 
     def envelope(self, kind: str) -> JsonObject:
         work = self.work
