@@ -1,0 +1,119 @@
+"""The reported figures: a perfect drafter wins every block, and the walk counts what an engine would."""
+
+import numpy as np
+import pytest
+import torch
+from manta.drafter.sampling import SamplingBatch, sample_rows
+from manta.drafter.training.cards import PairFacts, RunFacts, figures_table, write_cards
+from manta.drafter.training.continuations import Question
+from manta.drafter.training.drafter import DrafterSettings, FrozenTarget, drafter_shape
+from manta.drafter.training.evaluate import Figures, accepted_lengths, count_steps, evaluate, repeated_tokens
+from manta.drafter.training.model import TrainableDrafter
+from manta.drafter.training.prompts import Prompt
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+MASK_ID = 63
+CONFIG = Qwen3Config(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)
+
+
+class PerfectDrafter(TrainableDrafter):
+    """Knows the answer: gives the target's own hidden state before every slot."""
+
+    states: torch.Tensor
+
+    def forward(self, features_BTF, blocks_BASD, anchors_BA):
+        slots = torch.arange(blocks_BASD.shape[2])
+        positions = (anchors_BA[..., None] + slots - 1).clamp(max=self.states.shape[1] - 1)
+        return self.states[0][positions]
+
+
+def setting() -> tuple[Qwen3ForCausalLM, PerfectDrafter]:
+    torch.manual_seed(0)
+    target = Qwen3ForCausalLM(CONFIG)
+    torch.nn.init.normal_(target.lm_head.weight, std=0.3)
+    settings = DrafterSettings(num_layers=1, block_size=4, num_taps=2)
+    return target, PerfectDrafter(drafter_shape(target, settings))
+
+
+def row_sampling(question: Question, position: int) -> SamplingBatch:
+    return SamplingBatch.build(
+        temperature=np.array([question.temperature], dtype=np.float32),
+        top_k=np.zeros(1, dtype=np.int64),
+        top_p=np.ones(1, dtype=np.float32),
+        min_p=np.zeros(1, dtype=np.float32),
+        seed=np.array([question.seed], dtype=np.int64),
+        position=np.array([position], dtype=np.int64),
+    )
+
+
+def write(target: Qwen3ForCausalLM, question: Question, num_tokens: int) -> list[int]:
+    tokens = list(question.prompt_ids)
+    for _ in range(num_tokens):
+        logits = target(torch.tensor([tokens])).logits[0, -1:].float()
+        tokens.append(int(sample_rows(logits, row_sampling(question, len(tokens)))))
+    return tokens[len(question.prompt_ids) :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_equals_the_target_has_every_draft_accepted(temperature: float):
+    target, drafter = setting()
+    frozen = FrozenTarget(target, (1, 2))
+    question = Question(tuple(range(5, 12)), temperature, seed=11)
+    with torch.no_grad():
+        answer = write(target, question, 13)
+        tokens = torch.tensor([[*question.prompt_ids, *answer]])
+        drafter.states = target.model(tokens).last_hidden_state
+    lengths = accepted_lengths(frozen, drafter, question, answer, MASK_ID)
+    assert lengths == [3] * 10 + [2, 1], "whole blocks, cut at the answer's end"
+    prompt = Prompt("m.py:1", "chat", "text")
+    (category, overall) = evaluate(frozen, drafter, [prompt], [question], [answer], MASK_ID)
+    assert (category.category, overall.category) == ("chat", "overall")
+    assert overall.num_steps == 3
+    assert overall.tokens_per_step == 4.0
+
+
+def test_steps_are_counted_as_an_engine_walks():
+    assert count_steps([0, 0, 0]) == 3
+    assert count_steps([2, 9, 9, 0]) == 2
+    assert count_steps([]) == 0
+
+
+def test_only_the_second_occurrence_of_eight_tokens_counts_as_repeated():
+    fresh = list(range(12))
+    assert not repeated_tokens(fresh).any()
+    assert repeated_tokens([*fresh, *range(8)]).tolist() == [False] * 12 + [True] * 8
+
+
+def test_cards_carry_the_figures(tmp_path):
+    figures = [
+        Figures(category, temperature, 40, 5000, 1000, 4.96 - temperature, 0.25)
+        for temperature in (0.0, 1.0)
+        for category in ("chat", "overall")
+    ]
+    facts = PairFacts(
+        machine="2 cores",
+        target=RunFacts(10, 40960, 60.0),
+        drafter=RunFacts(20, 4000, 120.0),
+        num_target_parameters=8_000_000,
+        num_drafter_parameters=1_000_000,
+        num_corpus_tokens=3_000_000,
+        num_continuation_tokens=1_000_000,
+        num_evaluation_tokens=128,
+        held_out_loss=2.5,
+        figures=figures,
+    )
+    for name in ("target", "drafter"):
+        (tmp_path / name).mkdir()
+    write_cards(tmp_path, facts)
+    assert "| overall | 40 | 4.96 | 25% | 3.96 | 25% |" in figures_table(figures)
+    assert figures_table(figures) in (tmp_path / "drafter" / "README.md").read_text()
+    assert "2.500 nats" in (tmp_path / "target" / "README.md").read_text()
