@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from .plan import IntArray
+from .request import FinishReason
 
 
 class Counters:
@@ -17,6 +20,7 @@ class Counters:
     def __init__(self, num_speculative_tokens: int) -> None:
         self.steps = 0
         self.preemptions = 0
+        self.finished: Counter[FinishReason] = Counter()
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0  # tokens

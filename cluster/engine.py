@@ -12,16 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .config import EngineConfig
-from .errors import OverloadedError, RequestError, UnprocessableError
+from .errors import OverloadedError, RequestError
 from .executor import Executor
+from .limits import SchedulerConfig, check_request
+from .outcome import SequenceUpdate
 from .plan import SchedulerOutput, StepResult
 from .request import FinishReason, Request
-from .scheduler import Scheduler, SchedulerConfig
-from .sequence import SequenceUpdate
+from .scheduler import Scheduler
 
 __all__ = ["Engine", "EngineStats", "SequenceUpdate"]
 
-STEP_PARTS = ("schedule", "execute", "draft", "verify", "sample", "inject", "commit")
+STEP_PARTS: tuple[str, ...] = ("schedule", "execute", "draft", "verify", "sample", "inject", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class EngineStats:
 
     `prefix_cache_*` count tokens. `num_drafts` counts requests x steps that verified drafts, and
     `accepted_per_pos[i]` in how many of them draft i was accepted. `step_seconds` sums up the STEP_PARTS;
-    "execute" holds draft, verify, sample and inject.
+    "execute" holds draft, verify, sample and inject. `finished` counts ended requests by reason.
     """
 
     running: int
@@ -42,6 +43,7 @@ class EngineStats:
     prefix_cache_queries: int
     prefix_cache_hits: int
     preemptions: int
+    finished: dict[FinishReason, int]
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -65,7 +67,7 @@ class Engine:
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
         self._max_queued = config.max_num_queued_reqs
         self._clock = clock
-        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run, OverloadedError if it cannot now."""
@@ -89,7 +91,7 @@ class Engine:
             request_id: whose; the caller knows it ended, so no update follows.
             reason: "stop" when a stop string was found in its text.
         """
-        return self._scheduler.abort(request_id)
+        return self._scheduler.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
         """Run one step; an empty list if there is nothing to do, or if it brought no tokens."""
@@ -137,6 +139,7 @@ class Engine:
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
             preemptions=counters.preemptions,
+            finished=dict(counters.finished),
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=counters.num_accepted_tokens,
@@ -155,40 +158,3 @@ class Engine:
     def check_invariants(self) -> None:
         """Assert that no page, slot or token is lost or doubled. For tests; costs a look at everything."""
         self._scheduler.check_invariants()
-
-
-def check_request(request: Request, limits: SchedulerConfig) -> None:
-    """Raise RequestError if the request can never be served, naming the field and what would be right."""
-    prompt, params = request.prompt_token_ids, request.params
-    assert params.n == 1, "SamplingParams.child() splits n completions before the engine"
-    length = len(prompt)
-    if length == 0:
-        raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
-    _check_vocabulary("prompt", prompt, limits.vocab_size)
-    _check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
-    if length + 1 > limits.max_model_len:
-        raise RequestError(
-            f"The prompt has {length} tokens; with one to generate it must fit max_model_len="
-            f"{limits.max_model_len}. Shorten it, or raise max_model_len.",
-            param="prompt",
-        )
-    if not limits.enable_chunked_prefill and length > limits.max_rows:
-        raise RequestError(
-            f"The prompt has {length} tokens; without chunked prefill it must fit a step of "
-            f"max_num_batched_tokens={limits.max_rows}. Shorten it, or enable chunked prefill.",
-            param="prompt",
-        )
-    needed = min(length + (params.max_tokens or 1), limits.max_model_len)
-    if needed > limits.max_length:
-        raise UnprocessableError(
-            f"The prompt has {length} tokens and max_tokens={params.max_tokens}: {needed} tokens, but the "
-            f"K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
-            "kv_cache_memory_bytes.",
-            param="max_tokens" if length + 1 <= limits.max_length else "prompt",
-        )
-
-
-def _check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
-        raise RequestError(f"{field} holds token {wrong}; tokens are 0 to {vocab_size - 1}.", param=field)

@@ -1,7 +1,7 @@
 """The catalogue of metrics: every name that this software exports, before it stands in code anywhere else.
 
-Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work; our own begin with `dflash:`.
-Counters get `_total` when they are exported. Exported by `actors/telemetry.py`; dashboards are made from here.
+Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work; our own begin with
+`dflash:`. Counters get `_total` when they are exported, by `actors/telemetry.py`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,35 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .plan import BoolArray, IntArray, SchedulerOutput, StepResult
+from .request import FinishReason
 from .sequence import SlotTable
+
+
+class SequenceUpdate(NamedTuple):
+    """What a step brought to a sequence. (A tuple, since hundreds are made per step.)
+
+    Attributes:
+        request_id: whose.
+        token_ids: new tokens, cut at the end of the sequence; a token that ends it is the last of them.
+        finish_reason: why it ended, None if it goes on.
+        stop_reason: the stop token that ended it, None if that was the model's own end token.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        num_drafted: drafts verified in this step.
+        num_accepted: accepted drafts among `token_ids`.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +77,34 @@ def read_result(table: SlotTable, plan: SchedulerOutput, result: StepResult) -> 
         stopped=stopped_R,
         full=table.num_tokens_S[plan.slots] + num_out_R == table.max_length_S[plan.slots],
     )
+
+
+def make_updates(
+    table: SlotTable, plan: SchedulerOutput, result: StepResult, outcome: StepOutcome
+) -> list[SequenceUpdate]:
+    """One update for each sequence that got tokens."""
+    updates: list[SequenceUpdate] = []
+    ends_R = outcome.stopped | outcome.full
+    columns = (plan.slots, result.token_ids, outcome.num_out, ends_R, plan.num_drafts, outcome.num_accepted)
+    # Plain lists: reading NumPy scalars one by one would cost more than all the rest.
+    rows = zip(*(column.tolist() for column in columns), outcome.stopped.tolist(), strict=True)
+    for slot, token_ids, count, ends, num_drafted, num_accepted, stopped in rows:
+        if not count:
+            continue
+        sequence = table.sequences[slot]
+        reason: FinishReason | None = ("stop" if stopped else "length") if ends else None
+        updates.append(
+            SequenceUpdate(
+                sequence.request.request_id,
+                tuple(token_ids[:count]),
+                reason,
+                sequence.stop_reason(token_ids[count - 1]) if stopped else None,
+                sequence.num_cached_tokens or 0,
+                num_drafted,
+                num_accepted,
+            )
+        )
+    return updates
 
 
 def _cut_at_stops(

@@ -17,67 +17,20 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
-from .config import EngineConfig
 from .counters import Counters
-from .executor import ExecutorInfo
-from .outcome import StepOutcome, read_result
+from .limits import SchedulerConfig
+from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
 from .pages import PagePool, pages_for
-from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StepResult
+from .plan import AdmittedRequest, IntArray, SchedulerOutput, StepResult
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request
-from .sequence import WAITING, Sequence, SequenceUpdate, SlotTable
+from .sequence import WAITING, Sequence, SlotTable
 
 _by_rank = attrgetter("rank")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """What the scheduler needs of the settings and of the facts learned while loading.
-
-    Attributes:
-        num_slots: most sequences that run at once; no more than rows, so that each gets one every step.
-        max_rows: the token budget of a step.
-        by_priority: whether `Request.priority` counts.
-        The rest is as in `EngineConfig` and `ExecutorInfo`.
-    """
-
-    num_slots: int
-    max_rows: int
-    enable_chunked_prefill: bool
-    enable_prefix_caching: bool
-    by_priority: bool
-    num_pages: int
-    page_size: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    num_speculative_tokens: int
-
-    @classmethod
-    def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
-        return cls(
-            num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
-            max_rows=config.max_num_batched_tokens,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            enable_prefix_caching=config.enable_prefix_caching,
-            by_priority=config.scheduling_policy == "priority",
-            num_pages=info.num_pages,
-            page_size=info.page_size,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            num_speculative_tokens=info.num_speculative_tokens,
-        )
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that the pages hold, too; its last token is never computed and needs none."""
-        return min(self.max_model_len, self.num_pages * self.page_size + 1)
 
 
 class Scheduler:
@@ -104,11 +57,13 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Request) -> None:
-        sequence = self._new_sequence(request)
+        self._num_added += 1
+        rank = (request.priority if self.config.by_priority else 0, self._num_added)
+        sequence = Sequence.of(request, rank, self.config.max_length, self.config.eos_token_ids)
         self._sequences[request.request_id] = sequence
         insort(self.waiting, sequence, key=_by_rank)
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, reason: FinishReason) -> bool:
         """End a request; False if it is not here (any more). No update follows.
 
         A sequence in the step in flight keeps its pages until that step is committed.
@@ -116,6 +71,7 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
+        self.counters.finished[reason] += 1
         if sequence.slot == WAITING:
             self.waiting.remove(sequence)
         elif self._in_flight is not None:
@@ -124,31 +80,6 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
         return True
-
-    def _new_sequence(self, request: Request) -> Sequence:
-        params, length = request.params, len(request.prompt_token_ids)
-        room = self.config.max_length - length
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        eos = () if params.ignore_eos else self.config.eos_token_ids
-        assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
-        sampling = SlotSampling(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-            min_length=length + params.min_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-        )
-        self._num_added += 1
-        return Sequence(
-            request=request,
-            rank=(request.priority if self.config.by_priority else 0, self._num_added),
-            token_ids=np.array(request.prompt_token_ids, dtype=np.int32),
-            max_length=length + limit,
-            sampling=sampling,
-            eos_token_ids=frozenset(eos),
-        )
 
     # A step is planned.
 
@@ -280,8 +211,8 @@ class Scheduler:
         self._append_tokens(plan.slots, result.token_ids, outcome)
         self._hash_full_pages(plan.slots)
         self.counters.count_step(outcome.num_out, plan.num_drafts, outcome.num_accepted)
-        updates = self._make_updates(plan, result.token_ids, outcome)
-        self._dismiss(plan.slots, outcome)
+        updates = make_updates(self.table, plan, result, outcome)
+        self._dismiss(plan.slots, updates)
         return updates
 
     def _append_tokens(self, slots_R: IntArray, token_ids_RW: IntArray, outcome: StepOutcome) -> None:
@@ -308,52 +239,12 @@ class Scheduler:
                 self.cache.insert(sequence.digests[index], int(table.page_table_SP[slot, index]))
             table.num_hashed_S[slot] = num_full
 
-    def _make_updates(
-        self, plan: SchedulerOutput, token_ids_RW: IntArray, outcome: StepOutcome
-    ) -> list[SequenceUpdate]:
-        updates: list[SequenceUpdate] = []
-        columns = (
-            plan.slots,
-            token_ids_RW,
-            outcome.num_out,
-            outcome.stopped,
-            outcome.full,
-            plan.num_drafts,
-            outcome.num_accepted,
-        )
-        # Plain lists: reading NumPy scalars one by one costs more than all the rest.
-        for slot, token_ids, count, stopped, full, drafted, accepted in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
-            if not count:
-                continue
-            sequence = self.table.sequences[slot]
-            tokens = tuple(token_ids[:count])
-            finish: FinishReason | None = "stop" if stopped else "length" if full else None
-            stop_reason = sequence.stop_reason(tokens[-1]) if stopped else None
-            updates.append(
-                SequenceUpdate(
-                    sequence.request.request_id,
-                    tokens,
-                    finish,
-                    stop_reason,
-                    sequence.num_cached_tokens or 0,
-                    drafted,
-                    accepted,
-                )
-            )
-        return updates
-
-    def _dismiss(self, slots_R: IntArray, outcome: StepOutcome) -> None:
+    def _dismiss(self, slots_R: IntArray, updates: list[SequenceUpdate]) -> None:
         """Let go of the sequences that ended or were aborted."""
-        sequences = [self.table.sequences[slot] for slot in slots_R.tolist()]
-        ended = [
-            sequence
-            for sequence, ends in zip(sequences, (outcome.stopped | outcome.full).tolist(), strict=True)
-            if ends or sequence.aborted
-        ]
+        ended = [self._sequences.pop(u.request_id) for u in updates if u.finish_reason is not None]
+        self.counters.finished.update(u.finish_reason for u in updates if u.finish_reason is not None)
+        ended += [q for slot in slots_R.tolist() if (q := self.table.sequences[slot]).aborted]
         for sequence in ended:
-            self._sequences.pop(sequence.request.request_id, None)
             self._release(sequence)
         if ended:
             self.running = [sequence for sequence in self.running if sequence.slot != WAITING]

@@ -10,37 +10,14 @@ Shape legend: S slots, L longest sequence, P pages of the longest sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from .pages import pages_for
 from .plan import IntArray, SlotSampling
-from .request import FinishReason, Request
+from .request import Request
 
 WAITING = -1  # the slot of a sequence that does not run
-
-
-class SequenceUpdate(NamedTuple):
-    """What a step brought to a sequence. (A tuple, since hundreds are made per step.)
-
-    Attributes:
-        request_id: whose.
-        token_ids: new tokens, cut at the end of the sequence; a token that ends it is the last of them.
-        finish_reason: why it ended, None if it goes on.
-        stop_reason: the stop token that ended it, None if that was the model's own end token.
-        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
-        num_drafted: drafts verified in this step.
-        num_accepted: accepted drafts among `token_ids`.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | None
-    num_cached_tokens: int
-    num_drafted: int
-    num_accepted: int
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +48,41 @@ class Sequence:
     slot: int = WAITING
     aborted: bool = False
 
+    @classmethod
+    def of(
+        cls, request: Request, rank: tuple[int, int], max_length: int, model_eos: tuple[int, ...]
+    ) -> Sequence:
+        """A request as it arrives.
+
+        Args:
+            request: checked and seeded.
+            rank: its place.
+            max_length: what no sequence can exceed.
+            model_eos: the model's end tokens.
+        """
+        params, length = request.params, len(request.prompt_token_ids)
+        assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
+        room = max_length - length
+        eos = () if params.ignore_eos else model_eos
+        return cls(
+            request=request,
+            rank=rank,
+            token_ids=np.array(request.prompt_token_ids, dtype=np.int32),
+            max_length=length + min(params.max_tokens or room, room),
+            sampling=SlotSampling(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=params.seed,
+                min_length=length + params.min_tokens,
+                stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+            ),
+            eos_token_ids=frozenset(eos),
+        )
+
     def stop_reason(self, token_id: int) -> int | None:
+        """What to report when this token ended it."""
         return None if token_id in self.eos_token_ids else token_id
 
 

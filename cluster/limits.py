@@ -1,0 +1,95 @@
+"""What bounds an engine's work, derived once from settings and facts; and the requests that exceed it.
+
+`SchedulerConfig` is read by `scheduler.py`, `check_request` called by `engine.py` before anything is queued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import EngineConfig
+from .errors import RequestError, UnprocessableError
+from .executor import ExecutorInfo
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What the scheduler needs of the settings and of the facts learned while loading.
+
+    Attributes:
+        num_slots: most sequences that run at once; no more than rows, so that each gets one every step.
+        max_rows: the token budget of a step.
+        by_priority: whether `Request.priority` counts.
+        The rest is as in `EngineConfig` and `ExecutorInfo`.
+    """
+
+    num_slots: int
+    max_rows: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    by_priority: bool
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+
+    @classmethod
+    def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
+        return cls(
+            num_slots=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_rows=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_prefix_caching=config.enable_prefix_caching,
+            by_priority=config.scheduling_policy == "priority",
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            num_speculative_tokens=info.num_speculative_tokens,
+        )
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the pages hold, too; its last token is never computed and needs none."""
+        return min(self.max_model_len, self.num_pages * self.page_size + 1)
+
+
+def check_request(request: Request, limits: SchedulerConfig) -> None:
+    """Raise RequestError if the request can never be served, naming the field and what would be right."""
+    prompt, params = request.prompt_token_ids, request.params
+    assert params.n == 1, "SamplingParams.child() splits n completions before the engine"
+    length = len(prompt)
+    if length == 0:
+        raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
+    _check_vocabulary("prompt", prompt, limits.vocab_size)
+    _check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    if length + 1 > limits.max_model_len:
+        raise RequestError(
+            f"The prompt has {length} tokens; with one to generate it must fit max_model_len="
+            f"{limits.max_model_len}. Shorten it, or raise max_model_len.",
+            param="prompt",
+        )
+    if not limits.enable_chunked_prefill and length > limits.max_rows:
+        raise RequestError(
+            f"The prompt has {length} tokens; without chunked prefill it must fit a step of "
+            f"max_num_batched_tokens={limits.max_rows}. Shorten it, or enable chunked prefill.",
+            param="prompt",
+        )
+    needed = min(length + (params.max_tokens or 1), limits.max_model_len)
+    if needed > limits.max_length:
+        raise UnprocessableError(
+            f"The prompt has {length} tokens and max_tokens={params.max_tokens}: {needed} tokens, but the "
+            f"K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
+            "kv_cache_memory_bytes.",
+            param="max_tokens" if length + 1 <= limits.max_length else "prompt",
+        )
+
+
+def _check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
+        raise RequestError(f"{field} holds token {wrong}; tokens are 0 to {vocab_size - 1}.", param=field)

@@ -1,0 +1,207 @@
+"""An executor that believes nothing: it keeps what a real K/V cache would hold and checks every read.
+
+Each place (page, offset) holds the digest of the tokens from the sequence's start up to the one written
+there, salt included: exactly what K and V at a position depend on. Rows of a step are written, drafts too
+(wrong ones where they will be rejected), and then every position that a row attends to must hold the right
+digest. A page shared too early, remembered while it held a rejected draft, or freed under a reader shows up
+as a wrong read. Also here: how the tests of the cluster floor make requests and run them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine, SequenceUpdate
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.request import Request, SamplingParams
+from manta.cluster.sequence import Sequence
+from manta.cluster.simulator import SimulatedExecutor, simulated_tokens
+
+VOCAB = 23
+EOS = (0, 1)
+
+
+def make_info(**changes: object) -> ExecutorInfo:
+    facts = {
+        "num_pages": 64,
+        "page_size": 4,
+        "max_model_len": 64,
+        "vocab_size": VOCAB,
+        "eos_token_ids": EOS,
+        "num_speculative_tokens": 4,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    return ExecutorInfo(**{**facts, **changes})
+
+
+def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) -> Request:
+    """A request; keywords of `SamplingParams` are sorted out from those of `Request`."""
+    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "speculate") if name in fields}
+    params = SamplingParams(**{"seed": sum(map(ord, request_id)), **fields})
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=params, **own)
+
+
+@dataclass
+class _Slot:
+    tokens: list[int]
+    salt: str | None
+    pages: list[int] = field(default_factory=list)
+    num_computed: int | None = None  # not known until the first plan: depends on prefix hits
+
+
+class CheckingExecutor(SimulatedExecutor):
+    """Simulates, and asserts that plans are well-formed and read only what was rightly written."""
+
+    def __init__(self, info: ExecutorInfo, max_rows: int, max_slots: int, survival: list[float]) -> None:
+        super().__init__(info, survival)
+        self.max_rows, self.max_slots = max_rows, max_slots
+        self.salts: dict[str, str | None] = {}
+        self.slots: dict[int, _Slot] = {}
+        self.held: dict[tuple[int, int], int] = {}  # (page, offset) -> digest
+        self.num_steps = 0
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        self._check_form(plan)
+        self._apply(plan)
+        result = super().execute(plan)
+        written: set[tuple[int, int]] = set()
+        chains = [self._write(plan, r, result, written) for r in range(plan.num_requests)]
+        for r, chain in enumerate(chains):
+            slot = self.slots[int(plan.slots[r])]
+            for position, digest in enumerate(chain):
+                assert self.held.get(self._place(slot, position)) == digest, f"row {r}: wrong at {position}"
+        self._advance(plan, result)
+        return result
+
+    def _check_form(self, plan: SchedulerOutput) -> None:
+        count = plan.num_requests
+        arrays = (plan.slots, plan.num_computed, plan.num_rows, plan.num_drafts)
+        assert all(a.dtype == np.int32 and a.shape == (count,) for a in arrays)
+        assert plan.samples.dtype == np.bool_ and plan.samples.shape == (count,)
+        assert plan.page_slots.shape == plan.page_indices.shape == plan.page_ids.shape
+        assert plan.page_ids.dtype == np.int32 and plan.step == self.num_steps and count >= 1
+        slots = plan.slots.tolist()
+        assert len(set(slots)) == count and all(0 <= s < self.max_slots for s in slots)
+        assert {a.slot for a in plan.admitted} <= set(slots) and set(plan.page_slots.tolist()) <= set(slots)
+        assert plan.num_batched_tokens <= self.max_rows and (plan.num_rows >= 1).all()
+        assert (plan.num_drafts >= 0).all() and (plan.num_drafts <= self.info.num_speculative_tokens).all()
+        self.num_steps += 1
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        for a in plan.admitted:
+            self.slots[a.slot] = _Slot(a.token_ids.tolist(), self.salts[a.request_id])
+        entries = zip(
+            plan.page_slots.tolist(), plan.page_indices.tolist(), plan.page_ids.tolist(), strict=True
+        )
+        for slot, index, page in entries:
+            assert index == len(self.slots[slot].pages), "page tables grow without gaps"
+            assert 0 <= page < self.info.num_pages
+            self.slots[slot].pages.append(page)
+
+    def _place(self, slot: _Slot, position: int) -> tuple[int, int]:
+        page_index, offset = divmod(position, self.info.page_size)
+        assert page_index < len(slot.pages), f"position {position} has no page"
+        return slot.pages[page_index], offset
+
+    def _write(
+        self, plan: SchedulerOutput, r: int, result: StepResult, written: set[tuple[int, int]]
+    ) -> list[int]:
+        """Write the rows of request r; returns the digests of all positions that its rows attend to."""
+        slot = self.slots[int(plan.slots[r])]
+        begin, rows, drafts = (int(a[r]) for a in (plan.num_computed, plan.num_rows, plan.num_drafts))
+        known = len(slot.tokens)
+        assert slot.num_computed in (None, begin), "a row was computed twice or left out"
+        assert slot.num_computed is not None or begin % self.info.page_size == 0
+        assert begin < known and begin + rows - drafts <= known
+        assert drafts == 0 or (begin == known - 1 and rows == 1 + drafts), "drafts stand behind the anchor"
+        assert bool(plan.samples[r]) == (begin + rows - drafts == known)
+        assert known + int(plan.samples[r]) + drafts <= self.info.max_model_len
+        accepted = max(int(result.num_tokens[r]) - 1, 0)
+        right = result.token_ids[r, :accepted].tolist()
+        inputs = slot.tokens + right + [VOCAB + r] * (drafts - accepted)
+        chain: list[int] = [hash(slot.salt)]
+        for token in inputs[: begin + rows]:
+            chain.append(hash((chain[-1], token)))
+        for position in range(begin, begin + rows):
+            place = self._place(slot, position)
+            assert place not in written, "two rows write the same place"
+            written.add(place)
+            self.held[place] = chain[position + 1]
+        return chain[1:]
+
+    def _advance(self, plan: SchedulerOutput, result: StepResult) -> None:
+        for r, index in enumerate(plan.slots.tolist()):
+            slot, count = self.slots[index], int(result.num_tokens[r])
+            slot.num_computed = int(plan.num_computed[r] + plan.num_rows[r] - plan.num_drafts[r])
+            slot.num_computed += max(count - 1, 0)
+            slot.tokens += result.token_ids[r, :count].tolist()
+
+
+def expected(request: Request, info: ExecutorInfo) -> tuple[list[int], str, int | None]:
+    """Tokens, finish reason and stop reason of a request, token by token and by the book."""
+    params, length = request.params, len(request.prompt_token_ids)
+    eos = set() if params.ignore_eos else set(info.eos_token_ids)
+    room = min(info.max_model_len, info.num_pages * info.page_size + 1) - length
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    sampling = Sequence.of(request, (0, 0), info.max_model_len, info.eos_token_ids).sampling
+    tokens: list[int] = []
+    for token in simulated_tokens(sampling, length, limit, info.vocab_size):
+        tokens.append(token)
+        if len(tokens) > params.min_tokens and token in eos:
+            return tokens, "stop", None
+        if len(tokens) > params.min_tokens and token in params.stop_token_ids:
+            return tokens, "stop", token
+    return tokens, "length", None
+
+
+def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **settings: object) -> Engine:
+    config = EngineConfig(model="simulated", **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
+    survival = [0.8, 0.6, 0.4, 0.2] if survival is None else survival
+    slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+    return Engine(config, CheckingExecutor(info, config.max_num_batched_tokens, slots, survival))
+
+
+def add(engine: Engine, request: Request) -> None:
+    executor = engine._executor
+    assert isinstance(executor, CheckingExecutor)
+    executor.salts[request.request_id] = request.cache_salt
+    engine.add_request(request)
+
+
+@dataclass
+class Outputs:
+    """What came out, by request; checks that nothing follows an end."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+
+    def take(self, engine: Engine) -> None:
+        for update in engine.step():
+            self.put(update)
+        engine.check_invariants()
+
+    def put(self, update: SequenceUpdate) -> None:
+        assert update.request_id not in self.ends and update.token_ids
+        assert 0 <= update.num_accepted <= min(update.num_drafted, len(update.token_ids))
+        assert update.num_accepted >= len(update.token_ids) - 1
+        self.tokens.setdefault(update.request_id, []).extend(update.token_ids)
+        self.cached[update.request_id] = update.num_cached_tokens
+        if update.finish_reason is not None:
+            self.ends[update.request_id] = (update.finish_reason, update.stop_reason)
+
+
+def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> Outputs:
+    """Add all requests at once and step until all are done."""
+    outputs = Outputs()
+    for request in requests:
+        add(engine, request)
+    for _ in range(max_steps):
+        if not engine.has_unfinished:
+            return outputs
+        outputs.take(engine)
+    raise AssertionError(f"not done after {max_steps} steps")

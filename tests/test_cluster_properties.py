@@ -1,0 +1,124 @@
+"""Whatever arrives, whatever the pools and budgets: all requests get their own tokens, nothing is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from manta.cluster.engine import Engine
+from manta.cluster.errors import UnprocessableError
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.request import Request
+
+STEMS = tuple(tuple((7 * i + j) % (VOCAB - 2) + 2 for j in range(24)) for i in range(2))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, when it arrives, and when (if ever) it is aborted: before a step or within it."""
+
+    request: Request
+    step: int
+    abort_step: int | None
+    abort_in_flight: bool
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, index: int) -> Arrival:
+    stem = draw(st.sampled_from(STEMS))
+    prompt = stem[: draw(st.integers(1, len(stem)))] + tuple(draw(st.lists(st.integers(2, 4), max_size=4)))
+    max_tokens = draw(st.one_of(st.none(), st.integers(1, 20)))
+    request = make_request(
+        f"r{index}",
+        prompt,
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens or 8)),
+        ignore_eos=draw(st.sampled_from((True, True, False))),
+        stop_token_ids=draw(st.sampled_from(((), (), (5,), (9, EOS[0]), EOS))),
+        priority=draw(st.integers(-1, 1)),
+        cache_salt=draw(st.sampled_from((None, None, "alice"))),
+        speculate=draw(st.booleans()),
+    )
+    abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
+    return Arrival(request, draw(st.integers(0, 6)), abort, draw(st.booleans()))
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
+    page_size = draw(st.sampled_from((1, 2, 4)))
+    info = make_info(
+        page_size=page_size,
+        num_pages=draw(st.integers(8, 20)) * 4 // page_size,
+        max_model_len=draw(st.integers(30, 60)),
+        num_speculative_tokens=draw(st.integers(0, 6)),
+    )
+    survival = sorted(draw(st.lists(st.floats(0, 1), max_size=6)), reverse=True)
+    chunked = draw(st.booleans())
+    engine = open_engine(
+        info,
+        survival,
+        max_num_seqs=draw(st.integers(1, 8)),
+        max_num_batched_tokens=draw(st.integers(1, 40) if chunked else st.integers(28, 64)),
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=draw(st.sampled_from((True, True, False))),
+        scheduling_policy=draw(st.sampled_from(("fcfs", "priority"))),
+    )
+    count = draw(st.integers(1, 10))
+    return info, engine, [draw(arrivals(i)) for i in range(count)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(workloads())
+def test_every_request_gets_its_own_tokens_and_nothing_is_lost(
+    workload: tuple[ExecutorInfo, Engine, list[Arrival]],
+) -> None:
+    info, engine, todo = workload
+    outputs, served, aborted, now = Outputs(), {}, set(), 0
+    waiting = sorted(todo, key=lambda a: a.step)
+    while waiting or engine.has_unfinished:
+        while waiting and waiting[0].step <= now:
+            request = waiting.pop(0).request
+            try:
+                add(engine, request)
+                served[request.request_id] = request
+            except UnprocessableError:
+                event("too long for the pages")
+        step(engine, outputs, {a.request.request_id: a for a in todo if a.abort_step == now}, aborted)
+        now += 1
+        assert now < 3000, "no progress"
+    for request_id, request in served.items():
+        tokens, *end = expected(request, info)
+        mine = outputs.tokens.get(request_id, [])
+        if request_id in aborted:
+            assert mine == tokens[: len(mine)] and request_id not in outputs.ends
+        else:
+            assert (mine, outputs.ends[request_id]) == (tokens, tuple(end))
+    stats = engine.stats()
+    assert stats.kv_usage == 0.0 and stats.running == stats.waiting == 0
+    assert sum(stats.finished.values()) == len(served)
+    event(f"preempted: {stats.preemptions > 0}, prefix hits: {stats.prefix_cache_hits > 0}")
+
+
+def step(engine: Engine, outputs: Outputs, leaving: dict[str, Arrival], aborted: set[str]) -> None:
+    """One step, with aborts before it and while it is in flight."""
+
+    def leave(in_flight: bool) -> None:
+        for request_id, arrival in leaving.items():
+            if arrival.abort_in_flight is in_flight and engine.abort(request_id):
+                aborted.add(request_id)
+                assert not engine.abort(request_id), "an abort happens once"
+        engine.check_invariants()
+
+    leave(in_flight=False)
+    plan = engine.plan()
+    if plan is None:
+        return
+    engine.check_invariants()
+    result = engine._executor.execute(plan)
+    leave(in_flight=True)
+    for update in engine.commit(plan, result):
+        outputs.put(update)
+    engine.check_invariants()
