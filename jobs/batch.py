@@ -98,8 +98,9 @@ def _results(
     """Tables of results as engines finish them; errors of the actors as what they were."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    context.raise_original_map_exception = True
     context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints every error that it raises
     # Enough rows in flight to fill the engine while others are on their way.
     calls = max(2, -(-config.max_num_seqs * 5 // (4 * ROWS_PER_BLOCK)))
     config, resources = _place(config, options.concurrency)
@@ -142,6 +143,8 @@ def _ray() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     if address and (Path.home() / ".ray" / "auth_token").is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # an explicit address does not look for it
+    # Ray Data's actors make Ray complain at its error level about what is of no consequence here.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
         ray.init(address=address, **quiet)

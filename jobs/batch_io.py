@@ -60,10 +60,11 @@ class Source:
         paths = [str(path.resolve()) for path in self.files]
         blocks = min(MAX_BLOCKS, max(len(paths), -(-self.num_rows // ROWS_PER_BLOCK)))
         if self.lines:
-            return ray.data.read_text(
-                paths, override_num_blocks=blocks, ray_remote_args={"num_cpus": 0}, drop_empty_lines=True
-            )
-        return ray.data.read_parquet(paths, override_num_blocks=blocks, ray_remote_args={"num_cpus": 0})
+            return ray.data.read_text(paths, override_num_blocks=blocks, num_cpus=0)
+        # Neither suffixes nor `key=value` folders mean anything: the files were chosen already.
+        return ray.data.read_parquet(
+            paths, override_num_blocks=blocks, num_cpus=0, file_extensions=None, partitioning=None
+        )
 
 
 def open_source(path: Path, wanted: InputFormat | None = None) -> Source:

@@ -1,0 +1,146 @@
+"""Batch jobs on a real local Ray: every row answered or explained, whatever the drafter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from manta import LLM, SamplingParams
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import CheckpointError, ConfigError, DatasetError
+from manta.jobs.batch import BatchOptions, run_batch
+from manta.jobs.batch_io import read_results
+from manta.jobs.batch_rows import row_seed
+from text_pair import make_text_pair
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+def config(pair: tuple[Path, Path], *, speculate: bool = True, **settings: Any) -> EngineConfig:
+    target, drafter = pair
+    spec = {"model": str(drafter)} if speculate else None
+    small = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256}
+    return EngineConfig.from_dict({"model": str(target), "speculative_config": spec, **small, **settings})
+
+
+ROWS = [
+    {"id": "greedy", "prompt": "def main(", "temperature": 0.0, "max_tokens": 12},
+    {"id": "warm", "prompt": "import ", "temperature": None, "max_tokens": None},
+    {"id": "cold", "prompt": "x", "temperature": -1.0, "max_tokens": None},
+    {"id": "long", "prompt": "word " * 400, "temperature": None, "max_tokens": None},
+    {"id": "none", "prompt": None, "temperature": None, "max_tokens": None},
+    *({"id": f"row{i}", "prompt": f"row {i}", "temperature": 0.9, "max_tokens": 5 + i} for i in range(20)),
+]
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    return path
+
+
+def answers(folder: Path) -> list[tuple[Any, ...]]:
+    return [(r["id"], r["token_ids"], r["text"], r["finish_reason"]) for r in read_results(folder)]
+
+
+def test_every_row_is_answered_or_explained_and_speculation_changes_no_answer(
+    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
+) -> None:
+    figures = {}
+    for mode in (True, False):
+        options = BatchOptions(input=parquet, output=tmp_path / str(mode), sampling={"max_tokens": 16})
+        figures[mode] = run_batch(config(pair, speculate=mode), options)
+    assert answers(tmp_path / "True") == answers(tmp_path / "False")
+    assert (figures[True].rows, figures[True].failed) == (len(ROWS), 3)
+    assert figures[True].num_draft_tokens > 0
+    assert figures[False].num_draft_tokens == 0
+    rows = {row["id"]: row for row in read_results(tmp_path / "True")}
+    assert set(rows) == {row["id"] for row in ROWS}
+    assert {name: rows[name]["error"]["param"] for name in ("cold", "long", "none")} == {
+        "cold": "temperature",
+        "long": "prompt",
+        "none": "messages or prompt",
+    }
+    assert json.loads(rows["cold"]["input"])["temperature"] == -1.0
+    report = json.loads((tmp_path / "True" / "report.json").read_text())
+    assert report["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in rows.values())
+
+
+def test_a_row_is_answered_as_llm_answers_it(pair: tuple[Path, Path], parquet: Path, tmp_path: Path) -> None:
+    options = BatchOptions(input=parquet, output=tmp_path / "out", sampling={"max_tokens": 16})
+    run_batch(config(pair), options)
+    rows = {row["id"]: row for row in read_results(tmp_path / "out")}
+    settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
+    with LLM(str(pair[0]), speculative_config=None, **settings) as llm:
+        wanted = llm.generate("import ", SamplingParams(max_tokens=16, seed=row_seed(0, "warm")))
+    assert rows["warm"]["token_ids"] == wanted[0].outputs[0].token_ids
+    assert rows["warm"]["text"] == wanted[0].outputs[0].text
+
+
+def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "n": 2, "temperature": 1}
+    lines: list[Any] = [
+        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
+        {"custom_id": "embed", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}},
+    ]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
+    options = BatchOptions(input=path, output=tmp_path / "out", model_name="small")
+    figures = run_batch(config(pair), options)
+    assert (figures.rows, figures.failed) == (4, 2)
+    by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
+    body = by_id["chat"]["response"]["body"]
+    assert (body["object"], body["model"], len(body["choices"])) == ("chat.completion", "small", 2)
+    assert body["choices"][1]["message"]["role"] == "assistant"
+    assert body["usage"]["completion_tokens"] <= 16
+    assert by_id["text"]["response"]["body"]["object"] == "text_completion"
+    assert by_id["embed"]["error"]["param"] == "url"
+    (broken,) = (row for row in by_id.values() if row.get("input") == "{broken")
+    assert broken["error"]["code"] == "BadRequestError"
+    assert len(list((tmp_path / "out").glob("errors-*.jsonl"))) == 1
+
+
+def test_a_wrong_job_ends_before_anything_is_written(
+    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    wrong: list[tuple[type[Exception], str, EngineConfig, dict[str, Any]]] = [
+        (DatasetError, "nowhere", config(pair), {"input": tmp_path / "nowhere.parquet"}),
+        (DatasetError, "prompt_column='ask'", config(pair), {"prompt_column": "ask"}),
+        (CheckpointError, "/nowhere", EngineConfig(model="/nowhere"), {}),
+        (ConfigError, "OpenAI batch lines", config(pair), {"output_format": "openai"}),
+    ]
+    for kind, said, engine, changes in wrong:
+        with pytest.raises(kind, match=said):
+            run_batch(engine, BatchOptions(**{"input": parquet, "output": out, **changes}))
+        assert not out.exists()
+
+
+def test_what_fails_in_an_engine_actor_comes_out_as_what_it_was(
+    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
+) -> None:
+    engine = config(pair, tokenizer=str(pair[1]))  # the drafter's folder has no tokenizer.json
+    options = BatchOptions(input=parquet, output=tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        run_batch(engine, options)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
