@@ -1,0 +1,175 @@
+"""The engine's edges: how sequences end, which requests are refused and why, what the figures say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from cluster_checker import EOS, VOCAB, add, expected, make_info, make_request, open_engine, run
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import STEP_PARTS, Engine
+from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
+from manta.cluster.metrics import CATALOGUE
+from manta.cluster.request import SamplingParams
+from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+
+INFO = make_info()
+
+
+def seed_with_stop_within(count: int, **params: object) -> int:
+    """A seed under which the sequence meets an end token early."""
+    for seed in range(1000):
+        tokens, reason, _ = expected(make_request("r", seed=seed, max_tokens=40, **params), INFO)
+        if reason == "stop" and 2 < len(tokens) <= count:
+            return seed
+    raise AssertionError("no such seed")
+
+
+def test_the_models_end_token_comes_out_last_and_is_no_stop_reason() -> None:
+    request = make_request("r", max_tokens=40, seed=seed_with_stop_within(20))
+    outputs = run(open_engine(INFO), request)
+    assert outputs.tokens["r"][-1] in EOS and outputs.ends["r"] == ("stop", None)
+
+
+def test_a_stop_token_of_the_request_is_the_stop_reason() -> None:
+    request = make_request("r", max_tokens=None, ignore_eos=True, stop_token_ids=(7,), seed=3)
+    outputs = run(open_engine(INFO), request)
+    assert outputs.tokens["r"][-1] == 7 and outputs.ends["r"] == ("stop", 7)
+
+
+def test_an_ignored_end_token_that_the_request_names_is_a_stop_reason() -> None:
+    request = make_request("r", max_tokens=None, ignore_eos=True, stop_token_ids=EOS, seed=3)
+    outputs = run(open_engine(INFO), request)
+    assert outputs.ends["r"] == ("stop", outputs.tokens["r"][-1])
+
+
+def test_nothing_stops_before_min_tokens() -> None:
+    seed = seed_with_stop_within(6)
+    request = make_request("r", max_tokens=40, min_tokens=20, seed=seed)
+    assert len(run(open_engine(INFO), request).tokens["r"]) > 20
+
+
+def test_max_tokens_beyond_the_context_is_cut_to_the_room_left() -> None:
+    for max_tokens in (None, 10_000):
+        outputs = run(open_engine(INFO), make_request("r", max_tokens=max_tokens, ignore_eos=True))
+        assert len(outputs.tokens["r"]) == INFO.max_model_len - 3 and outputs.ends["r"][0] == "length"
+
+
+def test_without_max_tokens_a_sequence_grows_as_far_as_the_pages_reach() -> None:
+    info = make_info(num_pages=4)
+    outputs = run(open_engine(info), make_request("r", max_tokens=None, ignore_eos=True))
+    assert len(outputs.tokens["r"]) == 4 * 4 + 1 - 3, "the last token needs no page"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "param", "words"),
+    [
+        ((), {}, RequestError, "prompt", "empty"),
+        ((2, VOCAB), {}, RequestError, "prompt", f"token {VOCAB}"),
+        ((2, -1), {}, RequestError, "prompt", "token -1"),
+        ((2,) * 64, {}, RequestError, "prompt", "max_model_len=64"),
+        ((2,), {"stop_token_ids": (99,)}, RequestError, "stop_token_ids", "token 99"),
+        ((2,) * 45, {}, UnprocessableError, "prompt", "41"),
+        ((2,) * 20, {"max_tokens": 22}, UnprocessableError, "max_tokens", "41"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_by_field(
+    prompt: tuple[int, ...], params: dict[str, object], error: type[RequestError], param: str, words: str
+) -> None:
+    engine = open_engine(make_info(num_pages=10))
+    with pytest.raises(error, match=words) as raised:
+        add(engine, make_request("r", prompt, **params))
+    assert type(raised.value) is error and raised.value.param == param
+    assert not engine.has_unfinished
+
+
+def test_the_longest_request_that_the_pages_hold_runs() -> None:
+    engine = open_engine(make_info(num_pages=10), survival=[1.0] * 4)
+    outputs = run(engine, make_request("r", (2,) * 20, max_tokens=21, ignore_eos=True))
+    assert len(outputs.tokens["r"]) == 21
+
+
+def test_without_chunked_prefill_a_prompt_longer_than_a_step_is_refused() -> None:
+    engine = open_engine(INFO, enable_chunked_prefill=False, max_num_batched_tokens=8)
+    with pytest.raises(RequestError, match="max_num_batched_tokens=8"):
+        add(engine, make_request("r", (2,) * 9))
+
+
+def test_an_id_that_is_running_is_refused() -> None:
+    engine = open_engine(INFO)
+    add(engine, make_request("r"))
+    with pytest.raises(RequestError, match="already running") as raised:
+        add(engine, make_request("r"))
+    assert raised.value.param == "request_id"
+
+
+def test_a_full_queue_refuses_with_a_retryable_error() -> None:
+    engine = open_engine(INFO, max_num_queued_reqs=2)
+    for name in ("a", "b"):
+        add(engine, make_request(name))
+    with pytest.raises(OverloadedError, match="max_num_queued_reqs=2") as raised:
+        add(engine, make_request("c"))
+    assert raised.value.retryable
+
+
+def test_an_idle_engine_plans_nothing() -> None:
+    engine = open_engine(INFO)
+    assert engine.plan() is None and engine.step() == [] and not engine.has_unfinished
+
+
+def test_figures_count_each_token_and_draft_once() -> None:
+    engine = open_engine(INFO, survival=[1.0, 1.0, 0.0])
+    run(engine, make_request("r", (2, 3), max_tokens=10, ignore_eos=True))
+    stats = engine.stats()
+    # One token from the prompt's step, then blocks of 2 accepted drafts + 1.
+    assert (stats.steps, stats.prompt_tokens, stats.generation_tokens) == (4, 2, 10)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 4 + 4 + 2, 6)
+    assert stats.accepted_per_pos == (3, 3, 0, 0) and stats.finished == {"length": 1}
+
+
+def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
+    clock = VirtualClock()
+    cost = LinearCost(verify_floor_s=0.010, verify_row_s=0.001, draft_floor_s=0.002)
+    executor = SimulatedExecutor(INFO, [0.5], cost, clock.advance)
+    engine = Engine(EngineConfig(model="simulated"), executor, clock)
+    engine.add_request(make_request("r", (2,) * 30, max_tokens=1))
+    engine.step()
+    assert clock() == pytest.approx(0.030)  # 30 rows
+    seconds = engine.stats().step_seconds
+    assert tuple(seconds) == STEP_PARTS and seconds["execute"] == seconds["verify"] == clock()
+    engine.add_request(make_request("s", (2,), max_tokens=2, ignore_eos=True))
+    engine.step()
+    assert clock() == pytest.approx(0.040)
+    engine.close()
+
+
+def test_a_snapshot_stays_as_it_was() -> None:
+    engine = open_engine(INFO)
+    before = engine.stats()
+    run(engine, make_request("r", max_tokens=5))
+    assert before.steps == 0 and before.step_seconds["execute"] == 0.0 and not before.finished
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.steps = 1  # type: ignore[misc]
+
+
+def test_what_a_slot_gets_to_know_of_the_parameters() -> None:
+    engine = open_engine(INFO)
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=-3, min_tokens=2)
+    fields = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    add(engine, make_request("r", (2, 3, 4), **{**fields, "stop_token_ids": (9, EOS[0])}))
+    plan = engine.plan()
+    assert plan is not None
+    (entered,) = plan.admitted
+    sampling = entered.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
+    assert (sampling.seed, sampling.min_length) == (-3, 5)
+    assert sampling.stop_token_ids == (*EOS, 9) and entered.token_ids.tolist() == [2, 3, 4]
+
+
+def test_the_catalogue_names_everything_once_and_histograms_have_rising_buckets() -> None:
+    names = [metric.name for metric in CATALOGUE]
+    assert len(set(names)) == len(names)
+    for metric in CATALOGUE:
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(set(metric.buckets)) and metric.help.endswith(".")
+        assert not metric.name.endswith("_total")

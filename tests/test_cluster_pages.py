@@ -1,0 +1,155 @@
+"""The page pool and the prefix cache: what is given away first, and what is found again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.cluster.pages import PagePool, pages_for
+from manta.cluster.prefix_cache import PrefixCache
+
+PAGE = 4
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(6)
+
+
+def tokens(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def digests_of(cache: PrefixCache, values: np.ndarray, salt: str | None = None) -> list[bytes]:
+    digests: list[bytes] = []
+    cache.hash_pages(digests, values, len(values) // PAGE, salt)
+    return digests
+
+
+@pytest.mark.parametrize(("count", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])
+def test_a_page_is_needed_for_every_started_one(count: int, pages: int) -> None:
+    assert pages_for(count, PAGE) == pages
+
+
+def test_blank_pages_are_given_away_before_kept_ones_and_the_longest_unused_kept_one_first(
+    pool: PagePool,
+) -> None:
+    a, b, c = pool.allocate(3)
+    evicted: list[int] = []
+    pool.on_evict = evicted.append
+    for page in (a, b, c):
+        pool.keep(page)
+    pool.release([b])
+    pool.release([c, a])
+    pool.check_invariants()
+    pool.allocate(3)
+    assert evicted == []
+    pool.allocate(2)
+    assert evicted == [b, c]
+    pool.check_invariants()
+
+
+def test_a_shared_page_is_free_only_when_its_last_user_lets_go(pool: PagePool) -> None:
+    (page,) = pool.allocate(1)
+    pool.keep(page)
+    pool.share([page])
+    pool.release([page])
+    assert pool.num_free == 5 and pool.num_idle([page]) == 0
+    pool.release([page])
+    assert pool.num_free == 6 and pool.num_idle([page]) == 1
+    pool.share([page])
+    pool.check_invariants()
+    assert page not in pool.allocate(5)
+
+
+def test_releasing_a_free_page_is_caught(pool: PagePool) -> None:
+    (page,) = pool.allocate(1)
+    pool.release([page])
+    with pytest.raises(AssertionError, match="nobody uses it"):
+        pool.release([page])
+
+
+def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
+    cache = PrefixCache(pool, PAGE)
+    pages = pool.allocate(2)
+    known = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
+    for digest, page in zip(known, pages, strict=True):
+        cache.insert(digest, page)
+    cache.check_invariants()
+    assert cache.match(digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9))) == pages
+    assert cache.match(digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 9))) == pages[:1]
+    assert cache.match(digests_of(cache, tokens(9, 2, 3, 4, 5, 6, 7, 8))) == []
+
+
+def test_the_same_tokens_after_other_tokens_are_another_page(pool: PagePool) -> None:
+    cache = PrefixCache(pool, PAGE)
+    one, two = digests_of(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4))
+    assert one != two
+
+
+def test_salts_share_nothing(pool: PagePool) -> None:
+    cache = PrefixCache(pool, PAGE)
+    same = tokens(1, 2, 3, 4)
+    assert len({digests_of(cache, same, salt)[0] for salt in (None, "", "alice", "bob")}) == 4
+
+
+def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
+    cache = PrefixCache(pool, PAGE)
+    pages = pool.allocate(2)
+    digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
+    for digest, page in zip(digests, pages, strict=True):
+        cache.insert(digest, page)
+    pool.release(reversed(pages))
+    pool.allocate(5)  # the deepest page goes first, so the prefix stays useful
+    assert cache.match(digests) == pages[:1]
+    cache.check_invariants()
+
+
+def test_content_that_is_known_twice_keeps_its_older_page(pool: PagePool) -> None:
+    cache = PrefixCache(pool, PAGE)
+    older, newer = pool.allocate(2)
+    (digest,) = digests_of(cache, tokens(1, 2, 3, 4))
+    cache.insert(digest, older)
+    cache.insert(digest, newer)
+    assert cache.match([digest]) == [older]
+    cache.check_invariants()
+
+
+def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -> None:
+    cache = PrefixCache(pool, PAGE)
+    used, idle = pool.allocate(2)
+    digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
+    cache.insert(digests[0], used)
+    cache.insert(digests[1], idle)
+    pool.release([idle])
+    cache.clear()
+    assert cache.match(digests) == [] and pool.num_free == 5
+    pool.release([used])
+    pool.check_invariants()
+    cache.check_invariants()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["allocate", "share", "release", "keep", "clear"]), st.integers(0, 7)))
+)
+def test_no_page_is_lost_whatever_is_done(operations: list[tuple[str, int]]) -> None:
+    pool = PagePool(8)
+    cache = PrefixCache(pool, PAGE)
+    uses: list[int] = []  # one entry per use of a page
+    for serial, (operation, which) in enumerate(operations):
+        if operation == "allocate" and which <= pool.num_free:
+            uses += pool.allocate(which)
+        elif operation == "share" and which in pool.kept:
+            pool.share([which])
+            uses.append(which)
+        elif operation == "release" and which in uses:
+            pool.release([which])
+            uses.remove(which)
+        elif operation == "keep" and which in uses and which not in pool.kept:
+            cache.insert(serial.to_bytes(16, "little"), which)
+        elif operation == "clear":
+            cache.clear()
+        pool.check_invariants()
+        cache.check_invariants()
+        assert pool.ref_counts.tolist() == [uses.count(page) for page in range(8)]

@@ -1,0 +1,214 @@
+"""Who runs when, with how many rows and drafts: the scheduler's decisions, by example."""
+
+from __future__ import annotations
+
+from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from manta.cluster.engine import Engine
+from manta.cluster.plan import SchedulerOutput
+
+LONG = {"ignore_eos": True}
+PROMPT = tuple(range(2, 22))  # 20 tokens: 5 pages
+
+
+def plan_step(engine: Engine, outputs: Outputs | None = None) -> SchedulerOutput:
+    """One step; returns its plan."""
+    plan = engine.plan()
+    assert plan is not None
+    updates = engine.commit(plan, engine._executor.execute(plan))
+    engine.check_invariants()
+    for update in updates:
+        (outputs or Outputs()).put(update)
+    return plan
+
+
+def admitted(plan: SchedulerOutput) -> list[str]:
+    return [a.request_id for a in plan.admitted]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_a_decoding_request() -> None:
+    engine = open_engine(make_info(), max_num_batched_tokens=10)
+    add(engine, make_request("short", max_tokens=30, **LONG))
+    plan_step(engine)
+    add(engine, make_request("long", PROMPT, max_tokens=5, **LONG))
+    plan = plan_step(engine)
+    assert plan.num_drafts.tolist() == [4, 0] and plan.num_rows.tolist() == [5, 5]
+    assert plan.samples.tolist() == [True, False]
+    while not plan.samples[-1]:
+        plan = plan_step(engine)
+        assert plan.num_batched_tokens <= 10 and plan.num_rows[0] == 5
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
+    engine = open_engine(make_info(), max_num_batched_tokens=24, enable_chunked_prefill=False)
+    for name in ("a", "b"):
+        add(engine, make_request(name, PROMPT[: 19 if name == "b" else 20], max_tokens=2, **LONG))
+    first, second = plan_step(engine), plan_step(engine)
+    assert (admitted(first), first.num_rows.tolist()) == (["a"], [20])
+    assert (admitted(second), second.samples.all()) == (["b"], True)
+
+
+def test_every_running_request_gets_a_row_before_anybody_gets_drafts() -> None:
+    engine = open_engine(make_info(), max_num_batched_tokens=6, max_num_seqs=4)
+    for i in range(4):
+        add(engine, make_request(f"r{i}", (2,), max_tokens=20, **LONG))
+    plan_step(engine)
+    plan = plan_step(engine)
+    assert plan.num_rows.tolist() == [3, 1, 1, 1] and plan.num_drafts.tolist() == [2, 0, 0, 0]
+
+
+def test_drafts_are_bounded_by_the_tokens_that_may_still_come() -> None:
+    engine = open_engine(make_info(), survival=[])
+    add(engine, make_request("r", max_tokens=4, **LONG))
+    assert [int(plan_step(engine).num_drafts[0]) for _ in range(4)] == [0, 2, 1, 0]
+    assert not engine.has_unfinished
+
+
+def test_drafts_are_bounded_by_the_context_length() -> None:
+    engine = open_engine(make_info(max_model_len=7), survival=[])
+    add(engine, make_request("r", max_tokens=None, **LONG))
+    assert [int(plan_step(engine).num_drafts[0]) for _ in range(4)] == [0, 2, 1, 0]
+
+
+def test_a_request_that_does_not_speculate_gets_the_same_tokens_without_drafts() -> None:
+    plain = make_request("r", max_tokens=20, speculate=False)
+    engine = open_engine(make_info())
+    outputs = run(engine, plain)
+    assert engine.stats().num_drafts == 0
+    assert outputs.tokens["r"] == run(open_engine(make_info()), make_request("r", max_tokens=20)).tokens["r"]
+
+
+def test_a_prompt_seen_before_is_computed_only_from_its_last_page_on() -> None:
+    engine = open_engine(make_info())
+    run(engine, make_request("a", PROMPT, max_tokens=3))
+    add(engine, make_request("b", PROMPT, max_tokens=3))
+    plan = plan_step(engine)
+    assert plan.num_computed.tolist() == [16] and plan.num_rows.tolist() == [4]
+    stats = engine.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (40, 16)
+
+
+def test_generated_tokens_are_found_again_as_a_prompt() -> None:
+    engine = open_engine(make_info())
+    first = run(engine, make_request("a", PROMPT, max_tokens=13, **LONG)).tokens["a"]
+    outputs = run(engine, make_request("b", (*PROMPT, *first), max_tokens=1))
+    assert outputs.cached == {"b": 32}
+
+
+def test_a_prefix_that_runs_is_shared_without_waiting_for_its_end() -> None:
+    engine = open_engine(make_info())
+    add(engine, make_request("a", PROMPT, max_tokens=20, **LONG))
+    plan_step(engine)
+    add(engine, make_request("b", (*PROMPT, 2), max_tokens=20, **LONG))
+    plan = plan_step(engine)
+    assert admitted(plan) == ["b"] and plan.num_computed.tolist()[1] == 20
+
+
+def test_another_salt_or_a_switched_off_cache_finds_nothing() -> None:
+    engine = open_engine(make_info())
+    run(engine, make_request("a", PROMPT, cache_salt="alice"))
+    assert run(engine, make_request("b", PROMPT, cache_salt="bob")).cached == {"b": 0}
+    engine = open_engine(make_info(), enable_prefix_caching=False)
+    assert run(engine, make_request("a", PROMPT), make_request("b", PROMPT)).cached == {"a": 0, "b": 0}
+
+
+def test_a_reset_cache_finds_nothing_and_running_requests_go_on() -> None:
+    engine = open_engine(make_info())
+    request = make_request("a", PROMPT, max_tokens=20, **LONG)
+    add(engine, request)
+    outputs = Outputs()
+    plan_step(engine, outputs)
+    engine.reset_prefix_cache()
+    engine.check_invariants()
+    add(engine, make_request("b", PROMPT, max_tokens=2))
+    while engine.has_unfinished:
+        plan_step(engine, outputs)
+    assert outputs.cached["b"] == 0 and outputs.tokens["a"] == expected(request, make_info())[0]
+
+
+def test_when_pages_run_out_the_last_request_is_computed_anew_and_nobody_sees_it() -> None:
+    info = make_info(num_pages=14)
+    requests = [make_request(f"r{i}", PROMPT[i:], max_tokens=20, **LONG) for i in range(4)]
+    engine = open_engine(info)
+    outputs = run(engine, *requests)
+    assert engine.stats().preemptions > 0
+    assert all(outputs.tokens[r.request_id] == expected(r, info)[0] for r in requests)
+    assert list(outputs.ends) == [r.request_id for r in requests], "who came first ends first"
+
+
+def test_a_preempted_request_finds_its_own_pages_again() -> None:
+    engine = open_engine(make_info(num_pages=9), survival=[])
+    add(engine, make_request("old", PROMPT[:4], max_tokens=20, **LONG))
+    add(engine, make_request("new", PROMPT[4:12], max_tokens=20, **LONG))
+    again = None
+    while engine.has_unfinished:
+        plan = plan_step(engine)
+        if plan.admitted and plan.step > 0:
+            again = plan
+    assert engine.stats().preemptions >= 1 and again is not None
+    assert again.num_computed[-1] > 0 and len(again.admitted[0].token_ids) > 8
+
+
+def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
+    engine = open_engine(make_info(num_pages=2, max_model_len=9), survival=[])
+    add(engine, make_request("a", (2, 3, 4), max_tokens=2, **LONG))
+    add(engine, make_request("b", (2,), max_tokens=5, **LONG))
+    while engine.has_unfinished:
+        plan_step(engine)
+    assert engine.stats().preemptions == 0
+
+
+def test_fcfs_ignores_priority_and_the_priority_policy_serves_the_lowest_first() -> None:
+    for policy, order in (("fcfs", ["a", "b", "c"]), ("priority", ["c", "b", "a"])):
+        engine = open_engine(make_info(), max_num_seqs=1, scheduling_policy=policy)
+        requests = [make_request(name, max_tokens=3, priority=-i) for i, name in enumerate("abc")]
+        assert list(run(engine, *requests).ends) == order
+
+
+def test_the_worst_priority_is_preempted_whenever_it_came() -> None:
+    engine = open_engine(make_info(num_pages=14), scheduling_policy="priority")
+    requests = [make_request(f"r{i}", PROMPT[i:], max_tokens=20, priority=i == 0, **LONG) for i in range(3)]
+    assert list(run(engine, *requests).ends)[-1] == "r0" and engine.stats().preemptions > 0
+
+
+def test_no_more_requests_run_than_there_are_slots_or_rows() -> None:
+    for settings in ({"max_num_seqs": 3}, {"max_num_batched_tokens": 3}):
+        engine = open_engine(make_info(), **settings)
+        for i in range(6):
+            add(engine, make_request(f"r{i}", (2,), max_tokens=20, **LONG))
+        for _ in range(4):
+            plan_step(engine)
+        assert (engine.stats().running, engine.stats().waiting) == (3, 3)
+
+
+def test_an_abort_in_flight_keeps_the_pages_until_the_step_is_committed() -> None:
+    engine = open_engine(make_info())
+    add(engine, make_request("r", PROMPT, max_tokens=20))
+    plan = engine.plan()
+    assert plan is not None and engine.abort("r")
+    assert engine.stats().kv_usage > 0
+    assert engine.commit(plan, engine._executor.execute(plan)) == []
+    engine.check_invariants()
+    assert engine.stats().kv_usage == 0 and not engine.has_unfinished
+    assert engine.stats().generation_tokens == 0 and engine.stats().finished == {"abort": 1}
+
+
+def test_an_id_can_be_used_again_while_its_aborted_request_is_still_in_flight() -> None:
+    engine = open_engine(make_info())
+    add(engine, make_request("r", PROMPT, max_tokens=20))
+    plan = engine.plan()
+    assert plan is not None and engine.abort("r")
+    again = make_request("r", (5, 6), max_tokens=4, seed=9)
+    add(engine, again)
+    engine.commit(plan, engine._executor.execute(plan))
+    engine.check_invariants()
+    outputs = run(engine)
+    assert outputs.tokens["r"] == expected(again, make_info())[0]
+
+
+def test_a_waiting_request_is_aborted_at_once() -> None:
+    engine = open_engine(make_info(), max_num_seqs=1)
+    add(engine, make_request("a", max_tokens=20))
+    add(engine, make_request("b", max_tokens=20))
+    plan_step(engine)
+    assert engine.abort("b", "stop") and not engine.abort("b") and not engine.abort("unknown")
+    assert engine.stats().waiting == 0 and engine.stats().finished == {"stop": 1}

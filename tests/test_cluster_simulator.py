@@ -1,0 +1,45 @@
+"""The simulated executor: the same tokens whatever the drafts, and the acceptance that was asked for."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_checker import make_info, make_request
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine, EngineStats
+from manta.cluster.errors import ConfigError
+from manta.cluster.simulator import SimulatedExecutor
+
+INFO = make_info(vocab_size=50_000, max_model_len=2048, num_pages=8192, num_speculative_tokens=7)
+
+
+def simulate(survival: list[float]) -> tuple[dict[str, list[int]], EngineStats]:
+    engine = Engine(EngineConfig(model="simulated", max_num_seqs=32), SimulatedExecutor(INFO, survival))
+    for i in range(32):
+        engine.add_request(make_request(str(i), (i,), seed=i, max_tokens=400, ignore_eos=True))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished:
+        for update in engine.step():
+            tokens.setdefault(update.request_id, []).extend(update.token_ids)
+    return tokens, engine.stats()
+
+
+def test_acceptance_follows_the_curve_and_tokens_do_not_depend_on_it() -> None:
+    survival = [0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05]
+    tokens, stats = simulate(survival)
+    measured = [count / stats.num_drafts for count in stats.accepted_per_pos]
+    assert measured == pytest.approx(survival, abs=0.04)
+    plain, plain_stats = simulate([])
+    assert tokens == plain and plain_stats.num_accepted_tokens == 0
+    assert stats.steps < plain_stats.steps / 2
+
+
+def test_different_seeds_and_positions_have_different_tokens() -> None:
+    tokens, _ = simulate([])
+    seen = [tuple(values[:50]) for values in tokens.values()]
+    assert len(set(seen)) == 32 and all(len(set(values)) > 45 for values in seen)
+
+
+@pytest.mark.parametrize("survival", [[0.5, 0.6], [1.2], [-0.1]])
+def test_a_curve_that_is_none_is_refused(survival: list[float]) -> None:
+    with pytest.raises(ConfigError, match="never rise"):
+        SimulatedExecutor(INFO, survival)
