@@ -23,16 +23,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented as public)
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+Store = TCPStore
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
 
 
 class Communicator:
-    """The collectives of one group, on contiguous tensors of the group's device. One rank does nothing."""
+    """The collectives of one group, on contiguous tensors of `device`. With one rank they do nothing."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.device = device
         self._group = group
         self.rank = dist.get_rank(group) if group else 0
         self.world_size = dist.get_world_size(group) if group else 1
@@ -72,12 +74,12 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
-def open_store(num_workers: int, host: str = LOOPBACK) -> TCPStore:
+def open_store(num_workers: int, host: str = LOOPBACK) -> Store:
     """The meeting point, served on a free port of `host`; keep it, and give its `.port` to the others."""
     # TCPStore by itself would listen on every interface.
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
-        return TCPStore(
+        return Store(
             host,
             port,
             num_workers,
@@ -94,7 +96,7 @@ def connect(
     num_targets: int,
     split_drafter: bool,
     device: torch.device,
-    store: TCPStore | int,
+    store: Store | int,
     host: str = LOOPBACK,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> ProcessGroups:
@@ -102,11 +104,11 @@ def connect(
     num_workers = num_targets + split_drafter
     timeout = timedelta(seconds=timeout_s)
     if num_workers == 1:
-        return ProcessGroups(Communicator(), Communicator(), None)
+        return ProcessGroups(Communicator(device), Communicator(device), None)
     if host == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks what the host's name resolves to
     if isinstance(store, int):
-        store = TCPStore(host, store, num_workers, is_master=False, timeout=timeout)
+        store = Store(host, store, num_workers, is_master=False, timeout=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -116,16 +118,16 @@ def connect(
         device_id=device if device.type == "cuda" else None,
     )
     return ProcessGroups(
-        joint=Communicator(dist.group.WORLD),
-        target=_subgroup(range(num_targets), rank),
-        link=_subgroup((0, num_targets), rank) if split_drafter else None,
+        joint=Communicator(device, dist.group.WORLD),
+        target=_subgroup(range(num_targets), rank, device),
+        link=_subgroup((0, num_targets), rank, device) if split_drafter else None,
     )
 
 
-def _subgroup(ranks: Sequence[int], rank: int) -> Communicator | None:
+def _subgroup(ranks: Sequence[int], rank: int, device: torch.device) -> Communicator | None:
     """A group of some ranks; all workers must call this, and those outside get None."""
     group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
     if rank not in ranks:
         return None
     assert not isinstance(group, int), "new_group gives a number only to those outside"
-    return Communicator(group)
+    return Communicator(device, group)

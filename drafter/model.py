@@ -44,8 +44,7 @@ class DFlashDrafter:
         self._lends = lends
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
-        self._fc = Linear(fc)
-        self._hidden_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps)
+        self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps)
         self._final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
         self._layers = [_Layer(config, kind, weights, f"layers.{i}.") for i, kind in enumerate(config.layers)]
@@ -66,9 +65,9 @@ class DFlashDrafter:
         )
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
-        """C [N, H]: what context K/V are made of. Where the drafter is split, this runs beside the target."""
+        """C [N, H]: what context K/V are made of."""
         assert taps_NmH.shape[1] == self.config.num_taps, "taps must match target_layer_ids"
-        return self._hidden_norm(self._fc(taps_NmH.flatten(1).to(self.dtype)))
+        return self._features(taps_NmH)
 
     def write_context(self, c_NH: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache) -> None:
         """Context K/V of all layers at these rows; a row with the cache's `skip_slot` is dropped."""
@@ -110,6 +109,20 @@ class DFlashDrafter:
             return z_XV
         full_XV = z_XV.new_full((len(z_XV), config.vocab_size), float("-inf"))
         return full_XV.index_copy_(1, self._target_ids_V, z_XV)
+
+
+class ContextFeatures:
+    """fc and norm: taps [N, m, H] -> C [N, H]. All that a split drafter leaves with the target."""
+
+    __slots__ = ("_dtype", "_fc", "_norm")
+
+    def __init__(self, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> None:
+        self._fc = Linear(fc_weight)
+        self._norm = RMSNorm(norm_weight, eps)
+        self._dtype = fc_weight.dtype
+
+    def __call__(self, taps_NmH: Tensor) -> Tensor:
+        return self._norm(self._fc(taps_NmH.flatten(1).to(self._dtype)))
 
 
 class _Layer:

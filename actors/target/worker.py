@@ -1,0 +1,36 @@
+"""A rank of the target as a process of its own. Wrapped by `ray_executor.py`; the work is `runner.py`'s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...cluster.executor import ExecutorInfo
+from ...cluster.plan import SchedulerOutput, StepResult
+from ..worker import Worker
+
+if TYPE_CHECKING:
+    from .runner import StepRunner
+
+
+class TargetWorker(Worker):
+    """Holds one shard of the target, and the drafter beside it unless that is split off."""
+
+    _runner: StepRunner
+
+    def _load(self) -> ExecutorInfo:
+        from ..split_drafter import RemoteDrafts, tell_num_pages
+        from .loading import load_runner
+
+        groups, split = self.groups, self.setting.topology.split_drafter
+        self._runner, info = load_runner(
+            self.setting.config,
+            groups.target,
+            remote_drafts=(lambda plan: RemoteDrafts(plan, groups)) if split else None,
+        )
+        tell_num_pages(info.num_pages, groups)
+        return info
+
+    def execute(self, plan: SchedulerOutput) -> StepResult | None:
+        """Every rank computes; what rank 0 found is the result."""
+        result = self._runner.execute(plan)
+        return result if self.setting.rank == 0 else None

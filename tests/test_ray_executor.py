@@ -1,0 +1,236 @@
+"""Engines whose workers are Ray actors: same tokens, honest deaths, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from manta.actors.executor import InProcessExecutor, make_executor
+from manta.actors.ray_executor import RayExecutor
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.engine import Engine
+from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
+from manta.cluster.request import Request, SamplingParams
+from tiny import TINY_VOCAB
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+BASE = EngineConfig(
+    model="",
+    skip_tokenizer_init=True,
+    dtype="float32",
+    device="cpu",
+    max_model_len=192,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    num_pages=48,
+    num_threads=1,
+)
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=24, seed=2),
+    SamplingParams(temperature=1.0, max_tokens=12, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_qwen3: Path) -> EngineConfig:
+    return replace(BASE, model=str(tiny_qwen3))
+
+
+@pytest.fixture(scope="module")
+def speculative(plain: EngineConfig, tiny_drafter: Path) -> EngineConfig:
+    return replace(plain, speculative_config=SpeculativeConfig(model=str(tiny_drafter)))
+
+
+@pytest.fixture(scope="module")
+def expected(plain: EngineConfig) -> list[list[int]]:
+    return run_all(Engine(plain, InProcessExecutor(plain)))
+
+
+def split(config: EngineConfig) -> EngineConfig:
+    assert config.speculative_config is not None
+    return replace(config, speculative_config=replace(config.speculative_config, placement="split"))
+
+
+def requests() -> list[Request]:
+    random = np.random.default_rng(3)
+    lengths = (5, 40, 90)
+    return [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(random.integers(1, TINY_VOCAB - 1, n).tolist()),
+            params=params,
+        )
+        for i, (n, params) in enumerate(zip(lengths, PARAMS, strict=True))
+    ]
+
+
+def run_all(
+    engine: Engine, *, speculate: bool = True, die: Callable[[], None] | None = None
+) -> list[list[int]]:
+    """Tokens by request; `die` is called while they are under way."""
+    tokens: dict[str, list[int]] = {}
+    for request in requests():
+        tokens[request.request_id] = []
+        engine.add_request(replace(request, speculate=speculate))
+    steps = 0
+    while engine.has_unfinished:
+        for update in engine.step():
+            tokens[update.request_id] += update.token_ids
+        steps += 1
+        if steps == 2 and die is not None:
+            die()
+    return list(tokens.values())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_nothing_is_left(executor: RayExecutor) -> None:
+    import ray
+
+    wait_until(lambda: not any(map(alive, executor.worker_pids)))
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+    assert not any(thread.name == "manta-watcher" for thread in threading.enumerate())
+
+
+def assert_killing_ends_it(engine: Engine, executor: RayExecutor, rank: int) -> None:
+    """Kill a worker under running requests."""
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError):
+        run_all(engine, die=lambda: os.kill(executor.worker_pids[rank], signal.SIGKILL))
+    assert time.monotonic() - start < 15.0
+    with pytest.raises(EngineDeadError):
+        executor.check_health()
+    executor.close()
+    assert_nothing_is_left(executor)
+
+
+def test_one_target_rank_computes_as_without_ray_and_its_death_while_idle_is_noticed(plain, expected) -> None:
+    executor = RayExecutor(plain)
+    assert run_all(Engine(plain, executor)) == expected
+    executor.check_health()
+    os.kill(executor.worker_pids[0], signal.SIGKILL)
+
+    def dead() -> bool:
+        try:
+            executor.check_health()
+        except EngineDeadError as error:
+            return "rank 0" in error.message
+        return False
+
+    wait_until(dead)
+    executor.close()
+    assert_nothing_is_left(executor)
+
+
+def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, expected) -> None:
+    config = replace(speculative, tensor_parallel_size=2)
+    executor = make_executor(config)
+    assert isinstance(executor, RayExecutor)
+    engine = Engine(config, executor)
+    assert run_all(engine) == expected
+    assert engine.stats().num_accepted_tokens > 0
+    assert run_all(engine, speculate=False) == expected
+    assert_killing_ends_it(engine, executor, rank=1)
+
+
+def test_two_target_ranks_and_a_split_drafter_too(speculative, expected) -> None:
+    config = replace(split(speculative), tensor_parallel_size=2)
+    executor = RayExecutor(config)
+    engine = Engine(config, executor)
+    assert run_all(engine) == expected
+    assert engine.stats().num_accepted_tokens > 0
+    assert run_all(engine, speculate=False) == expected
+    assert_killing_ends_it(engine, executor, rank=2)
+
+
+def test_a_split_drafter_wins_what_a_colocated_one_wins_and_a_given_group_stays(
+    speculative, expected
+) -> None:
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    beside = Engine(speculative, InProcessExecutor(speculative))
+    assert run_all(beside) == expected
+    config = split(speculative)
+    group = placement_group([{"CPU": 1.0}, {"CPU": 0.5}], strategy="STRICT_PACK")
+    executor = RayExecutor(config, placement_group=group)
+    engine = Engine(config, executor)
+    assert run_all(engine) == expected
+    assert engine.stats().accepted_per_pos == beside.stats().accepted_per_pos
+    executor.close()
+    executor.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        executor.check_health()
+    assert placement_group_table(group)["state"] == "CREATED"
+    with pytest.raises(PlacementError, match="bundle i must hold worker i"):
+        RayExecutor(replace(config, tensor_parallel_size=4), placement_group=group)
+    remove_placement_group(group)
+    assert_nothing_is_left(executor)
+
+
+def test_a_topology_larger_than_the_node_is_refused_at_once(plain) -> None:
+    with pytest.raises(PlacementError, match=r"32 .*16 CPU \(there is 8\)"):
+        RayExecutor(replace(plain, tensor_parallel_size=32))
+    with pytest.raises(PlacementError, match=r"1 GPU \(there is 0\)"):
+        RayExecutor(replace(plain, device="cuda"))
+
+
+def test_a_full_node_is_reported_instead_of_waited_for(plain) -> None:
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    other = placement_group([{"CPU": 8.0}])
+    assert other.wait(10)
+    with pytest.raises(PlacementError, match="not free"):
+        RayExecutor(plain, placement_timeout_s=1.0)
+    remove_placement_group(other)
+
+
+def test_a_broken_checkpoint_arrives_as_what_it_is(plain, tiny_qwen3: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_qwen3 / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
+        RayExecutor(replace(plain, model=str(tmp_path)))
+    assert type(caught.value) is CheckpointError
+
+
+def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(plain) -> None:
+    """The shape of a Serve replica: the actor sits in bundle 0, beside the first worker."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    class Replica:
+        def start(self, config: EngineConfig) -> tuple[bool, list[int]]:
+            from manta.actors.ray_executor import RayExecutor
+
+            self.executor = RayExecutor(config)
+            return self.executor.owns_placement, [os.getpid(), *self.executor.worker_pids]
+
+    group = placement_group([{"CPU": 1.5}], strategy="STRICT_PACK")
+    place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    replica = ray.remote(Replica).options(num_cpus=1, scheduling_strategy=place).remote()
+    owned, pids = ray.get(replica.start.remote(plain))
+    assert not owned
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: not any(map(alive, pids)))
+    remove_placement_group(group)
