@@ -106,12 +106,17 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.forbidden_F is not None:
         logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
     if batch.noisy_M is None:
-        return logits_NV.argmax(dim=-1)
+        return _argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:
         return _noisy_scores(logits_NV.float(), batch).argmax(dim=-1)
-    ids_N = logits_NV.argmax(dim=-1)
+    ids_N = _argmax(logits_NV)
     chosen_M = _noisy_scores(logits_NV.index_select(0, batch.noisy_M).float(), batch).argmax(dim=-1)
     return ids_N.index_copy_(0, batch.noisy_M, chosen_M)
+
+
+def _argmax(logits_NV: Tensor) -> Tensor:
+    """The CPU finds the largest of half-precision values slowly; widening them first is exact."""
+    return (logits_NV.float() if logits_NV.device.type == "cpu" else logits_NV).argmax(dim=-1)
 
 
 def _noisy_scores(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
@@ -149,14 +154,23 @@ def _keep_top_k(scaled_MV: Tensor, top_k_M: Tensor, max_top_k: int) -> Tensor:
 def _keep_top_p(scaled_MV: Tensor, top_p_M1: Tensor) -> Tensor:
     """Keep the likeliest tokens up to the one with which their sum reaches p (the first one always)."""
     probs_MV = scaled_MV.softmax(dim=-1)
-    width = min(_NUCLEUS_FIRST_LOOK, probs_MV.shape[-1])
-    sorted_Mk = probs_MV.topk(width, dim=-1).values
-    if width < probs_MV.shape[-1] and bool((sorted_Mk.double().sum(-1, keepdim=True) < top_p_M1).any()):
-        sorted_Mk = probs_MV.sort(dim=-1, descending=True).values
+    vocab_size = probs_MV.shape[-1]
+    sorted_Mk = probs_MV.topk(min(_NUCLEUS_FIRST_LOOK, vocab_size), dim=-1).values
+    floor_M1 = _nucleus_floor(sorted_Mk, top_p_M1)
+    if sorted_Mk.shape[-1] < vocab_size:
+        short_M = sorted_Mk.double().sum(dim=-1) < top_p_M1[:, 0]
+        wide = (short_M & (top_p_M1[:, 0] < 1)).nonzero()[:, 0]  # few rows: sorting all tokens is dear
+        if len(wide):
+            all_sorted = probs_MV[wide].sort(dim=-1, descending=True).values
+            floor_M1[wide] = _nucleus_floor(all_sorted, top_p_M1[wide])
+    return scaled_MV.masked_fill(probs_MV < floor_M1, float("-inf"))
+
+
+def _nucleus_floor(sorted_Mk: Tensor, top_p_M1: Tensor) -> Tensor:
+    """The least probability in the nucleus, from the largest ones; 0 where p = 1 keeps all."""
     before_Mk = sorted_Mk.double().cumsum(dim=-1) - sorted_Mk
     last_M1 = (before_Mk < top_p_M1).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
-    floor_M1 = sorted_Mk.gather(-1, last_M1).masked_fill_(top_p_M1 >= 1, 0.0)
-    return scaled_MV.masked_fill(probs_MV < floor_M1, float("-inf"))
+    return sorted_Mk.gather(-1, last_M1).masked_fill_(top_p_M1 >= 1, 0.0)
 
 
 def noise_keys(seed: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -178,6 +178,15 @@ def test_top_p_finds_nuclei_wider_than_its_first_look():
     assert len(kept(torch.linspace(0, 0.1, 1000), top_p=0.9)) in range(895, 905)
 
 
+def test_wide_and_narrow_nuclei_in_one_batch_do_not_disturb_each_other():
+    flat, peaked = torch.linspace(0, 0.1, 1000), torch.arange(1000.0, 0, -1)
+    z, p = torch.stack((flat, peaked, flat, flat)), [0.9, 0.9, 1.0, 0.5]
+    together = filter_logits(z, batch(4, top_p=p))
+    for i in range(4):
+        assert torch.equal(together[i], filter_logits(z[i : i + 1], batch(1, top_p=p[i]))[0])
+    assert together.isfinite().sum(-1).tolist()[1:3] == [3, 1000]
+
+
 def test_min_p_is_relative_to_the_likeliest_token():
     z = torch.tensor([0.5, 0.26, 0.14, 0.1]).log()
     assert kept(z, min_p=0.5) == [0, 1]
