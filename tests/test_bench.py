@@ -1,0 +1,73 @@
+"""The benchmark measures both modes on the same prompts and says whether the outputs are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError, DatasetError
+from manta.jobs.bench import BenchOptions, read_prompts, run_bench
+from text_pair import make_text_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows: list[dict[str, Any]] = [{"id": str(i), "prompt": f"def f{i}(" + "x" * i} for i in range(9)]
+    rows.append({"id": "chat", "messages": [{"role": "user", "content": "hi"}]})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(pair: tuple[Path, Path], *, speculate: bool = True) -> EngineConfig:
+    spec = {"model": str(pair[1])} if speculate else None
+    settings = {"model": str(pair[0]), "speculative_config": spec, "num_threads": 1, "max_model_len": 256}
+    return EngineConfig.from_dict({**settings, "dtype": "float32"})
+
+
+def test_both_modes_are_measured_and_their_outputs_compared(
+    pair: tuple[Path, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, plot = tmp_path / "out" / "bench.json", tmp_path / "out" / "speedup.svg"
+    options = BenchOptions(
+        prompts=prompts, num_prompts=5, concurrency=(1, 3), rounds=1, max_tokens=8, output=output, plot=plot
+    )
+    run_bench(config(pair), options)
+    figures = json.loads(output.read_text())
+    assert [point["requests"] for point in figures["points"]] == [1, 3]
+    for point in figures["points"]:
+        assert point["identical"] == {"float32": True}
+        assert point["on"]["tokens"] == point["off"]["tokens"] == 5 * 8
+        assert point["on"]["tokens_per_step"] >= 1.0
+        assert point["off"]["tokens_per_step"] == 1.0
+        assert set(point["on"]["step_seconds"]) >= {"draft", "verify"}
+        assert point["speedup"] == pytest.approx(
+            point["on"]["tokens_per_s"] / point["off"]["tokens_per_s"], rel=1e-2
+        )
+    assert {"command", "cpu", "cores", "versions", "git_sha"} <= set(figures["provenance"])
+    assert plot.read_text().lstrip().startswith("<?xml")
+    assert "float32: yes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_prompts_are_spread_over_the_file(prompts: Path) -> None:
+    assert [name for name, _ in read_prompts(prompts, 5)] == ["0", "2", "4", "6", "8"]
+    assert len(read_prompts(prompts, 50)) == 10
+    assert isinstance(read_prompts(prompts, 10)[-1][1], list)
+
+
+def test_wrong_options_are_refused_before_anything_loads(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speculative_config"):
+        run_bench(config(pair, speculate=False), BenchOptions())
+    with pytest.raises(DatasetError, match="nowhere"):
+        run_bench(config(pair), BenchOptions(prompts=tmp_path / "nowhere.jsonl"))
+    for wrong in ({"rounds": 0}, {"concurrency": ()}, {"concurrency": (0,)}, {"num_prompts": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            BenchOptions(**wrong)
