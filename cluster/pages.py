@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that so many tokens fill, the last one perhaps in part."""
@@ -26,7 +24,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.ref_counts = np.zeros(num_pages, dtype=np.int32)
+        self.ref_counts = [0] * num_pages
         self.on_evict: Callable[[int], None] = lambda page: None  # hears of kept pages that are given away
         self._kept: set[int] = set()
         self._blank = list(range(num_pages - 1, -1, -1))  # a stack: low ids first
@@ -38,13 +36,14 @@ class PagePool:
 
     def num_idle(self, pages: Sequence[int]) -> int:
         """How many of `pages` are free (kept, used by nobody)."""
-        return int(np.count_nonzero(self.ref_counts[list(pages)] == 0))
+        return sum(self.ref_counts[page] == 0 for page in pages)
 
     def allocate(self, count: int) -> list[int]:
         """Take free pages; their old content is lost. The caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
         pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
-        self.ref_counts[pages] = 1
+        for page in pages:
+            self.ref_counts[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -85,8 +84,8 @@ class PagePool:
 
     def check_invariants(self) -> None:
         """Every page is in use, blank or evictable, and only one of them."""
-        in_use = set(np.flatnonzero(self.ref_counts).tolist())
-        assert (self.ref_counts >= 0).all(), "a page is released too often"
+        in_use = {page for page, count in enumerate(self.ref_counts) if count}
+        assert min(self.ref_counts) >= 0, "a page is released too often"
         assert len(in_use) + self.num_free == self.num_pages, "pages are lost or counted twice"
         assert in_use | set(self._blank) | set(self._evictable) == set(range(self.num_pages))
         assert self._evictable.keys() <= self._kept, "an evictable page is not worth keeping"

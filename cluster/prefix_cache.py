@@ -39,9 +39,8 @@ class PrefixCache:
         """Continue a sequence's chain of `digests` until it covers its first `num_pages` pages."""
         parent = digests[-1] if digests else _root(salt)
         for begin in range(len(digests) * self._page_size, num_pages * self._page_size, self._page_size):
-            page = blake2b(parent, digest_size=DIGEST_BYTES)
-            page.update(token_ids[begin : begin + self._page_size].tobytes())
-            parent = page.digest()
+            content = token_ids[begin : begin + self._page_size].tobytes()
+            parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
             digests.append(parent)
 
     def match(self, digests: list[bytes]) -> list[int]:

@@ -109,7 +109,8 @@ class Scheduler:
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
         more_R = np.where(known_R == 1, drafts_R, known_R - 1)
         taken_R = np.cumsum(more_R) - more_R
-        return 1 + np.clip(self.config.max_rows - len(slots_R) - taken_R, 0, more_R)
+        left_R = np.maximum(self.config.max_rows - len(slots_R) - taken_R, 0)
+        return 1 + np.minimum(more_R, left_R)
 
     def _cover_rows(self, slots_R: IntArray, rows_R: IntArray) -> int:
         """Allocate the pages of all rows, in rank order; returns how many sequences still run.
@@ -119,16 +120,17 @@ class Scheduler:
         """
         table, pool, page_size = self.table, self.pool, self.config.page_size
         room_R = table.num_pages_S[slots_R] * page_size - table.num_computed_S[slots_R]
-        for index in np.flatnonzero(rows_R > room_R).tolist():
-            room, slot = int(room_R[index]), int(slots_R[index])
+        short = np.flatnonzero(rows_R > room_R)
+        columns = (short, slots_R[short], table.num_pages_S[slots_R[short]], room_R[short], rows_R[short])
+        for index, slot, num_pages, room, rows in zip(*(c.tolist() for c in columns), strict=True):
             while room == 0 and pool.num_free == 0 and index < len(self.running):
                 self._preempt_last()
             if index >= len(self.running):
                 break
-            missing = pages_for(int(rows_R[index]) - room, page_size)
-            pages = pool.allocate(min(missing, pool.num_free))
-            self._append_pages(slot, pages)
-            rows_R[index] = min(int(rows_R[index]), room + len(pages) * page_size)
+            pages = pool.allocate(min(pages_for(rows - room, page_size), pool.num_free))
+            self._page_entries.extend((slot, num_pages + i, page) for i, page in enumerate(pages))
+            if room + len(pages) * page_size < rows:
+                rows_R[index] = room + len(pages) * page_size
         return len(self.running)
 
     def _preempt_last(self) -> None:
@@ -169,7 +171,8 @@ class Scheduler:
         table = self.table
         slot = table.enter(sequence, self.config.num_speculative_tokens if sequence.request.speculate else 0)
         self.pool.share(hits)
-        self._append_pages(slot, hits + self.pool.allocate(missing))
+        pages = hits + self.pool.allocate(missing)
+        self._page_entries.extend((slot, i, page) for i, page in enumerate(pages))
         table.num_computed_S[slot] = len(hits) * self.config.page_size
         table.num_hashed_S[slot] = len(hits)
         insort(self.running, sequence, key=_by_rank)
@@ -180,20 +183,17 @@ class Scheduler:
             sequence.num_cached_tokens = int(table.num_computed_S[slot])
             self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
 
-    def _append_pages(self, slot: int, pages: list[int]) -> None:
-        begin = self.table.append_pages(slot, pages)
-        self._page_entries.extend((slot, begin + i, page) for i, page in enumerate(pages))
-
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
         num_tokens_R, computed_R = self.table.num_tokens_S[slots_R], self.table.num_computed_S[slots_R]
         known_R = np.minimum(rows_R, num_tokens_R - computed_R)
-        entries = np.array(self._page_entries, dtype=np.int32).reshape(-1, 3)
+        entries = np.array(self._page_entries, dtype=np.int32).reshape(-1, 3).T.copy()
+        self.table.append_pages(*entries)
         return SchedulerOutput(
             step=self._num_steps,
             admitted=tuple(self._admitted),
-            page_slots=entries[:, 0].copy(),
-            page_indices=entries[:, 1].copy(),
-            page_ids=entries[:, 2].copy(),
+            page_slots=entries[0],
+            page_indices=entries[1],
+            page_ids=entries[2],
             slots=slots_R,
             num_computed=computed_R,
             num_rows=rows_R,
@@ -229,21 +229,23 @@ class Scheduler:
             return
         table = self.table
         full_R = table.num_computed_S[slots_R] // self.config.page_size
-        for row in np.flatnonzero(full_R > table.num_hashed_S[slots_R]).tolist():
-            slot, num_full = int(slots_R[row]), int(full_R[row])
-            sequence = table.sequences[slot]
-            self.cache.hash_pages(
-                sequence.digests, table.token_ids_SL[slot], num_full, sequence.request.cache_salt
-            )
-            for index in range(int(table.num_hashed_S[slot]), num_full):
-                self.cache.insert(sequence.digests[index], int(table.page_table_SP[slot, index]))
-            table.num_hashed_S[slot] = num_full
+        grown = np.flatnonzero(full_R > table.num_hashed_S[slots_R])
+        columns = (slots_R[grown], table.num_hashed_S[slots_R[grown]], full_R[grown])
+        for slot, num_hashed, num_full in zip(*(c.tolist() for c in columns), strict=True):
+            digests, salt = table.sequences[slot].digests, table.sequences[slot].request.cache_salt
+            self.cache.hash_pages(digests, table.token_ids_SL[slot], num_full, salt)
+            pages = table.page_table_SP[slot, num_hashed:num_full].tolist()
+            for digest, page in zip(digests[num_hashed:num_full], pages, strict=True):
+                self.cache.insert(digest, page)
+        table.num_hashed_S[slots_R] = full_R
 
     def _dismiss(self, slots_R: IntArray, updates: list[SequenceUpdate]) -> None:
         """Let go of the sequences that ended or were aborted."""
-        ended = [self._sequences.pop(u.request_id) for u in updates if u.finish_reason is not None]
-        self.counters.finished.update(u.finish_reason for u in updates if u.finish_reason is not None)
-        ended += [q for slot in slots_R.tolist() if (q := self.table.sequences[slot]).aborted]
+        ended = [q for slot in slots_R.tolist() if (q := self.table.sequences[slot]).aborted]
+        for update in updates:
+            if update.finish_reason is not None:
+                ended.append(self._sequences.pop(update.request_id))
+                self.counters.finished[update.finish_reason] += 1
         for sequence in ended:
             self._release(sequence)
         if ended:
@@ -274,4 +276,4 @@ class Scheduler:
             for page in pages[num_computed // self.config.page_size :]:
                 assert self.pool.ref_counts[page] == 1, f"page {page} is written by one and used by another"
                 assert page not in self.pool.kept, f"page {page} is known to the cache but not full"
-        assert (uses == self.pool.ref_counts).all(), "pages are used by nobody who runs"
+        assert uses.tolist() == self.pool.ref_counts, "pages are used by nobody who runs"

@@ -4,7 +4,8 @@ While a sequence waits it has known tokens and nothing else. While it runs it ha
 row `slot` of the table's arrays: planning and committing a step are then a few NumPy calls for all running
 sequences, not a loop. The workers keep the same rows under the same slots. Edited by the scheduler alone.
 
-Shape legend: S slots, L longest sequence, P pages of the longest sequence.
+Shape legend: S slots, L longest sequence, P pages of the longest sequence,
+M new page-table entries, V vocabulary.
 """
 
 from __future__ import annotations
@@ -124,12 +125,10 @@ class SlotTable:
         self.stop_uses_V[list(sequence.sampling.stop_token_ids)] += 1
         return slot
 
-    def append_pages(self, slot: int, pages: list[int]) -> int:
-        """Lengthen a sequence's page table; returns the index of the first new entry."""
-        begin = int(self.num_pages_S[slot])
-        self.page_table_SP[slot, begin : begin + len(pages)] = pages
-        self.num_pages_S[slot] += len(pages)
-        return begin
+    def append_pages(self, slots_M: IntArray, indices_M: IntArray, pages_M: IntArray) -> None:
+        """Lengthen page tables; the indices continue where each table ends."""
+        self.page_table_SP[slots_M, indices_M] = pages_M
+        np.add.at(self.num_pages_S, slots_M, 1)
 
     def pages(self, slot: int) -> list[int]:
         return self.page_table_SP[slot, : self.num_pages_S[slot]].tolist()

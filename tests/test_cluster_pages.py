@@ -152,4 +152,4 @@ def test_no_page_is_lost_whatever_is_done(operations: list[tuple[str, int]]) -> 
             cache.clear()
         pool.check_invariants()
         cache.check_invariants()
-        assert pool.ref_counts.tolist() == [uses.count(page) for page in range(8)]
+        assert pool.ref_counts == [uses.count(page) for page in range(8)]
