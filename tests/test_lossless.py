@@ -24,7 +24,7 @@ KNOBS = {
     "top-p": SamplingParams(temperature=0.7, top_p=0.8),
     "min-p": SamplingParams(temperature=1.0, min_p=0.05),
     "all": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01),
-    "min-tokens": SamplingParams(temperature=1.0, min_tokens=20, stop_token_ids=(1, 2, 3, 4, 5, 6, 7, 8)),
+    "min-tokens": SamplingParams(min_tokens=20, max_tokens=NUM_TOKENS, stop_token_ids=tuple(range(1, 30))),
 }
 ENGINES = {
     "as shipped": {},
@@ -47,7 +47,8 @@ def params_of(name: str, count: int) -> list[SamplingParams]:
 
 def open_llm(target: Path, drafter: Path | None, **settings: object) -> LLM:
     spec = None if drafter is None else {"model": str(drafter)}
-    if drafter is not None and (drafts := settings.pop("num_speculative_tokens", None)):
+    drafts = settings.pop("num_speculative_tokens", None)
+    if spec is not None and drafts is not None:
         spec["num_speculative_tokens"] = drafts
     return LLM(
         str(target),
@@ -90,29 +91,36 @@ def test_greedy_equals_transformers_generate(target: Path, reference: dict[str, 
         assert out[0, len(prompt) :].tolist() == ours
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("drafts", [1, 3, 15])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_speculation_changes_no_token(
-    target: Path, tiny_drafter: Path, reference: dict[str, list[list[int]]], engine: str, drafts: int
+def test_speculation_changes_no_token_in_small_batches(
+    target: Path, tiny_drafter: Path, reference: dict[str, list[list[int]]], drafts: int, size: int
 ) -> None:
-    with open_llm(target, tiny_drafter, num_speculative_tokens=drafts, **ENGINES[engine]) as llm:
+    with open_llm(target, tiny_drafter, num_speculative_tokens=drafts) as llm:
         for name in KNOBS:
-            for size in (1, 3, 8):
-                got = tokens_of(llm, prompts(8)[:size], params_of(name, 8)[:size])
-                assert got == reference[name][:size], f"{name}, batch of {size}"
+            got = tokens_of(llm, prompts(8)[:size], params_of(name, 8)[:size])
+            assert got == reference[name][:size], name
+        assert llm.stats().num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("drafts", [None, 1, 3, 15])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_token_changes_among_eight_at_once_with_every_knob(
+    target: Path, tiny_drafter: Path, reference: dict[str, list[list[int]]], engine: str, drafts: int | None
+) -> None:
+    """All prompts with all knobs, eight running at a time: neighbours differ in length, age and knobs."""
+    drafter = None if drafts is None else tiny_drafter
+    everything = [pair for name in KNOBS for pair in zip(prompts(8), params_of(name, 8), strict=True)]
+    with open_llm(target, drafter, num_speculative_tokens=drafts, **ENGINES[engine]) as llm:
+        got = tokens_of(llm, [p for p, _ in everything], [s for _, s in everything])
         stats = llm.stats()
-    assert stats.num_accepted_tokens > 0, "nothing was ever accepted: the test would prove little"
-    if "preemption" in engine:
-        assert stats.preemptions > 0
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_plain_decoding_does_not_depend_on_the_batch(
-    target: Path, reference: dict[str, list[list[int]]], engine: str
-) -> None:
-    with open_llm(target, None, **ENGINES[engine]) as llm:
-        for name in KNOBS:
-            assert tokens_of(llm, prompts(8), params_of(name, 8)) == reference[name], name
+    expected = [tokens for name in KNOBS for tokens in reference[name]]
+    wrong = [(list(KNOBS)[i // 8], i % 8) for i in range(len(got)) if got[i] != expected[i]]
+    assert not wrong, "these (knob, prompt) differ"
+    assert (stats.num_accepted_tokens > 0) == (drafts is not None), (
+        "drafts that are never accepted prove little"
+    )
+    assert (stats.preemptions > 0) == ("preemption" in engine)
 
 
 def test_prefix_hits_change_no_token_and_keep_the_drafters_context(target: Path, tiny_drafter: Path) -> None:
