@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -66,10 +65,13 @@ class Server:
         url: where it answers, without a path.
     """
 
-    def __init__(self, options: ServeOptions, *, owns_ray: bool) -> None:
+    def __init__(
+        self, options: ServeOptions, *, owns_ray: bool, environment: Mapping[str, str | None]
+    ) -> None:
         self.url = options.url
         self._name = options.name
         self._owns_ray = owns_ray
+        self._environment = environment
         self._stopped = False
 
     def wait(self) -> None:
@@ -88,11 +90,12 @@ class Server:
         import ray
         from ray import serve
 
-        if not self._owns_ray:
+        if self._owns_ray:
+            serve.shutdown()
+            ray.shutdown()
+        else:
             serve.delete(self._name)
-            return
-        serve.shutdown()
-        ray.shutdown()
+        restore_environment(self._environment)
 
     def __enter__(self) -> Self:
         return self
@@ -116,13 +119,13 @@ def start_server(
     """
     report = report or _to_stderr
     config, _ = split_settings(args)
-    existing = os.environ.get("RAY_ADDRESS")
+    existing, environment = os.environ.get("RAY_ADDRESS"), {}
     if not existing:
         check_port(options.host, options.port)
         _check_models(config)
-        set_proxy_environment(plain_proxy=options.plain_proxy)
+        environment = set_proxy_environment(plain_proxy=options.plain_proxy)
     owns_ray = _connect(existing, options, report)
-    server = Server(options, owns_ray=owns_ray)
+    server = Server(options, owns_ray=owns_ray, environment=environment)
     try:
         _deploy(args, options, report)
     except BaseException:
@@ -154,26 +157,36 @@ def _check_models(config: EngineConfig) -> None:
     plan_load(config)
 
 
-def set_proxy_environment(*, plain_proxy: bool) -> None:
-    """Choose the proxy for a Ray that is started from this process. What is set already stays."""
+def set_proxy_environment(*, plain_proxy: bool) -> dict[str, str | None]:
+    """Choose the proxy for a Ray that is started from this process. What is set already stays.
+
+    Returns:
+        what was changed, with the values before, for `restore_environment`.
+    """
     if plain_proxy:
-        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
-        return
-    # Private files and ports, so that two clusters on one machine do not share HAProxy's.
-    folder = Path(tempfile.mkdtemp(prefix="manta-haproxy-"))
-    for name, value in {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-    }.items():
-        os.environ.setdefault(name, value)
+        wanted = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    else:
+        wanted = {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+            # Ports of their own, so that two clusters get along on one machine.
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        }
+        wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    return before
+
+
+def restore_environment(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def free_port() -> int:
