@@ -229,11 +229,21 @@ def demo(
     ),
     rows: Annotated[int, typer.Option("--rows", help="Rows of it to run.")] = 40,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every row.")] = 128,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Rows that run at once.")] = 2,
 ) -> None:
     """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
     from .demo import DemoOptions, run_demo
 
-    run_demo(DemoOptions(target=target, drafter=drafter, prompts=prompts, rows=rows, max_tokens=max_tokens))
+    run_demo(
+        DemoOptions(
+            target=target,
+            drafter=drafter,
+            prompts=prompts,
+            rows=rows,
+            max_tokens=max_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+    )
 
 
 @app.command("train-pair")

@@ -4,7 +4,8 @@
 2. `manta batch` over the sample prompts, with speculation and without it.
 3. A table: tokens/s, tokens per step, speed-up, and whether the outputs are the same.
 
-Each command is a process of its own and its output is shown; nothing of the engine is imported here.
+Each command is a process of its own; nothing of the engine is imported here. The server's log goes to a file,
+whose end is shown if it fails.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ COMPLETION = 'def read_lines(path):\n    """Return the lines of a text file with
 ANSWER_TOKENS = 96
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
+HEALTH_INTERVAL_S = 0.5
+LOG_TAIL_LINES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class DemoOptions:
         prompts: the sample dataset, JSONL.
         rows: of them, spread over the file.
         max_tokens: of every row.
+        max_num_seqs: rows that run at once. Few, as on a laptop: many rows together leave a CPU no spare
+            arithmetic for verifying drafts.
     """
 
     target: Path = Path("models/target")
@@ -54,6 +59,7 @@ class DemoOptions:
     prompts: Path = Path("models/prompts.jsonl")
     rows: int = 40
     max_tokens: int = 128
+    max_num_seqs: int = 2
 
 
 def run_demo(options: DemoOptions) -> None:
@@ -64,16 +70,16 @@ def run_demo(options: DemoOptions) -> None:
                 f"{path} is missing. Run the demo in the root of a clone, or name the folders with flags.",
                 param="model",
             )
-    _serve(options)
     with tempfile.TemporaryDirectory(prefix="manta-demo-") as scratch:
+        _serve(options, Path(scratch) / "serve.log")
         _compare(options, Path(scratch))
 
 
-def _serve(options: DemoOptions) -> None:
+def _serve(options: DemoOptions, log: Path) -> None:
     _title("1. Serve the pair over HTTP (Ray Serve), speculation on")
     port = free_port()
     command = ["serve", str(options.target), "--spec-model", str(options.drafter), "--port", str(port)]
-    with _server([*command, "--served-model-name", "manta"], port):
+    with _server([*command, "--served-model-name", "manta"], port, log):
         print(f"\n> streaming chat:\n{CHAT}\n", flush=True)
         usage = _stream_chat(port)
         print(f"\n> completion:\n{COMPLETION}", end="", flush=True)
@@ -137,16 +143,24 @@ def _post(port: int, path: str, body: Mapping[str, Any]) -> Iterator[http.client
 
 
 @contextmanager
-def _server(arguments: Sequence[str], port: int) -> Iterator[None]:
+def _server(arguments: Sequence[str], port: int, log: Path) -> Iterator[None]:
     """`manta serve` in a process group of its own, ready; ended as a user would, by one Ctrl-C."""
     _show(arguments)
-    process = subprocess.Popen(_command(arguments), start_new_session=True, env=_environment())
+    # Nobody is behind a load balancer here: the server may stop at once.
+    environment = _environment() | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(arguments), start_new_session=True, env=environment, stdout=output, stderr=output
+        )
     try:
         _await_health(process, port)
         yield
         print("\nstopping the server", flush=True)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=STOP_TIMEOUT_S)
+    except BaseException:
+        print(f"\nthe server's log ends with:\n{_tail(log)}", file=sys.stderr, flush=True)
+        raise
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -154,21 +168,30 @@ def _server(arguments: Sequence[str], port: int) -> Iterator[None]:
 
 
 def _await_health(process: subprocess.Popen[bytes], port: int) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
+    started_s = time.monotonic()
+    while (waited_s := time.monotonic() - started_s) < START_TIMEOUT_S:
         if process.poll() is not None:
-            raise MantaError(f"manta serve ended with exit code {process.returncode}; see its output above.")
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass  # not listening yet
-        finally:
-            connection.close()
-        time.sleep(0.5)
+            raise MantaError(f"manta serve ended with exit code {process.returncode}.")
+        if _is_healthy(port):
+            print(f"ready after {waited_s:.0f} s", flush=True)
+            return
+        time.sleep(HEALTH_INTERVAL_S)
     raise MantaError(f"manta serve was not ready within {START_TIMEOUT_S:.0f} s.")
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:  # not listening yet
+        return False
+    finally:
+        connection.close()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
 def _compare(options: DemoOptions, scratch: Path) -> None:
@@ -182,7 +205,8 @@ def _compare(options: DemoOptions, scratch: Path) -> None:
     for mode, flags in (("on", ["--spec-model", str(options.drafter)]), ("off", ["--no-speculation"])):
         output = scratch / mode
         arguments = ["batch", "-i", str(dataset), "-o", str(output), "--model", str(options.target), *flags]
-        _run([*arguments, "--max-tokens", str(options.max_tokens), "--temperature", "0"])
+        arguments += ["--max-tokens", str(options.max_tokens), "--temperature", "0"]
+        _run([*arguments, "--max-num-seqs", str(options.max_num_seqs)])
         reports[mode] = json.loads((output / "report.json").read_text(encoding="utf-8"))
         results[mode] = read_results(output)
     same = _answers(results["on"]) == _answers(results["off"])
