@@ -57,7 +57,7 @@ class Engine:
     Args:
         config: settings.
         executor: loaded and ready.
-        clock: seconds, for the timing of steps.
+        clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Engine:
     def plan(self) -> SchedulerOutput | None:
         """Decide the next step; None if there is nothing to do. It must be committed before the next one."""
         begin_s = self._clock()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(begin_s)
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
 

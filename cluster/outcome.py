@@ -30,6 +30,7 @@ class SequenceUpdate(NamedTuple):
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
         num_drafted: drafts verified in this step.
         num_accepted: accepted drafts among `token_ids`.
+        queue_s: from its arrival until it first ran.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class SequenceUpdate(NamedTuple):
     num_cached_tokens: int
     num_drafted: int
     num_accepted: int
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def make_updates(
                 sequence.num_cached_tokens or 0,
                 num_drafted,
                 num_accepted,
+                sequence.queue_s,
             )
         )
     return updates

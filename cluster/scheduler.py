@@ -9,7 +9,7 @@ drafts behind it.
        └─────── preempt: the last in rank loses slot and pages, keeps its tokens
 
 One plan is in flight at a time: `schedule`, execute, `commit`. Called by `engine.py` alone; knows neither
-clocks nor executors. The order of serving is `Sequence.rank`: by arrival, or by priority and then arrival.
+a clock nor an executor. The order of serving is `Sequence.rank`: by arrival, or by priority and then arrival.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -83,8 +83,8 @@ class Scheduler:
 
     # A step is planned.
 
-    def schedule(self) -> SchedulerOutput | None:
-        """Plan the next step; None if there is nothing to do."""
+    def schedule(self, now_s: float) -> SchedulerOutput | None:
+        """Plan the next step; None if there is nothing to do. `now_s` is for the record of waiting times."""
         assert self._in_flight is None, "commit the last plan first"
         self._admitted, self._page_entries = [], []
         slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
@@ -92,7 +92,7 @@ class Scheduler:
         num_kept = self._cover_rows(slots_R, rows_R)
         slots_R, rows_R, preempted = slots_R[:num_kept], rows_R[:num_kept], num_kept < len(slots_R)
         if not preempted:  # or who was just preempted might come back at once
-            rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum())))
+            rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum()), now_s))
             slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
         if len(slots_R) == 0:
             return None
@@ -139,7 +139,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_by_rank)
         self.counters.preemptions += 1
 
-    def _admit(self, budget: int) -> list[int]:
+    def _admit(self, budget: int, now_s: float) -> list[int]:
         """Let waiting sequences in, strictly by rank, while there are slots, rows and pages. Their rows."""
         rows: list[int] = []
         while self.waiting and budget > 0 and self.table.has_free_slot:
@@ -152,7 +152,7 @@ class Scheduler:
             # Leave everybody who runs a page to grow, or who comes in would soon be preempted again.
             if missing + len(self.running) > self.pool.num_free - self.pool.num_idle(hits):
                 break
-            self._enter(self.waiting.pop(0), hits, missing)
+            self._enter(self.waiting.pop(0), hits, missing, now_s)
             rows.append(min(left, budget))
             budget -= rows[-1]
         return rows
@@ -166,7 +166,7 @@ class Scheduler:
         self.cache.hash_pages(sequence.digests, sequence.token_ids, usable, salt)
         return self.cache.match(sequence.digests[:usable])
 
-    def _enter(self, sequence: Sequence, hits: list[int], missing: int) -> None:
+    def _enter(self, sequence: Sequence, hits: list[int], missing: int, now_s: float) -> None:
         """From waiting to running. Pages of all its known tokens are taken now: prefill never lacks any."""
         table = self.table
         slot = table.enter(sequence, self.config.num_speculative_tokens if sequence.request.speculate else 0)
@@ -181,6 +181,7 @@ class Scheduler:
         )
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = int(table.num_computed_S[slot])
+            sequence.queue_s = now_s - sequence.request.arrival_s
             self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:

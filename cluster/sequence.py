@@ -34,6 +34,7 @@ class Sequence:
         eos_token_ids: those that end it without being a `stop_reason`.
         digests: of its first full pages, as far as they were needed.
         num_cached_tokens: found in the prefix cache when it first entered; None before.
+        queue_s: how long it waited until then.
         slot: while it runs.
         aborted: it ends with the step in flight; its tokens are not wanted.
     """
@@ -46,6 +47,7 @@ class Sequence:
     eos_token_ids: frozenset[int]
     digests: list[bytes] = field(default_factory=list[bytes])
     num_cached_tokens: int | None = None
+    queue_s: float = 0.0
     slot: int = WAITING
     aborted: bool = False
 

@@ -143,6 +143,16 @@ def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
     engine.close()
 
 
+def test_the_time_in_the_queue_ends_with_the_first_step_of_a_request() -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5), spend=clock.advance)
+    engine = Engine(EngineConfig(model="simulated", max_num_seqs=1), executor, clock)
+    for name in ("a", "b"):
+        engine.add_request(make_request(name, max_tokens=2, ignore_eos=True, speculate=False))
+    updates = [update for _ in range(4) for update in engine.step()]
+    assert [(u.request_id, u.queue_s) for u in updates] == [("a", 0.0), ("a", 0.0), ("b", 1.0), ("b", 1.0)]
+
+
 def test_a_snapshot_stays_as_it_was() -> None:
     engine = open_engine(INFO)
     before = engine.stats()
