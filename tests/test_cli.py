@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,35 @@ def test_wrong_input_ends_with_words_not_a_traceback(
     assert said in " ".join(err.split())
     assert "Traceback" not in err
     assert got == code
+
+
+def test_wrong_input_of_jobs_and_servers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.parquet").write_bytes(b"not parquet")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            ("serve", "m", "--port", port): f"port={port}",
+            ("batch", "-m", "m", "-i", "nowhere.jsonl", "-o", "out"): "nowhere.jsonl cannot be read",
+            ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out"): "not a readable Parquet file",
+            ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out", "--concurrency", "0"): "concurrency=0",
+            ("bench", "m"): "speculative_config is missing",
+            ("demo",): "models/target is missing",
+        }
+        for arguments, said in cases.items():
+            code, err = run(capsys, *arguments)
+            assert said in " ".join(err.split())
+            assert "Traceback" not in err
+            assert code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_repositorys_own_config_is_one() -> None:
+    config = engine_config(read_settings(Path(__file__).parent.parent / "ray_config.yaml"))
+    assert config.speculative_config is not None
+    assert (config.model, config.speculative_config.model) == ("models/target", "models/drafter")
 
 
 def test_an_unknown_key_in_the_yaml_proposes_the_nearest(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""`manta generate` and `manta chat` on a tiny pair: what is streamed is the answer, speculation or not."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from manta import LLM, SamplingParams
+from manta.jobs import chat
+from manta.jobs.cli import main
+from text_pair import make_text_pair
+
+SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Path]) -> LLM:
+    settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
+    return LLM(str(pair[0]), speculative_config={"model": str(pair[1])}, **settings)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, *SMALL])
+    assert not ended.value.code
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_generate_streams_the_same_text_with_and_without_speculation(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter = map(str, pair)
+    flags = ("generate", "def main(", "-m", target, "--max-tokens", "24")
+    plain, figures = command(capsys, *flags)
+    assert plain.strip()
+    assert "per step" not in figures
+    speculated, figures = command(capsys, *flags, "--spec-model", drafter)
+    assert speculated == plain
+    assert "tokens per step" in figures
+
+
+def test_chat_answers_lines_keeps_history_and_can_forget(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", "/reset", "/what", "", "hello", "word " * 300, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    out, err = command(capsys, "chat", str(pair[0]), "-t", "0", "--max-tokens", "8")
+    first, second, rest = out.split("\n", 2)
+    assert first == second
+    assert not rest
+    assert "max_model_len" in err  # the long line is refused, and the conversation goes on
+
+
+def test_the_conversation_is_sent_whole(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    conversation = chat.Conversation(llm, params, "be brief")
+    answer = conversation.say("one")
+    conversation.say("two")
+    roles = [message["role"] for message in conversation.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert conversation.messages[2]["content"] == answer
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "be brief"}]
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream
+
+    def interrupted(*arguments: object) -> object:
+        for number, delta in enumerate(stream(*arguments)):  # type: ignore[arg-type]
+            if number == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield delta
+
+    monkeypatch.setattr(llm, "stream", interrupted)
+    conversation = chat.Conversation(llm, SamplingParams(max_tokens=200, ignore_eos=True, seed=1), None)
+    conversation.say("tell me everything")
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    monkeypatch.undo()
+    assert llm.stats().running == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
