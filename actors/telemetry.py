@@ -108,12 +108,18 @@ class Telemetry:
         before = self._engine.stats()
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
-            now = self._engine.stats()
-            if now.num_drafts > before.num_drafts:
-                logger.info(acceptance_line(before, now, REPORT_INTERVAL_S))
-            if self._mirror is not None:
-                self._mirror.update(now)
-            before = now
+            try:
+                before = self._report(before)
+            except Exception:  # a task's edge: figures must not end for one failure, nor end the engine
+                logger.exception("the engine's figures could not be reported")
+
+    def _report(self, before: EngineStats) -> EngineStats:
+        now = self._engine.stats()
+        if now.num_drafts > before.num_drafts:
+            logger.info(acceptance_line(before, now, REPORT_INTERVAL_S))
+        if self._mirror is not None:
+            self._mirror.update(now)
+        return now
 
     def _observe(self, *values: tuple[str, float | None]) -> None:
         for name, value_ms in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from manta.actors.http.errors import error_response, public_error
 from manta.actors.http.fields import REFUSED, check_extra_fields
 from manta.actors.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from manta.actors.http.settings import split_settings
+from manta.actors.telemetry import Histogram, acceptance_line
+from manta.cluster.engine import EngineStats
 from manta.cluster.errors import (
     CheckpointError,
     ConfigError,
@@ -18,6 +21,7 @@ from manta.cluster.errors import (
     OverloadedError,
     RequestError,
 )
+from manta.cluster.metrics import Metric
 from manta.cluster.request import SamplingParams
 
 
@@ -176,3 +180,31 @@ def test_retryable_failures_say_when_and_deterministic_ones_say_never() -> None:
     assert error_response(MantaError("bug")).headers["x-should-retry"] == "false"
     plain = error_response(RequestError("wrong")).headers
     assert "retry-after" not in plain and "x-should-retry" not in plain
+
+
+def stats(**counts: object) -> EngineStats:
+    blank = {field.name: 0 for field in fields(EngineStats)}
+    return EngineStats(**{**blank, "finished": {}, "step_seconds": {}, "accepted_per_pos": (0, 0), **counts})
+
+
+def test_the_acceptance_line_tells_of_the_time_between_two_snapshots() -> None:
+    before = stats(num_drafts=10, num_draft_tokens=20, num_accepted_tokens=20, accepted_per_pos=(10, 10))
+    after = stats(num_drafts=14, num_draft_tokens=28, num_accepted_tokens=25, accepted_per_pos=(14, 11))
+    line = acceptance_line(before, after, 10.0)
+    assert line.startswith("SpecDecoding metrics: Mean acceptance length: 2.25, ")
+    assert "Accepted: 5 tokens, Drafted: 8 tokens" in line
+    assert "Per-position acceptance rate: 1.000, 0.250, Avg Draft acceptance rate: 62.5%" in line
+
+
+def test_a_histogram_counts_up_to_and_including_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value, count in ((1.0, 1), (1.5, 3), (9.0, 2)):
+        histogram.observe(value, count)
+    family = histogram.family(Metric("h", "histogram", "seconds", "help", (), (1.0, 2.0)), {})
+    assert {s.labels.get("le", s.name): s.value for s in family.samples} == {
+        "1.0": 1.0,
+        "2.0": 4.0,
+        "+Inf": 6.0,
+        "h_count": 6.0,
+        "h_sum": 1.0 + 4.5 + 18.0,
+    }
