@@ -3,10 +3,10 @@
     engine ── down ring (one writer, W readers) ──▶ workers          plans
     engine ◀── up ring of each worker ───────────── worker           results (rank 0), failures (any rank)
 
-Rings lie in one anonymous memory file (memfd) that the engine hands to each worker over a Unix socket in the
-abstract namespace; so nothing is ever left behind in /dev/shm or /tmp, whoever is killed and when. The
-same socket rings a sleeper awake (one byte) and tells at once when a process at its other end has died. Who
-waits spins for a moment with `sched_yield`, then announces that it sleeps and polls its sockets.
+The rings (`rings.py`) lie in an anonymous memory file (memfd) that the engine hands to each worker over a
+Unix socket in the abstract namespace; so nothing is ever left behind in /dev/shm or /tmp, whoever is killed
+and when. The same socket rings a sleeper awake (one byte), and tells at once when the process at its other
+end has died. Who waits spins for a moment with `sched_yield`, then announces that it sleeps and polls.
 
 Messages are pickled; one larger than a slot goes as several fragments, so there is no size limit. Linux
 only, same machine and same user only (both are checked). Not a tensor path: that is `process_group.py`.
@@ -16,174 +16,42 @@ Used by `ray_executor.py` (engine's end) and the workers; no Ray in here. An end
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import pickle
 import secrets
 import select
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
+
+from .rings import Layout, Ring, SharedMemory
 
 PATIENCE_S = 60.0  # for a peer that must answer at once
 POLL_S = 0.1  # sleepers look up this often; a lost wake-up costs no more
 SHORT_SPIN_S, LONG_SPIN_S = 30e-6, 1e-3
-_LINE = 64  # bytes of a cache line: every counter has one of its own
 _HELLO = struct.Struct("<q")  # rank
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_FRAGMENT = struct.Struct("<Q")  # size * 2 + (1 if it is the message's last)
 
 
 class PeerLostError(Exception):
     """The process at the other end is gone, or never was on this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where things lie in the shared memory; sent to every worker. The slot sizes are for tests to shrink.
-
-    line 0: engine asleep; line 1: fragments sent down; then per worker four lines: asleep, fragments read
-    from down, fragments sent up, fragments of those read. Slots follow: down's, then each worker's.
-    """
-
-    num_workers: int
-    down_slots: int = 4
-    down_slot_bytes: int = 256 * 1024
-    up_slots: int = 2
-    up_slot_bytes: int = 64 * 1024
-
-    def line(self, rank: int, which: int) -> int:
-        return 2 + 4 * rank + which
-
-    @property
-    def slots_offset(self) -> int:
-        return self.line(self.num_workers, 0) * _LINE
-
-    def up_offset(self, rank: int) -> int:
-        down = self.down_slots * (self.down_slot_bytes + _FRAGMENT.size)
-        return self.slots_offset + down + rank * self.up_slots * (self.up_slot_bytes + _FRAGMENT.size)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.up_offset(self.num_workers)
-
-
-class _Memory:
-    """The mapped file: bytes for slots, and one 64-bit word per cache line."""
-
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
-        self._map = mmap.mmap(descriptor, size_bytes)
-        self.bytes = memoryview(self._map)
-        self._words = self.bytes[: size_bytes // 8 * 8].cast("Q")
-        self._lock = threading.Lock()
-
-    def read(self, line: int) -> int:
-        return self._words[line * 8]
-
-    def write(self, line: int, value: int) -> None:
-        self._words[line * 8] = value
-
-    def fence(self) -> None:
-        """Order what was written before with what is read after: a lock's atomic instruction does."""
-        with self._lock:
-            pass
-
-    def close(self) -> None:
-        self._words.release()
-        self.bytes.release()
-        self._map.close()
-
-
-class _Ring:
-    """Fragments from one writer to some readers. Each counter has one owner, who alone writes it."""
-
-    def __init__(
-        self,
-        memory: _Memory,
-        offset: int,
-        num_slots: int,
-        slot_bytes: int,
-        head: int,
-        tails: Sequence[int],
-    ) -> None:
-        self._memory = memory
-        self._offset = offset
-        self._num_slots = num_slots
-        self._slot_bytes = slot_bytes
-        self._head = head
-        self._tails = tails
-
-    def fragments(self, message: bytes) -> list[memoryview]:
-        view, step = memoryview(message), self._slot_bytes
-        return [view[at : at + step] for at in range(0, len(view), step)]
-
-    def has_room(self) -> bool:
-        slowest = min(map(self._memory.read, self._tails))
-        return self._memory.read(self._head) - slowest < self._num_slots
-
-    def put(self, fragment: memoryview, last: bool) -> None:
-        head = self._memory.read(self._head)
-        at = self._slot(head)
-        _FRAGMENT.pack_into(self._memory.bytes, at, len(fragment) * 2 + last)
-        start = at + _FRAGMENT.size
-        self._memory.bytes[start : start + len(fragment)] = fragment
-        self._memory.fence()
-        self._memory.write(self._head, head + 1)
-
-    def has_next(self, reader: int) -> bool:
-        return self._memory.read(self._head) > self._memory.read(self._tails[reader])
-
-    def peek(self, reader: int) -> tuple[memoryview, bool]:
-        """The next fragment, in place, and whether it is its message's last; `drop` it after use."""
-        self._memory.fence()
-        at = self._slot(self._memory.read(self._tails[reader]))
-        (head,) = _FRAGMENT.unpack_from(self._memory.bytes, at)
-        start = at + _FRAGMENT.size
-        return self._memory.bytes[start : start + head // 2], bool(head & 1)
-
-    def drop(self, reader: int) -> None:
-        tail = self._tails[reader]
-        self._memory.write(tail, self._memory.read(tail) + 1)
-
-    def _slot(self, index: int) -> int:
-        return self._offset + index % self._num_slots * (self._slot_bytes + _FRAGMENT.size)
-
-
 class _End:
     """What both ends do: wait, wake the other side, move messages."""
 
-    def __init__(self, layout: Layout, memory: _Memory, own_line: int, spin_s: float) -> None:
-        self._layout = layout
+    def __init__(self, memory: SharedMemory, own_line: int, spin_s: float) -> None:
         self._memory = memory
         self._own_line = own_line
         self._peers: dict[int, tuple[socket.socket, int]] = {}  # rank (-1: engine) -> socket, asleep line
         self._poller = select.poll()
         self._spin_s = spin_s
-        self.down = _Ring(
-            memory,
-            layout.slots_offset,
-            layout.down_slots,
-            layout.down_slot_bytes,
-            1,
-            [layout.line(r, 1) for r in range(layout.num_workers)],
-        )
+        self._closed = False
 
-    def _up(self, rank: int) -> _Ring:
-        layout = self._layout
-        return _Ring(
-            self._memory,
-            layout.up_offset(rank),
-            layout.up_slots,
-            layout.up_slot_bytes,
-            layout.line(rank, 2),
-            [layout.line(rank, 3)],
-        )
-
-    def _write(self, ring: _Ring, message: object, timeout_s: float, alive: Callable[[], None]) -> None:
+    def _write(self, ring: Ring, message: object, timeout_s: float, alive: Callable[[], None]) -> None:
         pieces = ring.fragments(pickle.dumps(message, protocol=5))
         for index, piece in enumerate(pieces):
             self._wait(ring.has_room, timeout_s, alive)
@@ -191,7 +59,7 @@ class _End:
             self._wake_sleepers()
 
     # Any: a channel carries whatever was put in; both ends are ours.
-    def _read(self, ring: _Ring, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
+    def _read(self, ring: Ring, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
         """The next message; at least its first fragment is there."""
         fragment, last = ring.peek(reader)
         if last:
@@ -209,7 +77,7 @@ class _End:
             self._wait(lambda: ring.has_next(reader), timeout_s, alive)
             fragment, last = ring.peek(reader)
 
-    def _drop(self, ring: _Ring, reader: int) -> None:
+    def _drop(self, ring: Ring, reader: int) -> None:
         ring.drop(reader)
         self._wake_sleepers()
 
@@ -261,9 +129,10 @@ class _End:
 
     def close(self) -> None:
         """Let go of memory and sockets; the other side then sees a lost peer. Idempotent."""
-        for sock, _ in self._peers.values():
-            sock.close()
-        if self._peers:
+        if not self._closed:
+            self._closed = True
+            for sock, _ in self._peers.values():
+                sock.close()
             self._peers.clear()
             self._memory.close()
 
@@ -281,14 +150,16 @@ class StepChannel(_End):
         self.address = f"manta-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind("\0" + self.address)
         self._listener.listen(num_workers)
-        layout = layout or Layout(num_workers)
+        self._layout = layout = layout or Layout(num_workers)
         self._file = os.memfd_create("manta-steps")
         os.ftruncate(self._file, layout.size_bytes)
         # It awaits a model's step, which uses all the cores it can get.
         spin_s = spin_budget_s(2 * (num_workers + 1))
-        super().__init__(layout, _Memory(self._file, layout.size_bytes), 0, spin_s)
-        self._ups = [self._up(rank) for rank in range(num_workers)]
-        self._closed = False
+        memory = SharedMemory(self._file, layout.size_bytes)
+        super().__init__(memory, 0, spin_s)
+        self._down = Ring.down(memory, layout)
+        self._ups = [Ring.up(memory, layout, rank) for rank in range(num_workers)]
+        self._door_is_open = True
 
     def accept(self, timeout_s: float = PATIENCE_S) -> None:
         """Take in all workers; they connected during their set-up."""
@@ -306,13 +177,13 @@ class StepChannel(_End):
             sock.setblocking(False)
             self._peers[rank] = sock, self._layout.line(rank, 0)
             self._poller.register(sock, select.POLLIN)
-        self._forget_door()
+        self._shut_door()
 
     def send(
         self, message: object, timeout_s: float = PATIENCE_S, alive: Callable[[], None] = lambda: None
     ) -> None:
         """Give a message to every worker. `alive` is called about ten times a second and may raise."""
-        self._write(self.down, message, timeout_s, alive)
+        self._write(self._down, message, timeout_s, alive)
 
     def receive(self, timeout_s: float, alive: Callable[[], None] = lambda: None) -> tuple[int, Any]:
         """The next message of any worker: (rank, message). Raises PeerLostError, TimeoutError."""
@@ -323,14 +194,14 @@ class StepChannel(_End):
     def _has_mail(self) -> bool:
         return any(ring.has_next(0) for ring in self._ups)
 
-    def _forget_door(self) -> None:
-        if not self._closed:
-            self._closed = True
+    def _shut_door(self) -> None:
+        if self._door_is_open:
+            self._door_is_open = False
             self._listener.close()
             os.close(self._file)
 
     def close(self) -> None:
-        self._forget_door()
+        self._shut_door()
         super().close()
 
 
@@ -344,28 +215,32 @@ class WorkerChannel(_End):
 
     def __init__(self, sock: socket.socket, rank: int, timeout_s: float = PATIENCE_S) -> None:
         sock.settimeout(timeout_s)
-        hello, files, _, _ = socket.recv_fds(sock, 4096, 1)
+        try:
+            hello, files, _, _ = socket.recv_fds(sock, 4096, 1)
+        except OSError as error:
+            raise PeerLostError(f"the engine ({error})") from None
         if not files:
             raise PeerLostError("the engine")
         layout = Layout(**json.loads(hello))
-        memory = _Memory(files[0], layout.size_bytes)
+        memory = SharedMemory(files[0], layout.size_bytes)
         os.close(files[0])
         # It awaits the engine's host work, which is short and runs on one core.
-        super().__init__(layout, memory, layout.line(rank, 0), spin_budget_s(layout.num_workers + 1))
+        super().__init__(memory, layout.line(rank, 0), spin_budget_s(layout.num_workers + 1))
         self._rank = rank
-        self._ring = self._up(rank)
+        self._down = Ring.down(memory, layout)
+        self._up = Ring.up(memory, layout, rank)
         sock.setblocking(False)
         self._peers[-1] = sock, 0
         self._poller.register(sock, select.POLLIN)
 
     def receive(self) -> Any:
         """The engine's next message, however long it takes while the engine lives (PeerLostError)."""
-        self._wait(lambda: self.down.has_next(self._rank), float("inf"), lambda: None)
-        return self._read(self.down, self._rank, PATIENCE_S, lambda: None)
+        self._wait(lambda: self._down.has_next(self._rank), float("inf"), lambda: None)
+        return self._read(self._down, self._rank, PATIENCE_S, lambda: None)
 
     def send(self, message: object, timeout_s: float = PATIENCE_S) -> None:
         """Give the engine a message."""
-        self._write(self._ring, message, timeout_s, lambda: None)
+        self._write(self._up, message, timeout_s, lambda: None)
 
 
 def knock(address: str, rank: int) -> socket.socket:

@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from ..cluster.config import EngineConfig
+from ..cluster.errors import ConfigError
 from ..cluster.plan import SchedulerOutput
 from ..drafter.checkpoint import TensorFolder, load_drafter
+from ..drafter.kv_cache import PagedKVCache
 from ..drafter.model import ContextFeatures
 from ..drafter.propose import Proposer
 from ..drafter.states import RequestStates, StepRows
 from .process_group import Communicator, ProcessGroups
 from .target.load_plan import LoadPlan, plan_load
 from .target.loading import lent_weights
+from .target.memory import gpu_budget_bytes
 
 
 class RemoteDrafts:
@@ -82,6 +85,7 @@ class DrafterRunner:
         self._joint, self._link = groups.joint, groups.link
         drafter = load_drafter(plan.drafter_folder, plan.facts, lent_weights(plan), plan.dtype, plan.device)
         num_pages = int(self._link.broadcast(torch.zeros(1, dtype=torch.int64, device=plan.device)))
+        _check_pages_fit(plan, num_pages)
         self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size))
         self._states = RequestStates(
             config.max_num_seqs, plan.max_model_len, num_pages, config.page_size, plan.device
@@ -111,6 +115,26 @@ class DrafterRunner:
 
 def _drafter_rank(joint: Communicator) -> int:
     return joint.world_size - 1
+
+
+def _check_pages_fit(plan: LoadPlan, num_pages: int) -> None:
+    """The target has chosen how many pages there are; the drafter's GPU must hold them beside its weights.
+
+    A rank of a wide tensor-parallel target may hold less of a token than the drafter does.
+    """
+    drafter, config = plan.drafter, plan.config
+    if plan.device.type != "cuda" or drafter is None:
+        return
+    page_bytes = PagedKVCache.bytes_per_page(
+        drafter.num_layers, config.page_size, drafter.num_kv_heads, drafter.head_dim, plan.dtype
+    )
+    room = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, activation_bytes=0) // page_bytes
+    if num_pages > room:
+        raise ConfigError(
+            f"The target's GPUs hold {num_pages} K/V pages, the split drafter's only {max(room, 0)}. Set "
+            "num_pages to at most that.",
+            param="num_pages",
+        )
 
 
 def _context_features(plan: LoadPlan) -> ContextFeatures:
