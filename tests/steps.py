@@ -1,0 +1,69 @@
+"""Hand-made steps for tests below the scheduler: plans over scattered pages, for one runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from manta.actors.target.loading import load_runner
+from manta.actors.target.runner import StepRunner
+from manta.cluster.config import EngineConfig
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+
+GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+def settings(target: Path, drafter: Path | None = None, **changes: object) -> EngineConfig:
+    """Small, in fp32 and on one thread."""
+    spec = {"speculative_config": {"model": str(drafter)}} if drafter else {}
+    small = {"max_num_seqs": 4, "max_model_len": 128, "num_threads": 1}
+    fixed = {"model": str(target), "dtype": "float32", "skip_tokenizer_init": True}
+    return EngineConfig.from_dict({**fixed, **small, **spec, **changes})
+
+
+def open_runner(
+    target: Path, drafter: Path | None = None, **changes: object
+) -> tuple[StepRunner, ExecutorInfo]:
+    return load_runner(settings(target, drafter, **changes))
+
+
+@dataclass
+class Steps:
+    """Plans one after the other; slot s has pages s, s + stride, s + 2 stride, ... (never consecutive)."""
+
+    num_slots: int
+    max_model_len: int = 128
+    page_size: int = 16
+    _count: int = field(default=0, init=False)
+
+    def admit(self, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY) -> AdmittedRequest:
+        return AdmittedRequest(slot, f"r{slot}", np.array(tokens, np.int32), sampling)
+
+    def plan(
+        self,
+        slots: Sequence[int],
+        computed: Sequence[int],
+        rows: Sequence[int],
+        drafts: Sequence[int] | None = None,
+        *,
+        admitted: Sequence[AdmittedRequest] = (),
+        samples: Sequence[bool] | None = None,
+    ) -> SchedulerOutput:
+        pages = -(-self.max_model_len // self.page_size)
+        who = [request.slot for request in admitted]
+        self._count += 1
+        return SchedulerOutput(
+            step=self._count,
+            admitted=tuple(admitted),
+            page_slots=np.repeat(np.array(who, np.int32), pages),
+            page_indices=np.tile(np.arange(pages, dtype=np.int32), len(who)),
+            page_ids=np.array([s + i * self.num_slots for s in who for i in range(pages)], np.int32),
+            slots=np.array(slots, np.int32),
+            num_computed=np.array(computed, np.int32),
+            num_rows=np.array(rows, np.int32),
+            num_drafts=np.array([0] * len(slots) if drafts is None else drafts, np.int32),
+            samples=np.array([True] * len(slots) if samples is None else samples),
+        )

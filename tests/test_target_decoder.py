@@ -1,0 +1,153 @@
+"""The target's forward pass over pages equals transformers': every row, every family, every variant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from manta.actors.target.config import TargetConfig
+from manta.actors.target.decoder import Decoder
+from manta.actors.target.parallel import Sharding, SingleRank
+from manta.actors.target.weights import TargetWeights
+from manta.drafter.states import RequestStates
+from steps import Steps
+from tiny import TINY_VOCAB, make_tiny_target
+
+NUM_SLOTS, MAX_LEN = 4, 128
+TAPS = (2, 0, 3)
+VARIANTS = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 with attention biases": ("qwen3", {"attention_bias": True}),
+    "qwen3 with an untied head": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3 with sliding windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+    "llama": ("llama", {}),
+    "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with a tied head": ("llama", {"tie_word_embeddings": True}),
+    "llama without rope scaling": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
+    "llama with a kv head per head": ("llama", {"num_key_value_heads": 4}),
+}
+
+
+def make_variant(folder: Path, family: str, changes: dict) -> Path:
+    """A random checkpoint with some config values changed, biases and norms random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(make_tiny_target(folder / "base", family)).to_dict()
+    config.pop("layer_types", None)
+    kind = type(AutoConfig.from_pretrained(folder / "base"))
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_config(kind(**{**config, **changes}), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "variant")
+    return folder / "variant"
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_variant(tmp_path_factory.mktemp("variant"), *VARIANTS[request.param])
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = TargetConfig.load(folder)
+    sharding = Sharding.of(config, 0, 1)
+    weights = TargetWeights(folder, config, sharding, dtype, torch.device("cpu"))
+    return Decoder(weights, TAPS, MAX_LEN, SingleRank())
+
+
+class Requests:
+    """Prompts of several lengths, computed in chunks; every row's logits and taps are kept."""
+
+    def __init__(self, model: Decoder, lengths: list[int]) -> None:
+        steps = Steps(NUM_SLOTS, MAX_LEN)
+        num_pages = NUM_SLOTS * MAX_LEN // steps.page_size
+        random = np.random.default_rng(2)
+        self.tokens = [random.integers(0, TINY_VOCAB, n).tolist() for n in lengths]
+        self.logits: list[list[torch.Tensor]] = [[] for _ in lengths]
+        self.taps: list[list[torch.Tensor]] = [[] for _ in lengths]
+        self._model, self._steps = model, steps
+        self._states = RequestStates(NUM_SLOTS, MAX_LEN, num_pages, steps.page_size, "cpu")
+        self._cache = model.new_cache(num_pages, steps.page_size)
+        self._cache.kv.fill_(100.0)  # what is seen unwritten must show
+        self._admitted = [steps.admit(slot, tokens) for slot, tokens in enumerate(self.tokens)]
+
+    @torch.inference_mode()
+    def compute(self, rows: dict[int, int]) -> None:
+        """One step: so many further rows of each request. Known tokens stand where drafts would."""
+        slots, counts = list(rows), list(rows.values())
+        computed = [sum(map(len, self.logits[s])) for s in slots]
+        drafts = [n - 1 for n in counts]
+        plan = self._steps.plan(slots, computed, counts, drafts, admitted=self._admitted)
+        self._admitted = []
+        self._states.apply(plan)
+        step = self._states.rows(plan)
+        normed, taps = self._model.forward(step, self._cache)
+        assert taps is not None
+        parts = zip(self._model.logits(normed).split(counts), taps.split(counts), strict=True)
+        for slot, (logits, tapped) in zip(slots, parts, strict=True):
+            self.logits[slot].append(logits)
+            self.taps[slot].append(tapped)
+
+
+@torch.no_grad()
+def oracle(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    out = model(torch.tensor([tokens]), output_hidden_states=True)
+    return out.logits[0], tuple(h[0] for h in out.hidden_states)
+
+
+SCHEDULE = [{0: 17, 1: 5}, {0: 1, 1: 16, 2: 40}, {2: 1, 0: 16, 1: 1}, {0: 6, 3: 1}, {3: 1, 2: 1}, {3: 15}]
+
+
+def computed(model: Decoder) -> Requests:
+    requests = Requests(model, [40, 22, 42, 17])
+    for rows in SCHEDULE:
+        requests.compute(rows)
+    return requests
+
+
+def test_logits_of_every_row_equal_transformers_in_chunks_and_in_company(checkpoint: Path) -> None:
+    requests = computed(load(checkpoint))
+    for tokens, logits in zip(requests.tokens, requests.logits, strict=True):
+        expected, _ = oracle(checkpoint, tokens)
+        torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_taps_are_the_outputs_of_blocks_before_the_final_norm_in_the_order_asked(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    requests = computed(model)
+    for tokens, taps in zip(requests.tokens, requests.taps, strict=True):
+        _, hidden = oracle(checkpoint, tokens)
+        third, first, last = torch.cat(taps).unbind(1)
+        torch.testing.assert_close(third, hidden[3], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(first, hidden[1], atol=1e-4, rtol=1e-4)
+        # transformers shows the last block's output only behind the final norm.
+        torch.testing.assert_close(model._final_norm(last), hidden[4], atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(last, hidden[4], atol=1e-2)
+
+
+def test_bfloat16_stays_close_to_transformers(tiny_qwen3: Path) -> None:
+    requests = computed(load(tiny_qwen3, torch.bfloat16))
+    expected, _ = oracle(tiny_qwen3, requests.tokens[2])
+    got = torch.cat(requests.logits[2]).float()
+    assert torch.cosine_similarity(got, expected, dim=-1).min() > 0.999
+
+
+def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: Path) -> None:
+    folder = make_tiny_target(tmp_path, "llama")
+    raw = json.loads((folder / "config.json").read_text())
+    for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "mlp_bias"):
+        raw.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = TargetConfig.load(folder)
+    assert (config.head_dim, config.num_kv_heads, config.tied_head, config.mlp_bias) == (16, 4, False, False)

@@ -1,0 +1,244 @@
+"""What a user can get wrong about checkpoints and settings: the error names the field and the remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from manta.actors.checkpoints import resolve_checkpoint
+from manta.actors.target import load_plan, loading, memory
+from manta.actors.target.loading import load_runner, plan_load
+from manta.actors.target.weights import TargetWeights
+from manta.cluster.errors import CheckpointError, ConfigError
+from steps import settings
+from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of these tests must come before any weight is read."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(TargetWeights, "_get", refuse)
+
+
+def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
+    """A checkpoint with values of its config.json replaced; None removes."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    raw = json.loads((copy / "config.json").read_text())
+    for key, value in changes.items():
+        raw.pop(key, None) if value is None else raw.update({key: value})
+    (copy / "config.json").write_text(json.dumps(raw))
+    return copy
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "architectures.*GemmaForCausalLM.*Qwen3ForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None must be a positive integer"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must be a divisor of num_attention_heads \(4\)"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*unquantised"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"num_hidden_layers": 5}, "tensor model.layers.4.input_layernorm.weight is missing"),
+        ({"vocab_size": 200}, r"model.embed_tokens.weight has shape \[128, 64\].*\[200, 64\]"),
+        ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+    ],
+)
+def test_a_target_that_cannot_be_served_is_refused(
+    tiny_qwen3: Path, tmp_path: Path, changes: dict, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_runner(settings(copy_of(tiny_qwen3, tmp_path, **changes)))
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size=32 must be the target's hidden_size 64"),
+        ({"vocab_size": 99}, "vocab_size=99 must be the target's vocab_size 128"),
+        ({"num_target_layers": 9}, "num_target_layers=9 must be the target's num_hidden_layers 4"),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4]}}, "target_layer_ids"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "layers.2"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, changes: dict, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_runner(settings(tiny_qwen3, copy_of(tiny_drafter, tmp_path, **changes)))
+
+
+@pytest.mark.parametrize("field", ["model", "speculative_config.model"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/nowhere/at all", "there is no such folder, and it is not a hub id"),
+        ("nobody/no-such-model", "the hub did not give it.*connection"),
+        ("../nowhere", "not a hub id"),
+    ],
+)
+def test_a_checkpoint_that_is_nowhere_is_named_with_its_field(
+    tiny_qwen3: Path, field: str, name: str, message: str
+) -> None:
+    config = settings(Path(name)) if field == "model" else settings(tiny_qwen3, Path(name))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        plan_load(config)
+    assert caught.value.param == field
+    assert field in caught.value.message and name in caught.value.message
+
+
+def test_a_folder_of_the_repository_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (resolve_checkpoint("models/target", field="model") / "tokenizer.json").is_file()
+    (tmp_path / "models" / "target").mkdir(parents=True)
+    assert resolve_checkpoint("models/target", field="model") == tmp_path / "models" / "target"
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist.*Set `model`"):
+        plan_load(settings(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "not safetensors", "missing", "shard missing"])
+@pytest.mark.parametrize("which", ["target", "drafter"])
+def test_damaged_weights_name_their_file(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, damage: str, which: str
+) -> None:
+    copy = copy_of(tiny_qwen3 if which == "target" else tiny_drafter, tmp_path)
+    file = copy / "model.safetensors"
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "not safetensors":
+        file.write_bytes(b"\x10" * 4096)
+    else:
+        file.unlink()
+    if damage == "shard missing":
+        index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = settings(copy) if which == "target" else settings(tiny_qwen3, copy)
+    with pytest.raises(CheckpointError, match=r"copy.*(corrupt|missing|no \.safetensors)"):
+        load_runner(config)
+
+
+def test_sharded_files_load_as_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole = make_tiny_target(tmp_path / "whole", "llama")
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "parts", max_shard_size="100KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    runners = [load_runner(settings(folder))[0] for folder in (whole, tmp_path / "parts")]
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        states = [r.model.logits(r.model.embed(ids)) for r in runners]
+    assert torch.equal(*states)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny_qwen3: Path, shipped_pair: tuple[Path, Path]) -> None:
+    config = settings(tiny_qwen3, skip_tokenizer_init=False, tokenizer=str(shipped_pair[0]))
+    with pytest.raises(CheckpointError, match=rf"token ids up to \d+.*vocab_size is {TINY_VOCAB}") as caught:
+        plan_load(config)
+    assert caught.value.param == "tokenizer"
+
+
+def test_drafts_per_step_default_to_the_block_without_its_anchor(
+    tiny_qwen3: Path, tiny_drafter: Path
+) -> None:
+    assert plan_load(settings(tiny_qwen3, tiny_drafter)).num_speculative_tokens == TINY_BLOCK - 1
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 4}
+    assert plan_load(settings(tiny_qwen3, speculative_config=spec)).num_speculative_tokens == 4
+    assert plan_load(settings(tiny_qwen3)).num_speculative_tokens == 0
+
+
+def test_more_drafts_than_the_block_holds_are_refused_with_sglangs_counting(
+    tiny_qwen3: Path, tiny_drafter: Path
+) -> None:
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": TINY_BLOCK}
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=16.*15 is the most.*SGLang") as caught:
+        plan_load(settings(tiny_qwen3, speculative_config=spec))
+    assert caught.value.param == "speculative_config.num_speculative_tokens"
+
+
+def test_sequences_are_as_long_as_both_models_allow(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    assert plan_load(settings(tiny_qwen3, max_model_len=None)).max_model_len == 512
+    short = copy_of(tiny_drafter, tmp_path, max_position_embeddings=200)
+    assert plan_load(settings(tiny_qwen3, short, max_model_len=None)).max_model_len == 200
+    with pytest.raises(ConfigError, match=r"max_model_len=513.*the target's.*at most 512\."):
+        plan_load(settings(tiny_qwen3, tiny_drafter, max_model_len=513))
+    with pytest.raises(ConfigError, match=r"max_model_len=201.*the drafter's.*at most 200, or drop specul"):
+        plan_load(settings(tiny_qwen3, short, max_model_len=201))
+
+
+def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path: Path) -> None:
+    copy = copy_of(tiny_qwen3, tmp_path, eos_token_id=[7])
+    (copy / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_runner(settings(copy))[1].eos_token_ids == (3, 4)
+    (copy / "generation_config.json").unlink()
+    assert load_runner(settings(copy))[1].eos_token_ids == (7,)
+
+
+def test_dtype_auto_on_a_cpu_is_what_it_multiplies_natively(tiny_qwen3: Path) -> None:
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    info = load_runner(settings(tiny_qwen3, dtype="auto", device="cpu"))[1]
+    assert info.dtype == ("bfloat16" if native else "float32")
+    assert load_runner(settings(tiny_qwen3, device="cpu"))[1].dtype == "float32"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_device_is_refused(tiny_qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match=r'device="cuda".*no CUDA device') as caught:
+        plan_load(settings(tiny_qwen3, device="cuda"))
+    assert caught.value.param == "device"
+
+
+PAGE_BYTES = 4 * 16 * 2 * 2 * 16 * 4  # layers, tokens, k and v, kv heads, head_dim, fp32
+
+
+def test_pages_follow_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    def pages(*models: Path, **changes: object) -> int:
+        return load_runner(settings(*models, **changes))[1].num_pages
+
+    assert pages(tiny_qwen3, num_pages=11) == 11
+    assert pages(tiny_qwen3) == 4 * 128 // 16  # max_num_seqs sequences of max_model_len
+    assert pages(tiny_qwen3, kv_cache_memory_bytes=20 * PAGE_BYTES) == 20
+    # The drafter's pages (2 layers to the target's 4) count too.
+    assert pages(tiny_qwen3, tiny_drafter, kv_cache_memory_bytes=30 * PAGE_BYTES) == 20
+
+
+def test_ram_bounds_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_ram_bytes", lambda: 4 * 10 * PAGE_BYTES)
+    assert load_runner(settings(tiny_qwen3))[1].num_pages == 10
+    with pytest.raises(ConfigError, match=r"max_model_len=512 needs 32 K/V pages.*at most 160") as caught:
+        load_runner(settings(tiny_qwen3, max_model_len=512))
+    assert caught.value.param == "max_model_len"
+
+
+def test_there_is_ram_and_a_core() -> None:
+    assert memory.free_ram_bytes() > 2**20
+    assert memory.owned_cores() >= 1
+
+
+def test_what_is_planned_is_what_loads(tiny_qwen3: Path, tmp_path: Path) -> None:
+    drafter = make_tiny_drafter(tmp_path / "drafter", block_size=8)
+    plan = plan_load(settings(tiny_qwen3, drafter))
+    assert (plan.tap_ids, plan.split, plan.num_speculative_tokens) == ((0, 1, 2), False, 7)
+    runner, info = load_runner(settings(tiny_qwen3, drafter))
+    assert (info.max_model_len, info.vocab_size, info.device) == (plan.max_model_len, TINY_VOCAB, "cpu")
+    assert runner.model.dtype == plan.dtype
+    assert loading.plan_load is load_plan.plan_load

@@ -1,0 +1,173 @@
+"""A target split over ranks computes what the whole one does. Ranks are threads here; no process, no network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from manta.actors.target.config import TargetConfig
+from manta.actors.target.decoder import Decoder
+from manta.actors.target.loading import load_runner
+from manta.actors.target.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
+from manta.actors.target.weights import TargetWeights
+from manta.cluster.errors import ConfigError
+from steps import Steps, settings
+from tiny import TINY_VOCAB, make_tiny_target
+
+
+class ThreadRanks:
+    """A meeting point of threads that play ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._shown: list[torch.Tensor] = [torch.empty(0)] * world_size
+
+    def meet(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor; returns when all have taken it."""
+        self._shown[rank] = tensor.clone()
+        self._barrier.wait()
+        everybody = [t.clone() for t in self._shown]
+        self._barrier.wait()
+        return everybody
+
+    def run(self, work: Callable[[ThreadRank], object]) -> list:
+        with ThreadPoolExecutor(self.world_size) as pool:
+            return list(pool.map(work, [ThreadRank(self, rank) for rank in range(self.world_size)]))
+
+
+class ThreadRank:
+    """A `Communicator` over `ThreadRanks`."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self._ranks, self.rank = ranks, rank
+        self.world_size = ranks.world_size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(sum(self._ranks.meet(self.rank, tensor)))
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._ranks.meet(self.rank, tensor), dim=dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary that no number of ranks divides."""
+    return make_tiny_target(tmp_path_factory.mktemp(request.param), request.param, vocab_size=TINY_VOCAB - 1)
+
+
+def tokens_by_steps(runner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
+    """Greedy tokens of all prompts, prefilled together; with drafts once prompts are done."""
+    steps = Steps(len(prompts))
+    slots = list(range(len(prompts)))
+    admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]
+    result = runner.execute(steps.plan(slots, [0] * len(slots), [len(p) for p in prompts], admitted=admitted))
+    found = [r[r >= 0].tolist() for r in result.token_ids]
+    drafts = 3 if runner._drafts is not None else 0
+    for _ in range(num_steps):
+        computed = [len(p) + len(f) - 1 for p, f in zip(prompts, found, strict=True)]
+        result = runner.execute(steps.plan(slots, computed, [1 + drafts] * len(slots), [drafts] * len(slots)))
+        for known, row in zip(found, result.token_ids, strict=True):
+            known += row[row >= 0].tolist()
+    return found
+
+
+PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for n in (30, 3, 17)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])  # 4 ranks share 2 kv heads
+def test_split_ranks_agree_with_each_other_and_with_the_whole(target: Path, world_size: int) -> None:
+    whole, _ = load_runner(settings(target, num_pages=64))
+    expected = tokens_by_steps(whole, PROMPTS, 6)
+    config = settings(target, num_pages=64, tensor_parallel_size=world_size)
+
+    def work(rank: ThreadRank) -> list[list[int]]:
+        return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
+
+    for got in ThreadRanks(world_size).run(work):
+        assert got == expected
+
+
+def test_a_split_target_drafts_too(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    whole, _ = load_runner(settings(tiny_qwen3, num_pages=64))
+    expected = tokens_by_steps(whole, PROMPTS, 6)
+    config = settings(tiny_qwen3, tiny_drafter, num_pages=64, tensor_parallel_size=2)
+
+    def work(rank: ThreadRank) -> list[list[int]]:
+        return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
+
+    for got in ThreadRanks(2).run(work):
+        assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
+
+
+def test_ranks_read_only_their_slices(target: Path) -> None:
+    config = TargetConfig.load(target)
+    cpu = torch.device("cpu")
+    parts = [
+        TargetWeights(target, config, Sharding.of(config, rank, 2), torch.float32, cpu) for rank in (0, 1)
+    ]
+    whole = TargetWeights(target, config, Sharding.of(config, 0, 1), torch.float32, cpu)
+    first, second, all_of = parts[0].layer(1), parts[1].layer(1), whole.layer(1)
+    assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
+    assert torch.equal(torch.cat((first.down_HI, second.down_HI), dim=1), all_of.down_HI)
+    q, k, v = all_of.qkv_OH.split((64, 32, 32))
+    assert torch.equal(second.qkv_OH, torch.cat((q[32:], k[16:], v[16:])))
+    gate, up = all_of.gate_up_IH.chunk(2)
+    assert torch.equal(first.gate_up_IH, torch.cat((gate[:48], up[:48])))
+    rows = torch.cat((parts[0].head(), parts[1].head()))
+    assert torch.equal(rows[: config.vocab_size], whole.head())
+    assert not rows[config.vocab_size :].any()
+
+
+def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> None:
+    config = TargetConfig.load(target)
+    ids = torch.arange(config.vocab_size)
+    hidden = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def work(rank) -> tuple[torch.Tensor, torch.Tensor]:
+        sharding = Sharding.of(config, rank.rank, rank.world_size)
+        weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
+        embedding = VocabEmbedding(weights.embedding(), sharding, rank)
+        return embedding(ids), VocabHead(weights.head(), config.vocab_size, rank)(hidden)
+
+    rows, logits = work(SingleRank())
+    for got_rows, got_logits in ThreadRanks(4).run(work):
+        assert torch.equal(got_rows, rows)
+        torch.testing.assert_close(got_logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "field", "fitting"),
+    [
+        (3, "num_attention_heads is 4", "such as 2"),
+        (5, "num_attention_heads is 4", "such as 4"),
+        (64, "num_attention_heads is 4", "such as 4"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_before_loading(
+    target: Path, world_size: int, field: str, fitting: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={world_size}.*{field}.*{fitting}") as caught:
+        load_runner(settings(target, tensor_parallel_size=world_size), SingleRank())
+    assert caught.value.param == "tensor_parallel_size"
+
+
+def test_kv_heads_are_repeated_where_ranks_outnumber_them(target: Path) -> None:
+    config = TargetConfig.load(target)
+    kv = [Sharding.of(config, rank, 4).kv_heads for rank in range(4)]
+    assert kv == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    model = Decoder(
+        TargetWeights(target, config, Sharding.of(config, 3, 4), torch.float32, torch.device("cpu")),
+        (),
+        64,
+        ThreadRank(ThreadRanks(4), 3),
+    )
+    assert model.new_cache(2, 16).num_kv_heads == 1
