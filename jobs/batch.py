@@ -64,11 +64,6 @@ class BatchOptions:
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
-        if self.output_format == "openai" and self.input_format not in (None, "openai"):
-            raise ConfigError(
-                "output_format=openai answers OpenAI batch lines; choose parquet or jsonl.",
-                param="output_format",
-            )
 
 
 def run_batch(config: EngineConfig, options: BatchOptions) -> JobFigures:
@@ -80,11 +75,14 @@ def run_batch(config: EngineConfig, options: BatchOptions) -> JobFigures:
     _check_models(config)
     sink = Sink(options.output, _output_format(source, options), overwrite=options.overwrite)
     figures = JobFigures()
-    with _ray(), ProgressView(source.num_rows) as view:
-        for results in _results(source, layout, config, options):
-            figures.add(results)
-            sink.add(results)
-            view.update(figures)
+    try:
+        with _ray(), ProgressView(source.num_rows) as view:
+            for results in _results(source, layout, config, options):
+                figures.add(results)
+                sink.add(results)
+                view.update(figures)
+    finally:
+        sink.flush()  # what is answered stays, also when the job does not end well
     total_s = time.monotonic() - started_s
     sink.finish(
         {**figures.as_json(), "total_s": round(total_s, 3)}, _manifest(source, layout, config, options)

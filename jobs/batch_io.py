@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ SUFFIXES: Mapping[str, InputFormat] = {
 ROWS_PER_BLOCK = 16  # small, so that rows come back soon; an actor has several blocks in flight
 MAX_BLOCKS = 8192
 ROWS_PER_PART = 4096
+PART_INTERVAL_S = 60.0  # what a killed job loses at most
 PROBED_LINES = 100
 OURS = ("part-*", "errors-*", ".tmp-*", "_SUCCESS", "manifest.json", "report.json")
 
@@ -166,18 +168,20 @@ class Sink:
         self._format: OutputFormat = format
         self._pending: list[pa.Table] = []
         self._num_pending = 0
+        self._flushed_s = time.monotonic()
         self._parts: list[dict[str, Any]] = []  # Any: JSON
         _claim(folder, overwrite=overwrite)
 
     def add(self, results: pa.Table) -> None:
-        """Take results (WIRE_SCHEMA); every ROWS_PER_PART of them become a part."""
+        """Take results (WIRE_SCHEMA); every ROWS_PER_PART of them, or those of a minute, become a part."""
         self._pending.append(results)
         self._num_pending += results.num_rows
-        if self._num_pending >= ROWS_PER_PART:
+        if self._num_pending >= ROWS_PER_PART or time.monotonic() - self._flushed_s > PART_INTERVAL_S:
             self.flush()
 
     def flush(self) -> None:
         """Write what is pending as a part."""
+        self._flushed_s = time.monotonic()
         if not self._num_pending:
             return
         table = pa.concat_tables(self._pending)

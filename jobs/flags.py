@@ -111,7 +111,11 @@ def _sampling(kind: Any, *names: str, help: str) -> Any:
 
 
 SAMPLING_OPTIONS: Mapping[str, Any] = {
-    "max_tokens": _sampling(int, "--max-tokens", help="Most tokens to generate."),
+    "max_tokens": _sampling(
+        int,
+        "--max-tokens",
+        help="Most tokens to generate (256; OpenAI batch lines have OpenAI's own default).",
+    ),
     "min_tokens": _sampling(int, "--min-tokens", help="No end before so many tokens."),
     "temperature": _sampling(float, "--temperature", "-t", help="0 is greedy."),
     "top_p": _sampling(float, "--top-p", help="Nucleus sampling, in (0, 1]."),
