@@ -1,4 +1,4 @@
-"""A step end to end: drafts, verification, injection; through the engine, against transformers and the oracle."""
+"""A step end to end: drafts, verdict, injection; through the engine, against transformers and the oracle."""
 
 from __future__ import annotations
 

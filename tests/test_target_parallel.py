@@ -1,4 +1,4 @@
-"""A target split over ranks computes what the whole one does. Ranks are threads here; no process, no network."""
+"""A target split over ranks computes what the whole one does. Ranks are threads here: no process, no net."""
 
 from __future__ import annotations
 
