@@ -132,6 +132,8 @@ def _measure(
     dtypes = (config.dtype,) if config.dtype != "auto" else _dtypes(config)
     with _engines(config, requests, dtypes) as engines:
         jobs = {key: _Job(llm, prompts, options) for key, llm in engines.items()}
+        for job in jobs.values():
+            job.run(1)  # what happens once does not count
         trial = {key: job.run(TRIAL_PROMPTS) for key, job in jobs.items()}
         fastest = {
             mode: max(dtypes, key=lambda dtype, mode=mode: trial[mode, dtype].tokens_per_s) for mode in MODES
