@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
-from ..cluster.request import SamplingParams
+from ..cluster.request import MAX_COUNT, SamplingParams
 from .target.loading import resolve_checkpoint
 from .tokenizer import Tokenizer
 
@@ -75,4 +75,7 @@ def _encode_mapping(
 def _token_id(value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise RequestError(f"prompt: {value!r} is not a token id; give integers.", param="prompt")
-    return int(value)  # type: ignore[call-overload]
+    token_id = int(value)  # type: ignore[call-overload]
+    if not 0 <= token_id <= MAX_COUNT:
+        raise RequestError(f"prompt: {token_id} is not a token id; they count from 0.", param="prompt")
+    return token_id

@@ -12,6 +12,7 @@ from .errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1  # what an int32 array of a step's plan holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,9 @@ class SamplingParams:
         _require(1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "a number from 0 to 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "a number in (0, 1]")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or a positive integer")
+        _require(
+            -1 <= self.top_k <= MAX_COUNT, "top_k", self.top_k, "-1 or 0 (off) or a positive 32-bit integer"
+        )
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "a number from 0 to 1")
         _require(
             self.seed is None or -(2**63) <= self.seed <= MAX_SEED,
@@ -65,12 +68,17 @@ class SamplingParams:
         )
         _require(all(self.stop), "stop", self.stop, "non-empty strings")
         _require(
-            self.max_tokens is None or self.max_tokens >= 1,
+            self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
             "max_tokens",
             self.max_tokens,
-            "at least 1, or null",
+            "at least 1 (and a 32-bit integer), or null",
         )
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        _require(
+            0 <= self.min_tokens <= MAX_COUNT,
+            "min_tokens",
+            self.min_tokens,
+            "0 or more, and a 32-bit integer",
+        )
         limit = self.max_tokens
         _require(
             limit is None or self.min_tokens <= limit,

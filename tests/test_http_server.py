@@ -185,6 +185,9 @@ ERRORS: list[tuple[str, Any, int, str | None]] = [
     ("/v1/completions", {"prompt": "x", "logprobs": 3}, 400, "logprobs"),
     ("/v1/completions", {"prompt": "x", "priority": 3}, 400, "priority"),
     ("/v1/completions", {"prompt": [1, 99999]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [1, -1]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["x"] * 64, "n": 100}, 400, "n"),
+    ("/v1/completions", {"prompt": "x", "request_id": "a\nb"}, 400, "request_id"),
     ("/v1/completions", {"prompt": list(range(256)) * 3}, 400, "prompt"),
     ("/v1/completions", {"prompt": list(range(256)) * 3, "stream": True}, 400, "prompt"),
     ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "model"),
@@ -224,6 +227,49 @@ def test_malformed_bodies_and_methods_are_answered_in_openais_shape(http: httpx.
     assert form.status_code == 400 and "JSON" in form.json()["error"]["message"]
     method = http.get("/v1/completions")
     assert method.status_code == 405 and method.json()["error"]["code"] == 405
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"top_k": 2147483648',
+        '"top_k": 1180591620717411303424',
+        '"max_tokens": 2147483648',
+        '"min_tokens": 2147483648, "max_tokens": 2147483649',
+        '"stop_token_ids": [-1]',
+        '"stop_token_ids": [2147483648]',
+        '"temperature": NaN',
+        '"temperature": Infinity',
+        '"cache_salt": "\\ud800"',
+        '"stop": "\\ud800"',
+        '"truncate_prompt_tokens": 0',
+    ],
+)
+def test_extreme_values_are_refused_and_harm_nobody(http: httpx.Client, fields: str) -> None:
+    content = f'{{"prompt": "x", {fields}}}'.encode()
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 5e-324},
+        {"temperature": 100, "top_p": 1e-300},
+        {"min_p": 1.0, "temperature": 1.0, "top_k": 2**31 - 1},
+        {"seed": -(2**63)},
+        {"n": 128, "max_tokens": 2},
+        {"stop_token_ids": list(range(384)), "min_tokens": 2},
+        {"stop": ["x" * 10000]},
+        {"truncate_prompt_tokens": -1, "prompt": [60] * 2000},
+    ],
+)
+def test_extreme_values_that_are_allowed_are_served(http: httpx.Client, fields: dict[str, Any]) -> None:
+    body = {"prompt": "x", "max_tokens": 4, **fields}
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] > 0
 
 
 def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:

@@ -10,7 +10,7 @@ from ...cluster.errors import RequestError
 from .frontend import Frontend
 from .generation import prepare, respond
 from .protocol import ChatRequest
-from .wire import JsonObject
+from .wire import JsonObject, JsonRoute
 
 
 class ChatShape:
@@ -32,7 +32,7 @@ class ChatShape:
 
 
 def chat_routes(frontend: Frontend) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     shape = ChatShape()
 
     @router.post("/v1/chat/completions")

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from .frontend import EncodedPrompt, Frontend
 from .generation import prepare, respond
 from .protocol import CompletionRequest
-from .wire import JsonObject
+from .wire import JsonObject, JsonRoute
 
 OPENAI_MAX_TOKENS = 16
 
@@ -28,7 +28,7 @@ class CompletionShape:
 
 
 def completion_routes(frontend: Frontend) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     shape = CompletionShape()
 
     @router.post("/v1/completions")

@@ -21,12 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..telemetry import Telemetry
 from .errors import INTERNAL, json_error
+from .protocol import REQUEST_ID
 from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 
 def new_id(prefix: str = "") -> str:
@@ -35,7 +36,7 @@ def new_id(prefix: str = "") -> str:
 
 def use_request_id(http: Request, asked: str | None) -> str:
     """The id under which the request is logged and answered; the body's wins over the header's."""
-    if asked is not None and _REQUEST_ID.fullmatch(asked):
+    if asked is not None:
         http.scope["state"]["request_id"] = asked
     return http.scope["state"]["request_id"]
 

@@ -23,6 +23,8 @@ from .protocol import GenerationRequest
 from .run import Run, Work
 from .wire import JsonObject, json_response
 
+MAX_COMPLETIONS = 4096
+
 
 class Shape(Protocol):
     """How choices of an endpoint look."""
@@ -56,6 +58,11 @@ def prepare(
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
+    if len(prompts) * params.n > MAX_COMPLETIONS:
+        raise RequestError(
+            f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
+            param="n",
+        )
     limit = request.truncate_prompt_tokens
     if limit is not None:
         room = frontend.engine.info.max_model_len - 1 if limit == -1 else limit

@@ -18,6 +18,7 @@ from .defaults import GenerationDefaults
 
 MAX_STOP_STRINGS = 64
 MAX_PROMPTS = 1024
+REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
 TextOrIds = str | list[int]
 StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
 
@@ -111,7 +112,7 @@ class GenerationRequest(BaseModel):
     include_metrics: bool = True
     priority: int = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
-    request_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    request_id: Annotated[str | None, Field(pattern=REQUEST_ID)] = None
     speculative: Annotated[Speculative, BeforeValidator(_speculation)] = Speculative()
 
     @model_validator(mode="after")

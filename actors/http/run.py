@@ -6,6 +6,7 @@ How the outputs are shown is `generation.py`'s business.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -19,6 +20,8 @@ from .figures import RequestFigures
 from .frontend import EncodedPrompt, Frontend
 from .protocol import GenerationRequest
 from .wire import JsonObject
+
+_UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -43,7 +46,9 @@ class Work:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"X-Ignored-Params": ",".join(self.ignored)} if self.ignored else {}
+        """X-Ignored-Params names what was ignored, as far as names fit a header."""
+        names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
+        return {"X-Ignored-Params": ",".join(names)} if names else {}
 
 
 class Run:

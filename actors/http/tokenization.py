@@ -7,11 +7,11 @@ from fastapi import APIRouter, Response
 from ...cluster.errors import RequestError
 from .frontend import EncodedPrompt, Frontend
 from .protocol import DetokenizeRequest, TokenizeRequest
-from .wire import json_response
+from .wire import JsonRoute, json_response
 
 
 def tokenization_routes(frontend: Frontend) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
