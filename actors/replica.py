@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 REPLICA_CPUS = 1.0
+RESERVED_REQUESTS = 16
 # A replica that is to go ends its streams first; only longer generations are cut.
 GRACEFUL_SHUTDOWN_S = 900.0
 HEALTH_CHECK_PERIOD_S = 2.0
@@ -82,8 +83,8 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
     topology = Topology.of(config, _largest_node())
     wrap = serve.deployment(
         name="manta",
-        max_ongoing_requests=2 * config.max_num_seqs,
-        max_queued_requests=config.max_num_queued_reqs or 4 * config.max_num_seqs,
+        max_ongoing_requests=max_ongoing_requests(config),
+        max_queued_requests=4 * config.max_num_seqs,
         backpressure_config={"status_code": 503, "retry_after_s": RETRY_AFTER_S},
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -92,6 +93,16 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         **placement_options(config, topology),
     )
     return wrap(serve.ingress()(Replica)).bind(config, settings)
+
+
+def max_ongoing_requests(config: EngineConfig) -> int:
+    """Requests that Serve lets into a replica: a full engine and as many waiting.
+
+    Where the engine has a limit of its own it must be met first: it answers in OpenAI's shape, Serve (beyond
+    `max_queued_requests`) in plain text. Health checks and scrapes come through the same gate, hence the rest.
+    """
+    waiting = max(config.max_num_seqs, config.max_num_queued_reqs or 0)
+    return config.max_num_seqs + waiting + RESERVED_REQUESTS
 
 
 def placement_options(config: EngineConfig, topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
