@@ -102,7 +102,7 @@ def _results(
     # Enough rows in flight to fill the engine while others are on their way.
     calls = max(2, -(-config.max_num_seqs * 5 // (4 * ROWS_PER_BLOCK)))
     config, resources = _place(config, options.concurrency)
-    answered = source.read().map_batches(
+    answered = source.read(options.concurrency).map_batches(
         BatchEngine,
         fn_constructor_args=(config, layout, options.model_name or config.model),
         batch_size=None,

@@ -55,12 +55,12 @@ class Source:
     def lines(self) -> bool:
         return self.format != "parquet"
 
-    def read(self) -> ray.data.Dataset:
+    def read(self, min_blocks: int = 1) -> ray.data.Dataset:
         """Its records, in small blocks. Reading claims no CPU: the engines may own them all."""
         import ray.data
 
         paths = [str(path.resolve()) for path in self.files]
-        blocks = min(MAX_BLOCKS, max(len(paths), -(-self.num_rows // ROWS_PER_BLOCK)))
+        blocks = min(MAX_BLOCKS, max(len(paths), min_blocks, -(-self.num_rows // ROWS_PER_BLOCK)))
         if self.lines:
             return ray.data.read_text(paths, override_num_blocks=blocks, num_cpus=0)
         # Neither suffixes nor `key=value` folders mean anything: the files were chosen already.

@@ -146,11 +146,9 @@ def _post(port: int, path: str, body: Mapping[str, Any]) -> Iterator[http.client
 def _server(arguments: Sequence[str], port: int, log: Path) -> Iterator[None]:
     """`manta serve` in a process group of its own, ready; ended as a user would, by one Ctrl-C."""
     _show(arguments)
-    # Nobody is behind a load balancer here: the server may stop at once.
-    environment = _environment() | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(arguments), start_new_session=True, env=environment, stdout=output, stderr=output
+            _command(arguments), start_new_session=True, env=_environment(), stdout=output, stderr=output
         )
     try:
         _await_health(process, port)

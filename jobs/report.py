@@ -105,6 +105,8 @@ class ProgressView:
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
+        else:
+            print(f"{self._total} rows; loading the models", file=sys.stderr, flush=True)
         return self
 
     def __exit__(
