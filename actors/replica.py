@@ -99,7 +99,8 @@ def max_ongoing_requests(config: EngineConfig) -> int:
     """Requests that Serve lets into a replica: a full engine and as many waiting.
 
     Where the engine has a limit of its own it must be met first: it answers in OpenAI's shape, Serve (beyond
-    `max_queued_requests`) in plain text. Health checks and scrapes come through the same gate, hence the rest.
+    `max_queued_requests`) in plain text. Health checks and scrapes come through the same gate: some are
+    reserved for them.
     """
     waiting = max(config.max_num_seqs, config.max_num_queued_reqs or 0)
     return config.max_num_seqs + waiting + RESERVED_REQUESTS

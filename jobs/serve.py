@@ -29,6 +29,8 @@ from ..cluster.errors import ConfigError, MantaError
 HAPROXY_HARD_STOP_S = 3600
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 POLL_S = 0.2
+# Serve's own lines are for those who look for a fault in Serve; requests have a line of ours.
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 Report = Callable[[str], None]
 
@@ -170,6 +172,7 @@ def set_proxy_environment(*, plain_proxy: bool) -> dict[str, str | None]:
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # no other node's proxy must hear of it
             # Ports of their own, so that two clusters get along on one machine.
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -229,9 +232,13 @@ def _deploy(args: Mapping[str, Any], options: ServeOptions, report: Report) -> N
     from ..actors.replica import build_app
 
     app = build_app(args)
-    serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": options.host, "port": options.port},
+        logging_config=QUIET,
+    )
     report("loading the models")
-    target = serve.RunTarget(app, name=options.name, route_prefix="/")
+    target = serve.RunTarget(app, name=options.name, route_prefix="/", logging_config=QUIET)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     deadline_s = time.monotonic() + options.ready_timeout_s
     _await_running(options, deadline_s, report)

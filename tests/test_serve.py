@@ -53,7 +53,6 @@ def args(pair: tuple[Path, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(args: dict[str, Any]) -> Iterator[Server]:
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
     options = ServeOptions(port=free_port(), num_cpus=4, ready_timeout_s=120)
     with start_server(args, options) as server:
         yield server
