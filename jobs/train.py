@@ -36,7 +36,14 @@ from ..drafter.training.target import (
     target_config,
     train_target,
 )
-from ..drafter.training.tokenizer import END_OF_TEXT, IM_END, MASK, train_tokenizer, write_tokenizer_files
+from ..drafter.training.tokenizer import (
+    END_OF_TEXT,
+    IM_END,
+    MASK,
+    special_id,
+    train_tokenizer,
+    write_tokenizer_files,
+)
 from ..drafter.training.tokens import TokenStore, corpus_texts, encode_documents
 
 PROMPTS_PER_CATEGORY = 48
@@ -133,11 +140,11 @@ class _PairJob:
         return stores
 
     def _make_target(self, tokenizer: Tokenizer, stores: dict[int, TokenStore]) -> Qwen3ForCausalLM:
-        end_ids = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)]
+        end_ids = [special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)]
         config = target_config(end_ids, self._device)
         snapshot, budget_s = self._work / TARGET_SNAPSHOT, self._budget_s * Shares.target
         target = train_target(config, stores, snapshot, budget_s, self._device, self._report)
-        tame_unseen_embedding(target, tokenizer.token_to_id(MASK))
+        tame_unseen_embedding(target, special_id(tokenizer, MASK))
         export_target(target, self._output / "target")
         return target
 
@@ -163,7 +170,7 @@ class _PairJob:
     def _make_drafter(
         self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, data: Continuations
     ) -> TrainableDrafter:
-        mask_id, pad_id = tokenizer.token_to_id(MASK), tokenizer.token_to_id(END_OF_TEXT)
+        mask_id, pad_id = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
         budget_s = self._budget_s * Shares.drafter
         snapshot = self._work / DRAFTER_SNAPSHOT
         drafter = train_drafter(target, data, mask_id, pad_id, snapshot, budget_s, self._device, self._report)
@@ -183,7 +190,7 @@ class _PairJob:
             for temperature in EVALUATION_TEMPERATURES:
                 asked = _evaluation_questions(tokenizer, prompts, temperature)
                 answers = generate(asked)
-                figures += evaluate(frozen, drafter, prompts, asked, answers, tokenizer.token_to_id(MASK))
+                figures += evaluate(frozen, drafter, prompts, asked, answers, special_id(tokenizer, MASK))
         for row in figures:
             self._report(f"T={row.temperature:g} {row.category}: {row.tokens_per_step:.2f} tokens per step")
         return loss, figures

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from manta.drafter.training.attention import products_attention
 from manta.drafter.training.blocks import (
     cut_blocks,
     decay_weights,
@@ -152,6 +153,20 @@ def test_chunked_cross_entropy_equals_torch_in_value_and_gradient():
     (gradient,) = torch.autograd.grad((losses.loss_R * weights).sum(), logits)
     (reference,) = torch.autograd.grad((expected * weights).sum(), logits)
     torch.testing.assert_close(gradient, reference)
+
+
+def test_attention_as_products_equals_torchs_own_in_value_and_gradient():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 12, 8, generator=generator, requires_grad=True)
+    key, value = (torch.randn(2, 2, 12, 8, generator=generator, requires_grad=True) for _ in range(2))
+    out, _ = products_attention(torch.nn.Identity(), query, key, value, None, scaling=8**-0.5)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(
+        1, 2
+    )
+    torch.testing.assert_close(out, expected)
+    toward = torch.randn(out.shape, generator=generator)
+    gradients = torch.autograd.grad((out * toward).sum(), (query, key, value))
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * toward).sum(), (query, key, value)))
 
 
 def continuations(count: int = 12) -> Continuations:

@@ -31,8 +31,28 @@ def products_attention(
     scores = (query @ key.transpose(-1, -2)).unflatten(2, (-1, tokens))
     hidden = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu(1)
     weights = torch.softmax(scores + hidden, dim=-1, dtype=scores.dtype)
-    out = (weights.flatten(2, 3) @ value).view(batch, heads, tokens, -1)
+    out = weighted_sum(weights.flatten(2, 3), value).view(batch, heads, tokens, -1)
     return out.transpose(1, 2), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """weights @ values. Torch's own gradient transposes the weights, by far the largest tensor here."""
+
+    # Any: autograd's own context type is not public.
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights, values)
+        return weights @ values
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, values = ctx.saved_tensors
+        return grad @ values.transpose(-1, -2), (grad.transpose(-1, -2) @ weights).transpose(-1, -2)
+
+
+def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[..., rows, T] and [..., T, E] to [..., rows, E]; equal leading dimensions."""
+    return _WeightedSum.apply(weights, values)
 
 
 def register() -> str:

@@ -75,7 +75,9 @@ def train_drafter(
     """Train until the budget is used up, going on from the snapshot if there is one."""
     settings = settings or DrafterSettings()
     torch.manual_seed(1)
-    drafter = TrainableDrafter(drafter_shape(target, settings)).to(device)
+    drafter = TrainableDrafter(drafter_shape(target, settings))
+    borrow_layers(drafter, target)
+    drafter.to(device)
     optimizer = HybridOptimizer(drafter, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     reader = ContinuationReader(data, settings.batch_size, pad_id)
     loop = TrainingLoop("drafter", drafter, optimizer, reader, snapshot_path, report)
@@ -93,6 +95,21 @@ def train_drafter(
     return drafter
 
 
+@torch.no_grad()
+def borrow_layers(drafter: TrainableDrafter, target: Qwen3ForCausalLM) -> None:
+    """Begin with layers of the target, evenly spaced up to its last, which read its deepest tap.
+
+    They know already how to look back and how to write what the head reads: many steps are saved.
+    """
+    count, num_target_layers = drafter.shape.num_layers, target.config.num_hidden_layers
+    for index, layer in enumerate(drafter.layers):
+        source = target.model.layers[num_target_layers * (index + 1) // count - 1]
+        layer.load_state_dict(source.state_dict())
+    width = drafter.shape.hidden_size
+    drafter.fc.weight[:, -width:].copy_(torch.eye(width))
+    drafter.norm.load_state_dict(target.model.norm.state_dict())
+
+
 class FrozenTarget:
     """The target as the drafter's training sees it: features, embeddings, logits; no gradients to it."""
 
@@ -102,7 +119,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def read(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tapped features [B, T, taps * D] and logits [B, T, V]."""
+        """Tapped features [B, T, taps * D] and logits [B, T, V], bf16."""
         states = self._target.model(tokens_BT, use_cache=False, output_hidden_states=True)
         features = torch.cat([states.hidden_states[i + 1] for i in self._layer_ids], dim=-1)
         return features, self.logits(states.last_hidden_state)
@@ -111,6 +128,8 @@ class FrozenTarget:
         return self._target.model.embed_tokens(tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Contiguous hidden states, please: for a slice torch copies the head once per row of its batch."""
+        assert hidden.is_contiguous(), "a slice of hidden states"
         return self._target.lm_head(hidden)
 
 
@@ -133,11 +152,11 @@ def block_losses(
     features, target_logits_BTV = target.read(tokens_BT)
     with torch.autocast(device.type, torch.bfloat16):
         hidden_BASD = drafter(features, target.embed(blocks.inputs), anchors_BA)
-        logits_BANV = target.logits(hidden_BASD[..., 1:, :].to(torch.bfloat16))
+        logits_RV = target.logits(hidden_BASD[..., 1:, :].flatten(0, 2).to(torch.bfloat16))
     teacher = Teacher(
         target_logits_BTV.flatten(0, 1), _teacher_rows(blocks, tokens_BT), settings.teacher_share
     )
-    return blocks, row_losses(logits_BANV.flatten(0, 2), blocks.labels.flatten(), teacher)
+    return blocks, row_losses(logits_RV, blocks.labels.flatten(), teacher)
 
 
 def _teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:

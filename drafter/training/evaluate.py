@@ -72,10 +72,10 @@ def accepted_lengths(
     features, _ = target.read(tokens_T[None])
     with torch.autocast(device.type, torch.bfloat16):
         hidden_ASD = drafter(features, target.embed(blocks_AS[None]), anchors_A[None])[0]
-        logits_ANV = target.logits(hidden_ASD[:, 1:].to(torch.bfloat16))
+        logits_RV = target.logits(hidden_ASD[:, 1:].flatten(0, 1).to(torch.bfloat16))
     positions_AN = anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)
     batch = _sampling(question, positions_AN.flatten().cpu().numpy(), device)
-    drafts_AN = sample_rows(logits_ANV.flatten(0, 1).float(), batch).view_as(positions_AN)
+    drafts_AN = sample_rows(logits_RV.float(), batch).view_as(positions_AN)
     past_end = torch.full((num_slots,), -1, device=device)
     stands_AN = drafts_AN == torch.cat([tokens_T, past_end])[positions_AN]
     return stands_AN.long().cumprod(dim=-1).sum(dim=-1).tolist()

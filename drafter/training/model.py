@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .attention import weighted_sum
+
 
 @dataclass(frozen=True)
 class DrafterShape:
@@ -143,7 +145,7 @@ class _BlockAttention(nn.Module):
         scores = torch.cat([context_scores, q @ block_k], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=scores.dtype)
         context_weights, block_weights = weights.split([num_tokens, block], dim=-1)
-        out = (context_weights.flatten(2, 3) @ context_v).unflatten(2, (anchors, -1))
+        out = weighted_sum(context_weights.flatten(2, 3), context_v).unflatten(2, (anchors, -1))
         out = out + block_weights @ block_v
         out = out.unflatten(3, (group, block)).permute(0, 2, 4, 1, 3, 5)  # [B, A, S, G, group, E]
         return self.o_proj(out.reshape(batch, anchors, block, -1))

@@ -51,6 +51,13 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """Id of one of SPECIAL_TOKENS."""
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, f"{token} is not in the vocabulary"
+    return token_id
+
+
 def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
     """What CHAT_TEMPLATE renders, without Jinja."""
     text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
@@ -63,7 +70,7 @@ def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     special_tokens = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
     decoder = {
-        str(tokenizer.token_to_id(token)): {"content": token, "special": True, "normalized": False}
+        str(special_id(tokenizer, token)): {"content": token, "special": True, "normalized": False}
         for token in SPECIAL_TOKENS
     }
     config = {
@@ -78,8 +85,8 @@ def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     generation = {
-        "eos_token_id": [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)],
-        "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+        "eos_token_id": [special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)],
+        "pad_token_id": special_id(tokenizer, END_OF_TEXT),
         "do_sample": True,
         "temperature": 1.0,
     }

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from .chat import chat_samples
 from .corpus import SourceFile
-from .tokenizer import END_OF_TEXT, render_chat
+from .tokenizer import END_OF_TEXT, render_chat, special_id
 
 _PIECE_TOKENS = 2048
 
@@ -58,7 +58,7 @@ def corpus_texts(files: Iterable[SourceFile]) -> Iterator[str]:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenStore:
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = special_id(tokenizer, END_OF_TEXT)
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     documents = [np.array([*item.ids, end], dtype=np.uint16) for item in encoded]
     pieces = [d[at : at + _PIECE_TOKENS] for d in documents for at in range(0, len(d), _PIECE_TOKENS)]
