@@ -115,12 +115,12 @@ class Recorded:
 
 def replace_drafts(executor: InProcessExecutor, source: DraftSource) -> None:
     assert executor._runner is not None
-    executor._runner._drafts = source
+    executor._runner.drafts = source
 
 
 def drafts_of(executor: InProcessExecutor) -> LocalDrafts:
     assert executor._runner is not None
-    source = executor._runner._drafts
+    source = executor._runner.drafts
     assert isinstance(source, LocalDrafts)
     return source
 
@@ -182,7 +182,7 @@ def test_right_drafts_stand_up_to_the_first_wrong_one(
     runner, _ = open_runner(target, tiny_drafter)
     texts = [p + t for p, t in zip(PROMPTS[:2], plain[:2], strict=True)]
     source = KnowsAll(dict(enumerate(texts)), wrong_at)
-    runner._drafts = source
+    runner.drafts = source
     steps = Steps(4)
     known = [texts[0][:9], texts[1][:30]]
     runner.execute(
@@ -210,7 +210,7 @@ def test_drafts_that_never_come_cost_no_token(
 ) -> None:
     """A split drafter that has died proposes -1 only."""
     runner, _ = open_runner(target, tiny_drafter)
-    runner._drafts = KnowsAll({0: [-1] * 200})
+    runner.drafts = KnowsAll({0: [-1] * 200})
     steps, text = Steps(4), PROMPTS[1] + plain[1]
     n = len(PROMPTS[1])
     first = runner.execute(steps.plan([0], [0], [n], admitted=[steps.admit(0, PROMPTS[1])]))
@@ -253,7 +253,7 @@ def test_a_shared_prefix_keeps_the_drafters_context(
 
 def test_plain_decoding_taps_nothing_and_refuses_drafts(tiny_qwen3: Path) -> None:
     runner, info = open_runner(tiny_qwen3)
-    assert info.num_speculative_tokens == 0 and runner._drafts is None
+    assert info.num_speculative_tokens == 0 and runner.drafts is None
     steps = Steps(4)
     runner.execute(steps.plan([0], [0], [5], admitted=[steps.admit(0, prompt(5))]))
     with pytest.raises(AssertionError, match="there is no drafter"):

@@ -71,7 +71,7 @@ def tokens_by_steps(runner, prompts: list[list[int]], num_steps: int) -> list[li
     admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]
     result = runner.execute(steps.plan(slots, [0] * len(slots), [len(p) for p in prompts], admitted=admitted))
     found = [r[r >= 0].tolist() for r in result.token_ids]
-    drafts = 3 if runner._drafts is not None else 0
+    drafts = 3 if runner.drafts is not None else 0
     for _ in range(num_steps):
         computed = [len(p) + len(f) - 1 for p, f in zip(prompts, found, strict=True)]
         result = runner.execute(steps.plan(slots, computed, [1 + drafts] * len(slots), [drafts] * len(slots)))

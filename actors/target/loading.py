@@ -107,12 +107,11 @@ class _Rank:
 
     def affordable_pages(self) -> int:
         """Pages that every rank can afford: page ids are the same everywhere."""
-        plan, budget = self._plan, None
-        if plan.device.type == "cuda" and plan.config.num_pages is None:
-            budget = gpu_budget_bytes(
-                plan.device, plan.config.gpu_memory_utilization, self._activation_bytes()
-            )
-        pages = affordable_pages(plan.config, plan.max_model_len, self._page_bytes(), budget)
+        plan, config, budget = self._plan, self._plan.config, None
+        stated = config.num_pages is not None or config.kv_cache_memory_bytes is not None
+        if plan.device.type == "cuda" and not stated:
+            budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._activation_bytes())
+        pages = affordable_pages(config, plan.max_model_len, self._page_bytes(), budget)
         return smallest(pages, self._communicator, plan.device)
 
     def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> StepRunner:

@@ -92,7 +92,7 @@ class StepRunner:
         self.model = model
         self.cache = cache
         self.states = states
-        self._drafts = drafts
+        self.drafts = drafts
         self._communicator = communicator
 
     @torch.inference_mode()
@@ -108,9 +108,9 @@ class StepRunner:
         token_ids_RW, num_tokens_R = self._choose(hidden_XH, rows, drafts_RK)
         self.states.append(plan, token_ids_RW, num_tokens_R)
         clock.mark()
-        if self._drafts is not None:
+        if self.drafts is not None:
             assert taps_NmH is not None, "a target with a drafter taps"
-            self._drafts.inject(taps_NmH, plan, rows, token_ids_RW, num_tokens_R, self.states)
+            self.drafts.inject(taps_NmH, plan, rows, token_ids_RW, num_tokens_R, self.states)
         clock.mark()
         return StepResult(
             plan.step,
@@ -121,10 +121,10 @@ class StepRunner:
 
     def _propose(self, plan: SchedulerOutput) -> Tensor:
         """Ask for drafts and put them behind the known tokens."""
-        if self._drafts is None:
+        if self.drafts is None:
             assert not plan.num_drafts.any(), "drafts were planned, but there is no drafter"
             return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self.model.device)
-        drafts_RK = self._drafts.propose(plan, self.states)
+        drafts_RK = self.drafts.propose(plan, self.states)
         self.states.place_drafts(plan, drafts_RK)
         return drafts_RK
 
