@@ -90,10 +90,9 @@ class Scheduler:
         slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
         rows_R = self._share_rows(slots_R)
         num_kept = self._cover_rows(slots_R, rows_R)
-        slots_R, rows_R, preempted = slots_R[:num_kept], rows_R[:num_kept], num_kept < len(slots_R)
-        if not preempted:  # or who was just preempted might come back at once
-            rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum()), now_s))
-            slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
+        slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
+        rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum()), now_s))
+        slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
         if len(slots_R) == 0:
             return None
         self._in_flight = self._make_plan(slots_R.astype(np.int32), rows_R.astype(np.int32))
