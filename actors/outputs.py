@@ -37,6 +37,7 @@ class RequestMetrics:
     """
 
     num_cached_tokens: int
+    queue_s: float
     ttft_s: float | None
     e2e_s: float
     num_steps: int
@@ -164,6 +165,7 @@ class RequestTracker:
         self._first_token_s: float | None = None
         self._last_s = self._arrival_s
         self._num_cached = 0
+        self._queue_s = 0.0
         self._num_drafted = 0
         self._histogram: list[int] = []
 
@@ -186,6 +188,7 @@ class RequestTracker:
         if update.token_ids and self._first_token_s is None:
             self._first_token_s = self._last_s
         self._num_cached = max(self._num_cached, update.num_cached_tokens)
+        self._queue_s = max(self._queue_s, update.queue_s)
         if update.num_drafted:
             self._num_drafted += update.num_drafted
             missing = update.num_accepted + 1 - len(self._histogram)
@@ -206,6 +209,7 @@ class RequestTracker:
         first = self._first_token_s
         return RequestMetrics(
             num_cached_tokens=self._num_cached,
+            queue_s=self._queue_s,
             ttft_s=None if first is None else first - self._arrival_s,
             e2e_s=self._last_s - self._arrival_s,
             num_steps=sum(self._histogram),

@@ -79,12 +79,14 @@ class Telemetry:
         self._registry = CollectorRegistry()
         self._registry.register(_Scrape(self._families))
 
-    def observe_tokens(self, count: int, gap_s: float, *, first: bool) -> None:
-        """New tokens of a completion, `gap_s` after the ones before (the first: after the arrival)."""
-        if first:
-            self._histograms["vllm:time_to_first_token_seconds"].observe(gap_s)
-        else:
-            self._histograms["vllm:inter_token_latency_seconds"].observe(gap_s / count, count)
+    def observe_first_token(self, since_arrival_s: float, queue_s: float) -> None:
+        """A completion's first tokens, and how long it waited before it ran."""
+        self._histograms["vllm:time_to_first_token_seconds"].observe(since_arrival_s)
+        self._histograms["vllm:request_queue_time_seconds"].observe(queue_s)
+
+    def observe_tokens(self, count: int, gap_s: float) -> None:
+        """A completion's next tokens, `gap_s` after the ones before."""
+        self._histograms["vllm:inter_token_latency_seconds"].observe(gap_s / count, count)
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1

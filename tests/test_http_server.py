@@ -342,9 +342,11 @@ def test_metrics_hold_the_whole_catalogue_and_count_what_was_served(http: httpx.
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0.0)
 
+    assert 0 <= figures["metrics"]["queue_time_ms"] <= figures["metrics"]["time_to_first_token_ms"]
     spec = figures["metrics"]["speculative_decoding"]
     assert grown("vllm:generation_tokens_total{}") == 24
     assert grown("vllm:time_to_first_token_seconds_count{}") == 1
+    assert grown("vllm:request_queue_time_seconds_count{}") == 1
     assert grown("vllm:inter_token_latency_seconds_count{}") == 23
     assert grown("vllm:e2e_request_latency_seconds_count{}") == 1
     assert grown('vllm:request_success_total{"finished_reason": "length"}') == 1

@@ -53,7 +53,7 @@ def args(pair: tuple[Path, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(args: dict[str, Any]) -> Iterator[Server]:
-    options = ServeOptions(port=free_port(), num_cpus=4, ready_timeout_s=120)
+    options = ServeOptions(port=free_port(), num_cpus=4, ready_timeout_s=240)
     with start_server(args, options) as server:
         yield server
     assert not ray.is_initialized()
@@ -151,6 +151,6 @@ def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
             return bool(patient.completions.create(prompt="x", **BODY).choices[0].text)
         return False
 
-    wait_for(answers, timeout_s=90.0)
+    wait_for(answers, timeout_s=150.0)
     after = worker_pids()
     assert len(after) == 2 and not set(after) & set(before)

@@ -31,13 +31,17 @@ class RequestFigures:
         self._costs[prompt_index] = output.metrics
         for completion in output.outputs:
             if completion.token_ids:
-                self._feed_tokens((prompt_index, completion.index), len(completion.token_ids), telemetry)
+                key = (prompt_index, completion.index)
+                self._feed_tokens(key, len(completion.token_ids), output.metrics.queue_s, telemetry)
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
 
-    def _feed_tokens(self, key: tuple[int, int], count: int, telemetry: Telemetry) -> None:
+    def _feed_tokens(self, key: tuple[int, int], count: int, queue_s: float, telemetry: Telemetry) -> None:
         now_s, before_s = time.monotonic(), self._last_token_s.get(key)
-        telemetry.observe_tokens(count, now_s - (before_s or self.started_s), first=before_s is None)
+        if before_s is None:
+            telemetry.observe_first_token(now_s - self.started_s, queue_s)
+        else:
+            telemetry.observe_tokens(count, now_s - before_s)
         self._last_token_s[key] = self.last_token_s = now_s
         self.first_token_s = self.first_token_s or now_s
         self.num_output_tokens += count
@@ -86,7 +90,7 @@ class RequestFigures:
         return {
             "time_to_first_token_ms": _ms(self.ttft_s),
             "generation_time_ms": _ms(self.last_token_s - self.first_token_s),
-            "queue_time_ms": None,
+            "queue_time_ms": _ms(cost.queue_s),
             "mean_itl_ms": _ms(self.tpot_s),
             "tokens_per_second": round(self.num_output_tokens / self.e2e_s, 3) if self.e2e_s else None,
             "speculative_decoding": _acceptance(cost, num_spec_tokens) if speculated else None,
