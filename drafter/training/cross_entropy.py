@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_CHUNK_ROWS = 128
+_CPU_CHUNK_ROWS, _GPU_CHUNK_ROWS = 128, 8192
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss_R, label_loss_R, overlap_R = logits_RV.new_zeros(
             (3, len(labels_R)), dtype=torch.float32
         ).unbind()
-        for start in range(0, len(labels_R), _CHUNK_ROWS):
-            rows = slice(start, start + _CHUNK_ROWS)
+        chunk = _CPU_CHUNK_ROWS if logits_RV.device.type == "cpu" else _GPU_CHUNK_ROWS
+        for start in range(0, len(labels_R), chunk):
+            rows = slice(start, start + chunk)
             labels = labels_R[rows, None]
             log_q = torch.log_softmax(logits_RV[rows].float(), dim=-1)
             label_loss_R[rows] = -log_q.gather(1, labels).squeeze(1)
