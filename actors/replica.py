@@ -2,7 +2,9 @@
 
 `build_app` is what `ray_config.yaml` names; Serve calls it once, wherever it likes, with the file's `args`.
 The class is plain: everything heavy (torch, FastAPI, the engine) is imported and made inside the replica's
-process, and nothing of it is pickled. The replica answers requests only when the models are loaded and warm.
+process, and nothing of it is pickled. Models live in worker actors, also where there is only one: HTTP and
+scheduling then never wait for a model's Python, and a worker that dies takes no connection with it. The
+replica answers requests only when the models are loaded and warm.
 A dead engine fails the health check, and Serve replaces the replica together with its workers.
 """
 
@@ -38,11 +40,12 @@ class Replica:
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .engine import AsyncEngine
+        from .ray_executor import RayExecutor
 
         _log_to_stderr()
         self._config = config
         self._settings = settings
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(config, RayExecutor)
         await self._engine.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -90,7 +93,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=2,
-        **placement_options(config, topology),
+        **placement_options(topology),
     )
     return wrap(serve.ingress()(Replica)).bind(config, settings)
 
@@ -106,16 +109,13 @@ def max_ongoing_requests(config: EngineConfig) -> int:
     return config.max_num_seqs + waiting + RESERVED_REQUESTS
 
 
-def placement_options(config: EngineConfig, topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
-    """Where the replica lives: beside its workers in one placement group, or alone with the model inside."""
-    if config.needs_ray:
-        return {
-            "ray_actor_options": {"num_cpus": REPLICA_CPUS},
-            "placement_group_bundles": topology.replica_bundles(REPLICA_CPUS),
-            "placement_group_strategy": "STRICT_PACK",
-        }
-    num_gpus = topology.worker_resources.get("GPU", 0.0)
-    return {"ray_actor_options": {"num_cpus": REPLICA_CPUS, "num_gpus": num_gpus}}
+def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.
+    """The replica lives beside its workers, in one placement group on one node."""
+    return {
+        "ray_actor_options": {"num_cpus": REPLICA_CPUS},
+        "placement_group_bundles": topology.replica_bundles(REPLICA_CPUS),
+        "placement_group_strategy": "STRICT_PACK",
+    }
 
 
 def _largest_node() -> Mapping[str, float]:

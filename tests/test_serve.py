@@ -82,7 +82,7 @@ def test_the_replicas_bundles_hold_its_workers(args: dict[str, Any]) -> None:
     options = build_app(args)._bound_deployment._replica_config
     assert len(options.placement_group_bundles) == 2 and options.placement_group_strategy == "STRICT_PACK"
     alone = build_app({**args, "tensor_parallel_size": 1})._bound_deployment._replica_config
-    assert alone.placement_group_bundles is None
+    assert len(alone.placement_group_bundles) == 1
 
 
 def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> None:
