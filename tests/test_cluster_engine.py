@@ -127,6 +127,16 @@ def test_figures_count_each_token_and_draft_once() -> None:
     assert stats.accepted_per_pos == (3, 3, 0, 0) and stats.finished == {"length": 1}
 
 
+def test_an_accepted_draft_that_ends_the_sequence_counts_as_accepted() -> None:
+    engine = open_engine(make_info(num_speculative_tokens=20), survival=[1.0] * 20)
+    request = make_request("r", max_tokens=40, seed=seed_with_stop_within(20))
+    add(engine, request)
+    (first,), (second,) = engine.step(), engine.step()
+    assert (first.num_drafted, first.num_accepted) == (0, 0) and second.finish_reason == "stop"
+    assert second.num_drafted == 20 and second.num_accepted == len(second.token_ids)
+    assert [*first.token_ids, *second.token_ids] == expected(request, INFO)[0]
+
+
 def test_time_is_the_clocks_and_falls_to_the_parts_of_the_step() -> None:
     clock = VirtualClock()
     cost = LinearCost(verify_floor_s=0.010, verify_row_s=0.001, draft_floor_s=0.002)

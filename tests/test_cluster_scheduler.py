@@ -47,6 +47,23 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole()
     assert (admitted(second), second.samples.all()) == (["b"], True)
 
 
+def test_without_chunked_prefill_a_preempted_request_longer_than_a_step_still_comes_back() -> None:
+    engine = open_engine(
+        make_info(num_pages=12),
+        survival=[],
+        max_num_batched_tokens=16,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+    )
+    requests = [make_request(f"r{i}", PROMPT[:8], max_tokens=24, seed=i, **LONG) for i in range(2)]
+    longest = 0
+    for request in requests:
+        add(engine, request)
+    while engine.has_unfinished:
+        longest = max((len(a.token_ids) for a in plan_step(engine).admitted), default=longest)
+    assert longest > 16 and engine.stats().preemptions > 0
+
+
 def test_every_running_request_gets_a_row_before_anybody_gets_drafts() -> None:
     engine = open_engine(make_info(), max_num_batched_tokens=6, max_num_seqs=4)
     for i in range(4):
