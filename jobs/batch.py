@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -28,10 +29,13 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError
 from ..cluster.placement import Topology
 from .batch_engine import BatchEngine
-from .batch_io import ROWS_PER_BLOCK, InputFormat, OutputFormat, Sink, Source, check_columns, open_source
+from .batch_io import InputFormat, OutputFormat, Sink, Source, check_columns, open_source
 from .batch_rows import Layout
 from .report import JobFigures, ProgressView
 from .serve import OBJECT_STORE_BYTES
+
+MAX_ROWS_PER_BLOCK = 16
+MAX_BLOCKS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +103,12 @@ def _results(
     context.raise_original_map_exception = True
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints every error that it raises
+    num_blocks = _num_blocks(source, config, options)
+    rows_per_block = -(-source.num_rows // num_blocks)
     # Enough rows in flight to fill the engine while others are on their way.
-    calls = max(2, -(-config.max_num_seqs * 5 // (4 * ROWS_PER_BLOCK)))
+    calls = max(2, math.ceil(1.25 * config.max_num_seqs / rows_per_block))
     config, resources = _place(config, options.concurrency)
-    answered = source.read(options.concurrency).map_batches(
+    answered = source.read(num_blocks).map_batches(
         BatchEngine,
         fn_constructor_args=(config, layout, options.model_name or config.model),
         batch_size=None,
@@ -118,6 +124,12 @@ def _results(
         yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
     except Exception as error:  # Ray wraps what an actor raised; a user wants the reason, not the layers
         raise _reason(error) from error
+
+
+def _num_blocks(source: Source, config: EngineConfig, options: BatchOptions) -> int:
+    """Rows come back in blocks: small ones, so that they come soon, but not more than Ray Data likes."""
+    wanted = -(-source.num_rows // min(MAX_ROWS_PER_BLOCK, config.max_num_seqs))
+    return max(len(source.files), min(MAX_BLOCKS, max(options.concurrency, wanted)))
 
 
 def _place(config: EngineConfig, concurrency: int) -> tuple[EngineConfig, dict[str, Any]]:

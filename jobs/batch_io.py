@@ -35,8 +35,6 @@ SUFFIXES: Mapping[str, InputFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
 }
-ROWS_PER_BLOCK = 16  # small, so that rows come back soon; an actor has several blocks in flight
-MAX_BLOCKS = 8192
 ROWS_PER_PART = 4096
 PART_INTERVAL_S = 60.0  # what a killed job loses at most
 PROBED_LINES = 100
@@ -55,17 +53,16 @@ class Source:
     def lines(self) -> bool:
         return self.format != "parquet"
 
-    def read(self, min_blocks: int = 1) -> ray.data.Dataset:
-        """Its records, in small blocks. Reading claims no CPU: the engines may own them all."""
+    def read(self, num_blocks: int) -> ray.data.Dataset:
+        """Its records. Reading claims no CPU: the engines may own them all."""
         import ray.data
 
         paths = [str(path.resolve()) for path in self.files]
-        blocks = min(MAX_BLOCKS, max(len(paths), min_blocks, -(-self.num_rows // ROWS_PER_BLOCK)))
         if self.lines:
-            return ray.data.read_text(paths, override_num_blocks=blocks, num_cpus=0)
+            return ray.data.read_text(paths, override_num_blocks=num_blocks, num_cpus=0)
         # Neither suffixes nor `key=value` folders mean anything: the files were chosen already.
         return ray.data.read_parquet(
-            paths, override_num_blocks=blocks, num_cpus=0, file_extensions=None, partitioning=None
+            paths, override_num_blocks=num_blocks, num_cpus=0, file_extensions=None, partitioning=None
         )
 
 

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 PLAIN_INTERVAL_S = 10.0
+PLAIN_WIDTH = 120  # of tables that go to a file or a pipe
 
 
 @dataclass(slots=True)
@@ -141,7 +142,8 @@ def print_table(
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    (console or Console()).print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
 
 
 def print_job(figures: JobFigures, output: str) -> None:

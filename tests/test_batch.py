@@ -17,6 +17,7 @@ from manta.cluster.errors import CheckpointError, ConfigError, DatasetError
 from manta.jobs.batch import BatchOptions, run_batch
 from manta.jobs.batch_io import read_results
 from manta.jobs.batch_rows import row_seed
+from manta.jobs.report import JobFigures
 from text_pair import make_text_pair
 
 
@@ -45,7 +46,7 @@ ROWS = [
     {"id": "cold", "prompt": "x", "temperature": -1.0, "max_tokens": None},
     {"id": "long", "prompt": "word " * 400, "temperature": None, "max_tokens": None},
     {"id": "none", "prompt": None, "temperature": None, "max_tokens": None},
-    *({"id": f"row{i}", "prompt": f"row {i}", "temperature": 0.9, "max_tokens": 5 + i} for i in range(20)),
+    *({"id": f"row{i}", "prompt": f"row {i}", "temperature": 0.9, "max_tokens": 5 + i} for i in range(12)),
 ]
 
 
@@ -60,18 +61,31 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["id"], r["token_ids"], r["text"], r["finish_reason"]) for r in read_results(folder)]
 
 
-def test_every_row_is_answered_or_explained_and_speculation_changes_no_answer(
-    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
-) -> None:
-    figures = {}
-    for mode in (True, False):
-        options = BatchOptions(input=parquet, output=tmp_path / str(mode), sampling={"max_tokens": 16})
-        figures[mode] = run_batch(config(pair, speculate=mode), options)
-    assert answers(tmp_path / "True") == answers(tmp_path / "False")
-    assert (figures[True].rows, figures[True].failed) == (len(ROWS), 3)
-    assert figures[True].num_draft_tokens > 0
-    assert figures[False].num_draft_tokens == 0
-    rows = {row["id"]: row for row in read_results(tmp_path / "True")}
+Answered = dict[bool, tuple[Path, JobFigures]]
+
+
+@pytest.fixture(scope="module")
+def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
+    """The same rows with speculation (True) and without: folder and figures."""
+    done: Answered = {}
+    for speculate in (True, False):
+        output = tmp_path_factory.mktemp("answered") / "out"
+        options = BatchOptions(input=parquet, output=output, sampling={"max_tokens": 16})
+        done[speculate] = output, run_batch(config(pair, speculate=speculate), options)
+    return done
+
+
+def test_speculation_changes_no_answer(answered: Answered) -> None:
+    (on, with_drafts), (off, without) = answered[True], answered[False]
+    assert answers(on) == answers(off)
+    assert with_drafts.num_draft_tokens > 0
+    assert without.num_draft_tokens == 0
+
+
+def test_every_row_is_answered_or_explained(answered: Answered) -> None:
+    folder, figures = answered[True]
+    assert (figures.rows, figures.failed) == (len(ROWS), 3)
+    rows = {row["id"]: row for row in read_results(folder)}
     assert set(rows) == {row["id"] for row in ROWS}
     assert {name: rows[name]["error"]["param"] for name in ("cold", "long", "none")} == {
         "cold": "temperature",
@@ -79,14 +93,12 @@ def test_every_row_is_answered_or_explained_and_speculation_changes_no_answer(
         "none": "messages or prompt",
     }
     assert json.loads(rows["cold"]["input"])["temperature"] == -1.0
-    report = json.loads((tmp_path / "True" / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
     assert report["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in rows.values())
 
 
-def test_a_row_is_answered_as_llm_answers_it(pair: tuple[Path, Path], parquet: Path, tmp_path: Path) -> None:
-    options = BatchOptions(input=parquet, output=tmp_path / "out", sampling={"max_tokens": 16})
-    run_batch(config(pair), options)
-    rows = {row["id"]: row for row in read_results(tmp_path / "out")}
+def test_a_row_is_answered_as_llm_answers_it(pair: tuple[Path, Path], answered: Answered) -> None:
+    rows = {row["id"]: row for row in read_results(answered[True][0])}
     settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
     with LLM(str(pair[0]), speculative_config=None, **settings) as llm:
         wanted = llm.generate("import ", SamplingParams(max_tokens=16, seed=row_seed(0, "warm")))
