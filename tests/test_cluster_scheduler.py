@@ -174,6 +174,15 @@ def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
     assert engine.stats().preemptions == 0
 
 
+def test_a_newcomer_leaves_a_page_for_everybody_who_runs_to_grow() -> None:
+    for num_pages, enters in ((6, False), (7, True)):
+        engine = open_engine(make_info(num_pages=num_pages), survival=[])
+        add(engine, make_request("a", (2, 3, 4), max_tokens=8, speculate=False, **LONG))
+        plan_step(engine)
+        add(engine, make_request("b", PROMPT, max_tokens=1))
+        assert (admitted(plan_step(engine)) == ["b"]) is enters
+
+
 def test_fcfs_ignores_priority_and_the_priority_policy_serves_the_lowest_first() -> None:
     for policy, order in (("fcfs", ["a", "b", "c"]), ("priority", ["c", "b", "a"])):
         engine = open_engine(make_info(), max_num_seqs=1, scheduling_policy=policy)
