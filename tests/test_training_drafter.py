@@ -23,6 +23,7 @@ from manta.drafter.training.drafter import (
     FrozenTarget,
     block_losses,
     drafter_shape,
+    draw_blocks,
     target_layer_ids,
 )
 from manta.drafter.training.loop import LoopSettings, StepLoss, TrainingLoop
@@ -194,7 +195,7 @@ def tiny_target() -> Qwen3ForCausalLM:
 
 def test_the_teacher_of_a_slot_is_the_targets_row_before_it():
     """A drafter that copies the target's rows must have full overlap: any shift would show."""
-    settings = DrafterSettings(num_layers=1, block_size=4, num_taps=2, batch_size=4, num_anchors=5)
+    settings = DrafterSettings(num_layers=1, block_size=4, num_taps=2)
     target = tiny_target()
     frozen = FrozenTarget(target, (1, 2))
     batch = ContinuationReader(continuations(), 4, pad_id=0).next_batch()
@@ -206,8 +207,9 @@ def test_the_teacher_of_a_slot_is_the_targets_row_before_it():
             return torch.stack([hidden[row][positions[row]] for row in range(len(hidden))])
 
     drafter = Copying(drafter_shape(target, settings))
-    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
-    blocks, losses = block_losses(frozen, drafter, batch, 63, device, settings, generator)
+    tokens = torch.from_numpy(batch.tokens)
+    blocks = draw_blocks(batch, tokens, num_anchors=5, block_size=4, mask_id=63, seed=0)
+    losses = block_losses(frozen, drafter, tokens, blocks, teacher_share=0.5)
     overlap = losses.overlap_R.view_as(blocks.labels)[blocks.is_counted]
     assert overlap.min() > 0.99
 

@@ -24,18 +24,23 @@ from .optimizers import HybridOptimizer
 @dataclass(frozen=True)
 class DrafterSettings:
     """`teacher_share`: how much of a slot's target is the target's whole distribution, the
-    rest being the token it drew."""
+    rest being the token it drew. `block_stages`: (progress, rows of a block); while the first
+    slots are still poor the last ones weigh nothing, and short blocks cost half as much."""
 
     num_layers: int = 3
     block_size: int = 16
+    block_stages: tuple[tuple[float, int], ...] = ((0.0, 8), (0.6, 16))
     num_taps: int = 5
     batch_size: int = 8
     num_anchors: int = 64
-    matrix_lr: float = 3e-3
-    other_lr: float = 2e-3
+    matrix_lr: float = 7e-3
+    other_lr: float = 3e-3
     weight_decay: float = 0.01
     teacher_share: float = 0.5
     schedule: Schedule = field(default_factory=lambda: Schedule(decay_from=0.5))
+
+    def rows_at(self, progress: float) -> int:
+        return min(self.block_size, [rows for start, rows in self.block_stages if progress >= start][-1])
 
 
 def drafter_shape(target: Qwen3ForCausalLM, settings: DrafterSettings) -> DrafterShape:
@@ -85,8 +90,10 @@ def train_drafter(
 
     def compute_loss(step: Step) -> StepLoss:
         batch = reader.next_batch()
-        generator = torch.Generator().manual_seed(step.index)
-        blocks, losses = block_losses(frozen, drafter, batch, mask_id, device, settings, generator)
+        tokens_BT = torch.from_numpy(batch.tokens).to(device)
+        block_size = settings.rows_at(step.progress)
+        blocks = draw_blocks(batch, tokens_BT, settings.num_anchors, block_size, mask_id, seed=step.index)
+        losses = block_losses(frozen, drafter, tokens_BT, blocks, settings.teacher_share)
         weights = dpace_weights(losses.label_loss_R.view_as(blocks.labels))
         loss = weighted_mean(losses.loss_R.view_as(blocks.labels), weights, blocks.is_counted)
         return StepLoss(loss, batch.tokens.size, _figures(blocks, losses))
@@ -133,30 +140,30 @@ class FrozenTarget:
         return self._target.lm_head(hidden)
 
 
+def draw_blocks(
+    batch: PaddedBatch, tokens_BT: torch.Tensor, num_anchors: int, block_size: int, mask_id: int, seed: int
+) -> Blocks:
+    """Random blocks in the generated part of every sequence."""
+    first_B, length_B = torch.from_numpy(batch.first), torch.from_numpy(batch.length)
+    anchors_BA = draw_anchors(first_B, length_B, num_anchors, torch.Generator().manual_seed(seed))
+    device = tokens_BT.device
+    return cut_blocks(tokens_BT, length_B.to(device), anchors_BA.to(device), block_size, mask_id)
+
+
 def block_losses(
     target: FrozenTarget,
     drafter: TrainableDrafter,
-    batch: PaddedBatch,
-    mask_id: int,
-    device: torch.device,
-    settings: DrafterSettings,
-    generator: torch.Generator,
-) -> tuple[Blocks, RowLosses]:
-    """Random blocks of a batch, and the losses of their slots flattened to rows."""
-    tokens_BT = torch.from_numpy(batch.tokens).to(device)
-    length_B = torch.from_numpy(batch.length).to(device)
-    anchors_BA = draw_anchors(
-        torch.from_numpy(batch.first).to(device), length_B, settings.num_anchors, generator
-    )
-    blocks = cut_blocks(tokens_BT, length_B, anchors_BA, drafter.shape.block_size, mask_id)
+    tokens_BT: torch.Tensor,
+    blocks: Blocks,
+    teacher_share: float,
+) -> RowLosses:
+    """The losses of all slots, flattened to rows."""
     features, target_logits_BTV = target.read(tokens_BT)
-    with torch.autocast(device.type, torch.bfloat16):
-        hidden_BASD = drafter(features, target.embed(blocks.inputs), anchors_BA)
+    with torch.autocast(tokens_BT.device.type, torch.bfloat16):
+        hidden_BASD = drafter(features, target.embed(blocks.inputs), blocks.anchors)
         logits_RV = target.logits(hidden_BASD[..., 1:, :].flatten(0, 2).to(torch.bfloat16))
-    teacher = Teacher(
-        target_logits_BTV.flatten(0, 1), _teacher_rows(blocks, tokens_BT), settings.teacher_share
-    )
-    return blocks, row_losses(logits_RV, blocks.labels.flatten(), teacher)
+    teacher = Teacher(target_logits_BTV.flatten(0, 1), _teacher_rows(blocks, tokens_BT), teacher_share)
+    return row_losses(logits_RV, blocks.labels.flatten(), teacher)
 
 
 def _teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
