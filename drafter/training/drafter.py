@@ -29,7 +29,7 @@ class DrafterSettings:
 
     num_layers: int = 3
     block_size: int = 16
-    block_stages: tuple[tuple[float, int], ...] = ((0.0, 8), (0.6, 16))
+    block_stages: tuple[tuple[float, int], ...] = ((0.0, 8), (0.7, 16))
     num_taps: int = 5
     batch_size: int = 8
     num_anchors: int = 64
