@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError
@@ -20,12 +18,7 @@ from manta.jobs.batch_rows import row_seed
 from manta.jobs.report import JobFigures
 from text_pair import make_text_pair
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.fixture(scope="module")
