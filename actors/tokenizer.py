@@ -172,8 +172,8 @@ def _template_environment(source: str) -> minijinja.Environment:
         templates={"chat": source}, trim_blocks=True, lstrip_blocks=True, pycompat=True
     )
     environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
-    environment.add_function("raise_exception", _raise_exception)
-    environment.add_function("strftime_now", lambda form: datetime.now().strftime(form))
+    environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
+    environment.add_function("strftime_now", lambda form: datetime.now().strftime(form))  # type: ignore[attr-defined]
     return environment
 
 

@@ -43,9 +43,9 @@ def shipped_pair() -> tuple[Path, Path]:
     return ROOT / "models" / "target", ROOT / "models" / "drafter"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
-    """One small Ray cluster for all tests that need it; its CPUs are entries in a book, not cores."""
+    """One small Ray cluster for a module's tests; its CPUs are entries in a book, not cores."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it

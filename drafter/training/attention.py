@@ -45,7 +45,9 @@ class _WeightedSum(torch.autograd.Function):
         return weights @ values
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(  # type: ignore[override]  # torch declares *grad_outputs
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weights, values = ctx.saved_tensors
         return grad @ values.transpose(-1, -2), (grad.transpose(-1, -2) @ weights).transpose(-1, -2)
 

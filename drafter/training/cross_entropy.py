@@ -67,7 +67,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss_R, label_loss_R, overlap_R
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_R: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(  # type: ignore[override]  # torch declares *grad_outputs
+        ctx: Any, grad_loss_R: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         (grad_RV,) = ctx.saved_tensors
         return grad_RV * grad_loss_R[:, None].to(grad_RV.dtype), None, None
 

@@ -50,7 +50,7 @@ def drafter_shape(target: Qwen3ForCausalLM, settings: DrafterSettings) -> Drafte
         intermediate_size=config.intermediate_size,
         num_layers=settings.num_layers,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim,
         rope_theta=rope_theta(config),
         rms_norm_eps=config.rms_norm_eps,
@@ -121,7 +121,7 @@ class FrozenTarget:
     """The target as the drafter's training sees it: features, embeddings, logits; no gradients to it."""
 
     def __init__(self, target: Qwen3ForCausalLM, layer_ids: tuple[int, ...]) -> None:
-        self._target = target.to(torch.bfloat16).eval().requires_grad_(False)
+        self._target = target.bfloat16().eval().requires_grad_(False)
         self._layer_ids = layer_ids
 
     @torch.no_grad()

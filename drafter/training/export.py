@@ -65,7 +65,10 @@ def export_drafter(model: TrainableDrafter, num_target_layers: int, mask_token_i
 
 
 def rope_theta(config: Qwen3Config) -> float:
-    return float(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters or {}
+    theta = rope.get("rope_theta")
+    assert isinstance(theta, float), "target_config sets it"
+    return theta
 
 
 # Any: a config is JSON.

@@ -56,7 +56,7 @@ def target_config(end_ids: list[int], device: torch.device) -> Qwen3Config:
         max_position_embeddings=MAX_CONTEXT_TOKENS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
-        attn_implementation=attention.register() if device.type == "cpu" else "sdpa",
+        attn_implementation=attention.register() if device.type == "cpu" else "sdpa",  # type: ignore[call-arg]
         eos_token_id=end_ids,
         bos_token_id=None,
     )
@@ -78,7 +78,7 @@ def train_target(
     """
     settings = settings or TargetSettings()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32)
+    model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32)  # type: ignore[call-arg]
     optimizer = HybridOptimizer(model, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     reader = WindowReader(stores)
     loop = TrainingLoop("target", model, optimizer, reader, snapshot_path, report)

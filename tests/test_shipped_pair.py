@@ -1,0 +1,104 @@
+"""The pair that ships: files, losslessness on real text, and acceptance that is worth serving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from manta import LLM, SamplingParams
+from manta.actors.outputs import RequestOutput
+from manta.actors.tokenizer import Tokenizer
+from manta.drafter.invariance import rows_are_invariant
+
+NUM_TOKENS = 48
+
+
+def prompt_texts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Token ids of `count` prompts, spread over all categories."""
+    lines = (ROOT / "models" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[:: len(lines) // count]][:count]
+    return [
+        tokenizer.encode(tokenizer.apply_chat_template(row["messages"]), add_special_tokens=False)
+        if "messages" in row
+        else tokenizer.encode(row["prompt"])
+        for row in rows
+    ]
+
+
+def params(temperature: float, count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS) for i in range(count)]
+
+
+def run(
+    pair: tuple[Path, Path], prompts: list[list[int]], temperature: float, dtype: str, *, speculate: bool
+) -> list[RequestOutput]:
+    spec = {"model": str(pair[1])} if speculate else None
+    with LLM(str(pair[0]), speculative_config=spec, dtype=dtype, num_threads=1) as llm:
+        return llm.generate([{"prompt_token_ids": p} for p in prompts], params(temperature, len(prompts)))
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def prompts(shipped_pair: tuple[Path, Path]) -> list[list[int]]:
+    return prompt_texts(Tokenizer.load(shipped_pair[0]), 12)
+
+
+def test_the_pair_is_small_and_in_the_published_formats(shipped_pair: tuple[Path, Path]) -> None:
+    target, drafter = shipped_pair
+    weights = [path.stat().st_size for folder in shipped_pair for path in folder.glob("*.safetensors")]
+    assert len(weights) == 2 and sum(weights) <= 40e6
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    config = json.loads((drafter / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 16
+    assert all("PSF" in (folder / "README.md").read_text() for folder in shipped_pair)
+
+
+def test_prompts_are_many_and_of_every_category() -> None:
+    rows = [json.loads(line) for line in (ROOT / "models" / "prompts.jsonl").read_text().splitlines()]
+    assert len(rows) >= 200 and len({row["id"] for row in rows}) == len(rows)
+    assert len({row["category"] for row in rows}) >= 4
+
+
+def test_greedy_equals_transformers_generate(
+    shipped_pair: tuple[Path, Path], prompts: list[list[int]]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(shipped_pair[0], dtype=torch.float32)
+    ours = tokens(run(shipped_pair, prompts[:4], 0.0, "float32", speculate=True))
+    for prompt, expected in zip(prompts, ours, strict=False):
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        theirs = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS)
+        assert theirs[0, len(prompt) :].tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_speculation_changes_no_token_and_saves_steps(
+    shipped_pair: tuple[Path, Path], prompts: list[list[int]], temperature: float
+) -> None:
+    plain = run(shipped_pair, prompts, temperature, "float32", speculate=False)
+    drafted = run(shipped_pair, prompts, temperature, "float32", speculate=True)
+    assert tokens(drafted) == tokens(plain)
+    steps = sum(o.metrics.num_steps for o in drafted)
+    per_step = 1 + sum(o.metrics.num_accepted_tokens for o in drafted) / steps
+    assert per_step > 1.5, "fp32 on fixed prompts and seeds: the same on every machine but for near-ties"
+
+
+@pytest.mark.skipif(
+    not rows_are_invariant(torch.bfloat16, torch.device("cpu")),
+    reason="this CPU's bf16 products depend on the batch",
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_in_bf16_too_where_products_do_not_depend_on_the_batch(
+    shipped_pair: tuple[Path, Path], prompts: list[list[int]], temperature: float
+) -> None:
+    plain = run(shipped_pair, prompts, temperature, "bfloat16", speculate=False)
+    drafted = run(shipped_pair, prompts, temperature, "bfloat16", speculate=True)
+    assert tokens(drafted) == tokens(plain)
