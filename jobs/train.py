@@ -1,6 +1,7 @@
 """`manta train-pair`: make the shipped pair from nothing but the standard library, on two cores or a GPU.
 
-Corpus and tokenizer -> target -> its own continuations through this engine -> drafter -> figures.
+Corpus and tokenizer -> target -> its own continuations through this engine -> target and drafter
+together -> continuations again -> drafter -> figures.
 Every stage leaves its result in `work_dir`; a killed run goes on where it was. Training
 itself is `drafter/training/`; here is the order, the clock and the engine.
 """
@@ -21,8 +22,8 @@ from ..cluster.request import SamplingParams
 from ..drafter.training import corpus
 from ..drafter.training.budget import TimeBudget
 from ..drafter.training.cards import PairFacts, RunFacts, write_cards
-from ..drafter.training.continuations import Continuations, Generate, Question, questions
-from ..drafter.training.drafter import FrozenTarget, train_drafter
+from ..drafter.training.continuations import Continuations, Generate, Question, corpus_sequences, questions
+from ..drafter.training.drafter import FrozenTarget, new_drafter, train_drafter
 from ..drafter.training.evaluate import Figures, evaluate
 from ..drafter.training.export import export_drafter, export_target
 from ..drafter.training.loop import Report
@@ -36,6 +37,7 @@ from ..drafter.training.target import (
     target_config,
     train_target,
 )
+from ..drafter.training.together import train_together
 from ..drafter.training.tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -53,16 +55,18 @@ MAX_NEW_TOKENS = 192
 EVALUATION_TOKENS = 128
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 HELD_OUT_WINDOW_TOKENS = 512
-TARGET_SNAPSHOT, DRAFTER_SNAPSHOT = "target.pt", "drafter.pt"
+TARGET_SNAPSHOT, TOGETHER_SNAPSHOT, DRAFTER_SNAPSHOT = "target.pt", "together.pt", "drafter.pt"
 
 
 @dataclass(frozen=True)
 class Shares:
     """How the hours are divided; the rest is left for the figures."""
 
-    target: float = 0.46
-    continuations: float = 0.14
-    drafter: float = 0.34
+    target: float = 0.42
+    first_continuations: float = 0.08
+    together: float = 0.28
+    continuations: float = 0.06
+    drafter: float = 0.11
 
 
 def train_pair(
@@ -100,16 +104,20 @@ class _PairJob:
         tokenizer = self._make_tokenizer()
         stores = self._make_corpus(tokenizer)
         target = self._make_target(tokenizer, stores)
-        data = self._make_continuations(tokenizer, stores[min(stores)])
-        drafter = self._make_drafter(tokenizer, target, data)
+        corpus_store = stores[min(stores)]
+        first_data = self._make_continuations(tokenizer, corpus_store, "first", Shares.first_continuations)
+        drafter = self._train_together(tokenizer, target, corpus_store, first_data)
+        data = self._make_continuations(tokenizer, corpus_store, "last", Shares.continuations)
+        self._train_drafter(tokenizer, target, drafter, data)
         loss, figures = self._measure(tokenizer, target, drafter)
         facts = PairFacts(
             machine=_machine(self._device),
             target=self._run_facts(TARGET_SNAPSHOT),
+            together=self._run_facts(TOGETHER_SNAPSHOT),
             drafter=self._run_facts(DRAFTER_SNAPSHOT),
             num_target_parameters=target.num_parameters(),
             num_drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
-            num_corpus_tokens=len(stores[min(stores)].ids),
+            num_corpus_tokens=len(corpus_store.ids),
             num_continuation_tokens=len(data.ids),
             num_evaluation_tokens=EVALUATION_TOKENS,
             held_out_loss=loss,
@@ -148,34 +156,45 @@ class _PairJob:
         export_target(target, self._output / "target")
         return target
 
-    def _make_continuations(self, tokenizer: Tokenizer, store: TokenStore) -> Continuations:
+    def _make_continuations(
+        self, tokenizer: Tokenizer, store: TokenStore, name: str, share: float
+    ) -> Continuations:
         """Shards of questions until all are asked or the time is over; finished shards are kept."""
         asked = questions(self._learned, store, tokenizer, NUM_QUESTIONS, seed=1)
-        folder = self._work / "continuations"
-        budget = TimeBudget(self._budget_s * Shares.continuations)
+        budget = TimeBudget(self._budget_s * share)
         shards: list[Continuations] = []
         with LLM(str(self._output / "target")) as llm:
             generate = _generator(llm, MAX_NEW_TOKENS)
             for start in range(0, len(asked), QUESTIONS_PER_SHARD):
-                path = folder / f"{start:06}.npz"
+                path = self._work / f"continuations-{name}" / f"{start:06}.npz"
                 if not path.exists():
                     if shards and budget.progress >= 1.0:
                         break
                     part = asked[start : start + QUESTIONS_PER_SHARD]
                     Continuations.of(part, generate(part)).save(path)
                 shards.append(Continuations.load(path))
-                self._report(f"continuations: {start + len(shards[-1])} of {len(asked)}")
+                self._report(f"{name} continuations: {start + len(shards[-1])} of {len(asked)}")
         return Continuations.join(shards)
 
-    def _make_drafter(
-        self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, data: Continuations
+    def _train_together(
+        self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, store: TokenStore, data: Continuations
     ) -> TrainableDrafter:
-        mask_id, pad_id = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
-        budget_s = self._budget_s * Shares.drafter
-        snapshot = self._work / DRAFTER_SNAPSHOT
-        drafter = train_drafter(target, data, mask_id, pad_id, snapshot, budget_s, self._device, self._report)
-        export_drafter(drafter, target.config.num_hidden_layers, mask_id, self._output / "drafter")
+        """The target changes once more here, and is exported again."""
+        drafter = new_drafter(target)
+        mixed = Continuations.join([data, corpus_sequences(store, len(data), seed=2)])
+        ids = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
+        snapshot, budget_s = self._work / TOGETHER_SNAPSHOT, self._budget_s * Shares.together
+        train_together(target, drafter, mixed, *ids, snapshot, budget_s, self._device, self._report)
+        export_target(target, self._output / "target")
         return drafter
+
+    def _train_drafter(
+        self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, drafter: TrainableDrafter, data: Continuations
+    ) -> None:
+        ids = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
+        snapshot, budget_s = self._work / DRAFTER_SNAPSHOT, self._budget_s * Shares.drafter
+        train_drafter(target, drafter, data, *ids, snapshot, budget_s, self._device, self._report)
+        export_drafter(drafter, target.config.num_hidden_layers, ids[0], self._output / "drafter")
 
     def _measure(
         self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, drafter: TrainableDrafter

@@ -16,7 +16,7 @@ from manta.drafter.training.blocks import (
     weighted_mean,
 )
 from manta.drafter.training.budget import Schedule
-from manta.drafter.training.continuations import ContinuationReader, Continuations, Question
+from manta.drafter.training.continuations import ContinuationReader, Continuations, Question, corpus_sequences
 from manta.drafter.training.cross_entropy import Teacher, row_losses
 from manta.drafter.training.drafter import (
     DrafterSettings,
@@ -24,12 +24,15 @@ from manta.drafter.training.drafter import (
     block_losses,
     drafter_shape,
     draw_blocks,
+    new_drafter,
     target_layer_ids,
 )
 from manta.drafter.training.loop import LoopSettings, StepLoss, TrainingLoop
 from manta.drafter.training.model import DrafterShape, TrainableDrafter
 from manta.drafter.training.optimizers import HybridOptimizer
 from manta.drafter.training.snapshots import load_snapshot, save_snapshot
+from manta.drafter.training.together import TogetherSettings, train_together
+from manta.drafter.training.tokens import TokenStore
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -277,3 +280,37 @@ def test_a_kill_while_saving_leaves_the_last_snapshot_whole(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         save_snapshot(path, {"step": 2})
     assert load_snapshot(path) == {"step": 1}
+
+
+def test_training_together_moves_both_models_but_never_the_masks_embedding(tmp_path: Path):
+    target, mask_id = tiny_target(), 63
+    drafter = new_drafter(target, DrafterSettings(num_layers=2, block_size=4, num_taps=2))
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    fc_before = drafter.fc.weight.clone()
+    settings = TogetherSettings(batch_size=4, num_anchors=3, block_stages=((0.0, 4),))
+    run = (continuations(), mask_id, 0, tmp_path / "together.pt", 0.5, torch.device("cpu"), lambda _: None)
+    train_together(target, drafter, *run, settings)
+    after = target.state_dict()
+    assert not torch.equal(drafter.fc.weight, fc_before)
+    assert not torch.equal(
+        after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
+    )
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(after[embedding][mask_id], before[embedding][mask_id])
+    assert not torch.equal(after[embedding][:mask_id], before[embedding][:mask_id])
+
+
+def test_a_new_drafter_begins_with_layers_of_the_target():
+    target = tiny_target()
+    drafter = new_drafter(target, DrafterSettings(num_layers=2, block_size=4, num_taps=2))
+    last = target.model.layers[-1].mlp.down_proj.weight
+    assert torch.equal(drafter.layers[-1].mlp.down_proj.weight, last)
+    assert torch.equal(drafter.norm.weight, target.model.norm.weight)
+
+
+def test_pieces_of_the_corpus_look_like_continuations():
+    store = TokenStore(np.arange(3000, dtype=np.uint16), np.array([0, 1000, 3000]))
+    data = corpus_sequences(store, 5, seed=0)
+    assert len(data) == 5
+    assert set(np.diff(data.bounds)) == {280}
+    assert len(set(data.ids.tolist())) == len(data.ids) == 1400

@@ -102,6 +102,7 @@ def test_cards_carry_the_figures(tmp_path):
     facts = PairFacts(
         machine="2 cores",
         target=RunFacts(10, 40960, 60.0),
+        together=RunFacts(15, 30000, 90.0),
         drafter=RunFacts(20, 4000, 120.0),
         num_target_parameters=8_000_000,
         num_drafter_parameters=1_000_000,

@@ -31,8 +31,10 @@ nothing else and is no assistant.
   chosen by a hash of its path, is held out.
 * **Training**: {target_steps:,} steps of 4,096 tokens, {target_tokens:.1f} M tokens in all, from a corpus
   of {corpus_tokens:.2f} M; Muon for the hidden matrices, AdamW for the rest, bf16 products on fp32 weights,
-  warm-up, constant rate, linear decay; windows of 256, then 512, then 1,024 tokens;
-  {target_minutes:.0f} minutes on {machine}.{target_notes}
+  warm-up, constant rate, linear decay; windows of 256, then 512, then 1,024 tokens, the last ones from a
+  quarter of the files; then {together_steps:,} steps together with the drafter, whose loss reaches the
+  target through its hidden states, on pieces of the corpus and on its own continuations;
+  {target_minutes:.0f} + {together_minutes:.0f} minutes on {machine}.{target_notes}
 * **Held-out loss**: {held_out_loss:.3f} nats per token.
 
 Acceptance with `models/drafter` is on that model's card. Made by `manta train-pair`.
@@ -57,8 +59,9 @@ parameters in 3 layers, full attention, target layers 1, 4, 8, 12 and 15 as feat
 * **Loss**: 64 random anchors a sequence, clean anchor and 15 masks, context strictly before the anchor;
   cross-entropy against an even mixture of the token the target drew and its whole distribution, weighted
   by D-PACE (alpha 0.5).
-* **Training**: {drafter_steps:,} steps of 8 sequences, {drafter_minutes:.0f} minutes on {machine}; Muon for
-  matrices, AdamW for norms, features made anew in every step.{drafter_notes}
+* **Training**: {together_steps:,} steps together with the target, {together_minutes:.0f} minutes; then, the
+  target frozen, {drafter_steps:,} steps of 8 of its continuations, {drafter_minutes:.0f} minutes on
+  {machine}; Muon for matrices, AdamW for norms, features made anew in every step.{drafter_notes}
 
 ## Acceptance on held-out prompts
 
@@ -88,6 +91,7 @@ class PairFacts:
 
     machine: str
     target: RunFacts
+    together: RunFacts
     drafter: RunFacts
     num_target_parameters: int
     num_drafter_parameters: int
@@ -101,7 +105,12 @@ class PairFacts:
 
 
 def write_cards(output_dir: Path, facts: PairFacts) -> None:
-    common = {"machine": facts.machine, "held_out_loss": facts.held_out_loss}
+    common = {
+        "machine": facts.machine,
+        "held_out_loss": facts.held_out_loss,
+        "together_steps": facts.together.num_steps,
+        "together_minutes": facts.together.used_s / 60,
+    }
     target = _TARGET_CARD.format(
         parameters=facts.num_target_parameters / 1e6,
         target_steps=facts.target.num_steps,

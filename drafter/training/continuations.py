@@ -17,6 +17,7 @@ from .tokens import TokenStore
 
 # Half as the target speaks, a quarter sharper, a quarter greedy.
 TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
+_CORPUS_SEQUENCE_TOKENS, _CORPUS_FIRST_TOKENS = 280, 40
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,15 @@ def questions(
         Question(prompts[index], TEMPERATURES[number % len(TEMPERATURES)], seed * num_questions + number)
         for number, index in enumerate(order)
     ]
+
+
+def corpus_sequences(corpus: TokenStore, count: int, seed: int) -> Continuations:
+    """Pieces of the corpus in the same form, as if all but their beginning had been generated."""
+    ids = corpus.shuffled(seed)[: count * _CORPUS_SEQUENCE_TOKENS]
+    num_sequences = len(ids) // _CORPUS_SEQUENCE_TOKENS
+    bounds = np.arange(num_sequences + 1) * _CORPUS_SEQUENCE_TOKENS
+    first = np.full(num_sequences, _CORPUS_FIRST_TOKENS)
+    return Continuations(ids[: bounds[-1]], bounds, first)
 
 
 @dataclass(frozen=True)

@@ -24,23 +24,18 @@ from .optimizers import HybridOptimizer
 @dataclass(frozen=True)
 class DrafterSettings:
     """`teacher_share`: how much of a slot's target is the target's whole distribution, the
-    rest being the token it drew. `block_stages`: (progress, rows of a block); while the first
-    slots are still poor the last ones weigh nothing, and short blocks cost half as much."""
+    rest being the token it drew."""
 
     num_layers: int = 3
     block_size: int = 16
-    block_stages: tuple[tuple[float, int], ...] = ((0.0, 8), (0.7, 16))
     num_taps: int = 5
     batch_size: int = 8
     num_anchors: int = 64
-    matrix_lr: float = 7e-3
-    other_lr: float = 3e-3
+    matrix_lr: float = 4e-3
+    other_lr: float = 2e-3
     weight_decay: float = 0.01
     teacher_share: float = 0.5
-    schedule: Schedule = field(default_factory=lambda: Schedule(decay_from=0.5))
-
-    def rows_at(self, progress: float) -> int:
-        return min(self.block_size, [rows for start, rows in self.block_stages if progress >= start][-1])
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=30, decay_from=0.1))
 
 
 def drafter_shape(target: Qwen3ForCausalLM, settings: DrafterSettings) -> DrafterShape:
@@ -68,6 +63,7 @@ def target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
 
 def train_drafter(
     target: Qwen3ForCausalLM,
+    drafter: TrainableDrafter,
     data: Continuations,
     mask_id: int,
     pad_id: int,
@@ -76,12 +72,9 @@ def train_drafter(
     device: torch.device,
     report: Report,
     settings: DrafterSettings | None = None,
-) -> TrainableDrafter:
-    """Train until the budget is used up, going on from the snapshot if there is one."""
+) -> None:
+    """Change `drafter` in place until the budget is used up, going on from the snapshot if there is one."""
     settings = settings or DrafterSettings()
-    torch.manual_seed(1)
-    drafter = TrainableDrafter(drafter_shape(target, settings))
-    borrow_layers(drafter, target)
     drafter.to(device)
     optimizer = HybridOptimizer(drafter, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     reader = ContinuationReader(data, settings.batch_size, pad_id)
@@ -91,23 +84,24 @@ def train_drafter(
     def compute_loss(step: Step) -> StepLoss:
         batch = reader.next_batch()
         tokens_BT = torch.from_numpy(batch.tokens).to(device)
-        block_size = settings.rows_at(step.progress)
+        block_size = drafter.shape.block_size
         blocks = draw_blocks(batch, tokens_BT, settings.num_anchors, block_size, mask_id, seed=step.index)
         losses = block_losses(frozen, drafter, tokens_BT, blocks, settings.teacher_share)
         weights = dpace_weights(losses.label_loss_R.view_as(blocks.labels))
         loss = weighted_mean(losses.loss_R.view_as(blocks.labels), weights, blocks.is_counted)
-        return StepLoss(loss, batch.tokens.size, _figures(blocks, losses))
+        return StepLoss(loss, batch.tokens.size, report_figures(blocks, losses))
 
     loop.run(compute_loss, budget_s, settings.schedule)
-    return drafter
 
 
 @torch.no_grad()
-def borrow_layers(drafter: TrainableDrafter, target: Qwen3ForCausalLM) -> None:
+def new_drafter(target: Qwen3ForCausalLM, settings: DrafterSettings | None = None) -> TrainableDrafter:
     """Begin with layers of the target, evenly spaced up to its last, which read its deepest tap.
 
     They know already how to look back and how to write what the head reads: many steps are saved.
     """
+    torch.manual_seed(1)
+    drafter = TrainableDrafter(drafter_shape(target, settings or DrafterSettings()))
     count, num_target_layers = drafter.shape.num_layers, target.config.num_hidden_layers
     for index, layer in enumerate(drafter.layers):
         source = target.model.layers[num_target_layers * (index + 1) // count - 1]
@@ -115,6 +109,7 @@ def borrow_layers(drafter: TrainableDrafter, target: Qwen3ForCausalLM) -> None:
     width = drafter.shape.hidden_size
     drafter.fc.weight[:, -width:].copy_(torch.eye(width))
     drafter.norm.load_state_dict(target.model.norm.state_dict())
+    return drafter
 
 
 class FrozenTarget:
@@ -162,11 +157,11 @@ def block_losses(
     with torch.autocast(tokens_BT.device.type, torch.bfloat16):
         hidden_BASD = drafter(features, target.embed(blocks.inputs), blocks.anchors)
         logits_RV = target.logits(hidden_BASD[..., 1:, :].flatten(0, 2).to(torch.bfloat16))
-    teacher = Teacher(target_logits_BTV.flatten(0, 1), _teacher_rows(blocks, tokens_BT), teacher_share)
+    teacher = Teacher(target_logits_BTV.flatten(0, 1), teacher_rows(blocks, tokens_BT), teacher_share)
     return row_losses(logits_RV, blocks.labels.flatten(), teacher)
 
 
-def _teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
+def teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
     """[B * A * N] into [B * T]: the label at a + k is judged by the target's row a + k - 1."""
     batch, num_tokens = tokens_BT.shape
     slots_N = torch.arange(blocks.labels.shape[-1], device=tokens_BT.device)
@@ -175,7 +170,7 @@ def _teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
     return (positions_BAN + offsets_B[:, None, None]).flatten()
 
 
-def _figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
+def report_figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
     """Slot 1's chance of acceptance at temperature 1, and tokens per step if slots were accepted so."""
     overlap_BAN = losses.overlap_R.view_as(blocks.labels) * blocks.is_counted
     tokens_per_step = 1.0 + overlap_BAN.cumprod(dim=-1).sum(dim=-1).mean()
