@@ -46,7 +46,7 @@ def evaluate(
     answers: Sequence[list[int]],
     mask_id: int,
 ) -> list[Figures]:
-    """Figures per category and overall; all questions of one temperature."""
+    """Figures per category and, last, overall; all questions of one temperature."""
     rows: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for prompt, question, answer in zip(prompts, questions, answers, strict=True):
         if len(answer) < 2:
@@ -55,6 +55,7 @@ def evaluate(
         row = (len(answer), count_steps(lengths), int(repeated_tokens(answer).sum()))
         rows[prompt.category].append(row)
         rows[OVERALL].append(row)
+    rows[OVERALL] = rows.pop(OVERALL)
     return [_figures(category, questions[0].temperature, of) for category, of in rows.items()]
 
 

@@ -80,5 +80,6 @@ def _write(folder: Path, config: dict[str, Any], model: nn.Module, skipped: str 
         if name != skipped
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")

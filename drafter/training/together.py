@@ -40,7 +40,7 @@ class TogetherSettings:
     weight_decay: float = 0.05
     teacher_share: float = 0.5
     draft_share: float = 1.0
-    pull_share: float = 0.3
+    pull_share: float = 1.0
     schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=50, decay_from=0.3))
 
 
