@@ -8,7 +8,6 @@ a little towards the drafter's first slot. The next-token loss goes on as before
 Shapes: B sequences, T tokens, A anchors, N slots, V vocabulary.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def train_together(
     pair = nn.ModuleDict({"target": target.float(), "drafter": drafter}).to(device)
     mask_row = torch.tensor([mask_id], device=device)
     # No text holds the mask: left alone, its embedding is only ever pushed away (`tame_unseen_embedding`).
-    pair["target"].model.embed_tokens.weight.register_hook(lambda grad: grad.index_fill(0, mask_row, 0.0))
+    target.model.embed_tokens.weight.register_hook(lambda grad: grad.index_fill(0, mask_row, 0.0))
     optimizer = HybridOptimizer(pair, settings.matrix_lr, settings.other_lr, settings.weight_decay)
     reader = ContinuationReader(data, settings.batch_size, pad_id)
     loop = TrainingLoop("together", pair, optimizer, reader, snapshot_path, report)
@@ -87,7 +86,7 @@ def _losses(
     tokens_BT: torch.Tensor,
     blocks: Blocks,
     settings: TogetherSettings,
-) -> tuple[torch.Tensor, Mapping[str, float]]:
+) -> tuple[torch.Tensor, dict[str, float]]:
     with torch.autocast(tokens_BT.device.type, torch.bfloat16):
         states = target.model(tokens_BT, use_cache=False, output_hidden_states=True)
         features = torch.cat([states.hidden_states[i + 1] for i in drafter.shape.target_layer_ids], dim=-1)
