@@ -79,6 +79,7 @@ def test_a_drafter_that_equals_the_target_has_every_draft_accepted(temperature: 
     assert (category.category, overall.category) == ("chat", "overall")
     assert overall.num_steps == 3
     assert overall.tokens_per_step == 4.0
+    assert overall.fresh_tokens_per_step <= 4.0
 
 
 def test_steps_are_counted_as_an_engine_walks():
@@ -95,7 +96,7 @@ def test_only_the_second_occurrence_of_eight_tokens_counts_as_repeated():
 
 def test_cards_carry_the_figures(tmp_path):
     figures = [
-        Figures(category, temperature, 40, 5000, 1000, 4.96 - temperature, 0.25)
+        Figures(category, temperature, 40, 5000, 1000, 4.96 - temperature, 0.25, 2.5)
         for temperature in (0.0, 1.0)
         for category in ("chat", "overall")
     ]
@@ -115,6 +116,6 @@ def test_cards_carry_the_figures(tmp_path):
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()
     write_cards(tmp_path, facts)
-    assert "| overall | 40 | 4.96 | 25% | 3.96 | 25% |" in figures_table(figures)
+    assert "| overall | 40 | 4.96 | 2.50 | 25% | 3.96 | 2.50 | 25% |" in figures_table(figures)
     assert figures_table(figures) in (tmp_path / "drafter" / "README.md").read_text()
     assert "2.500 nats" in (tmp_path / "target" / "README.md").read_text()

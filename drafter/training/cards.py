@@ -67,8 +67,9 @@ parameters in 3 layers, full attention, target layers 1, 4, 8, 12 and 15 as feat
 
 `models/prompts.jsonl`, {evaluation_tokens} new tokens each, block 16, a whole block drafted in every step.
 Tokens per step are accepted drafts plus the bonus token. Temperature 1 uses equal noise, so the answers are
-the ones plain decoding gives. Repeated: share of tokens inside an 8-gram the same answer already had.
-The target's held-out loss is {held_out_loss:.3f} nats per token.
+the ones plain decoding gives. Repeated: share of tokens inside an 8-gram the same answer already had; fresh:
+tokens per step up to the first such token, for repetition is easy to draft. The target's held-out loss is
+{held_out_loss:.3f} nats per token.
 
 {table}
 
@@ -135,14 +136,17 @@ def write_cards(output_dir: Path, facts: PairFacts) -> None:
 
 
 def figures_table(figures: Sequence[Figures]) -> str:
-    """Markdown, one row per category, a pair of columns per temperature."""
+    """Markdown, one row per category, three columns per temperature."""
     temperatures = sorted({row.temperature for row in figures})
     categories = list(dict.fromkeys(row.category for row in figures))
     by_key = {(row.category, row.temperature): row for row in figures}
-    head = "".join(f" tokens/step, T={t:g} | repeated |" for t in temperatures)
-    lines = [f"| category | prompts |{head}", "|---|---|" + "---|---|" * len(temperatures)]
+    head = "".join(f" tokens/step, T={t:g} | fresh | repeated |" for t in temperatures)
+    lines = [f"| category | prompts |{head}", "|---|---|" + "---|---|---|" * len(temperatures)]
     for category in categories:
         rows = [by_key[category, temperature] for temperature in temperatures]
-        cells = "".join(f" {row.tokens_per_step:.2f} | {row.repeated_share:.0%} |" for row in rows)
+        cells = "".join(
+            f" {row.tokens_per_step:.2f} | {row.fresh_tokens_per_step:.2f} | {row.repeated_share:.0%} |"
+            for row in rows
+        )
         lines.append(f"| {category} | {rows[0].num_prompts} |{cells}")
     return "\n".join(lines)

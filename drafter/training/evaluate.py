@@ -26,8 +26,12 @@ OVERALL = "overall"
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one category at one temperature. `repeated_share`: of tokens inside an 8-gram the same
-    answer had before."""
+    """Of one category at one temperature.
+
+    Attributes:
+        repeated_share: of tokens inside an 8-gram the same answer had before.
+        fresh_tokens_per_step: up to the first such token of each answer: repetition is easy to draft.
+    """
 
     category: str
     temperature: float
@@ -36,6 +40,7 @@ class Figures:
     num_steps: int
     tokens_per_step: float
     repeated_share: float
+    fresh_tokens_per_step: float
 
 
 def evaluate(
@@ -47,12 +52,15 @@ def evaluate(
     mask_id: int,
 ) -> list[Figures]:
     """Figures per category and, last, overall; all questions of one temperature."""
-    rows: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    rows: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for prompt, question, answer in zip(prompts, questions, answers, strict=True):
         if len(answer) < 2:
             continue
         lengths = accepted_lengths(target, drafter, question, answer, mask_id)
-        row = (len(answer), count_steps(lengths), int(repeated_tokens(answer).sum()))
+        repeated = repeated_tokens(answer)
+        num_fresh = int(repeated.argmax()) if repeated.any() else len(answer)
+        fresh = lengths[: max(0, num_fresh - 1)]
+        row = (len(answer), count_steps(lengths), int(repeated.sum()), len(fresh), count_steps(fresh))
         rows[prompt.category].append(row)
         rows[OVERALL].append(row)
     rows[OVERALL] = rows.pop(OVERALL)
@@ -101,11 +109,20 @@ def repeated_tokens(answer: Sequence[int]) -> np.ndarray:
     return repeated
 
 
-def _figures(category: str, temperature: float, rows: Iterable[tuple[int, int, int]]) -> Figures:
+def _figures(category: str, temperature: float, rows: Iterable[tuple[int, ...]]) -> Figures:
     table = np.array(list(rows))
-    tokens, steps, repeated = (int(total) for total in table.sum(axis=0))
+    tokens, steps, repeated, fresh, fresh_steps = (int(total) for total in table.sum(axis=0))
     drafted = tokens - len(table)  # the first token of an answer comes from the prompt's own pass
-    return Figures(category, temperature, len(table), tokens, steps, drafted / steps, repeated / tokens)
+    return Figures(
+        category=category,
+        temperature=temperature,
+        num_prompts=len(table),
+        num_tokens=tokens,
+        num_steps=steps,
+        tokens_per_step=drafted / steps,
+        repeated_share=repeated / tokens,
+        fresh_tokens_per_step=fresh / max(1, fresh_steps),
+    )
 
 
 def _sampling(question: Question, positions: np.ndarray, device: torch.device) -> SamplingBatch:
