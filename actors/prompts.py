@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
 from ..cluster.request import MAX_COUNT, SamplingParams
-from .target.loading import resolve_checkpoint
+from .checkpoints import resolve_checkpoint
 from .tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]

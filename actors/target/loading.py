@@ -22,7 +22,6 @@ from ...drafter.kv_cache import PagedKVCache
 from ...drafter.model import DFlashDrafter
 from ...drafter.propose import Proposer
 from ...drafter.states import RequestStates
-from ..checkpoints import resolve_checkpoint
 from .decoder import Decoder
 from .load_plan import LoadPlan, plan_load
 from .memory import affordable_pages, gpu_budget_bytes
@@ -31,7 +30,7 @@ from .runner import DraftSource, LocalDrafts, StepRunner
 from .warm_up import largest_prefill, measure_activations, warm_up
 from .weights import TargetWeights
 
-__all__ = ["LoadPlan", "lent_weights", "load_runner", "plan_load", "resolve_checkpoint"]
+__all__ = ["LoadPlan", "lent_weights", "load_runner", "plan_load"]
 
 logger = logging.getLogger(__name__)
 
