@@ -33,8 +33,9 @@ from manta.drafter.training.optimizers import HybridOptimizer
 from manta.drafter.training.snapshots import load_snapshot, save_snapshot
 from manta.drafter.training.together import TogetherSettings, train_together
 from manta.drafter.training.tokens import TokenStore
+from tiny import tiny_training_config
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 SHAPE = DrafterShape(
     hidden_size=32,
@@ -182,18 +183,7 @@ def continuations(count: int = 12) -> Continuations:
 
 def tiny_target() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
-    )
+    return Qwen3ForCausalLM(tiny_training_config())
 
 
 def test_the_teacher_of_a_slot_is_the_targets_row_before_it():

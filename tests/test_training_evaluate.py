@@ -10,19 +10,11 @@ from manta.drafter.training.drafter import DrafterSettings, FrozenTarget, drafte
 from manta.drafter.training.evaluate import Figures, accepted_lengths, count_steps, evaluate, repeated_tokens
 from manta.drafter.training.model import TrainableDrafter
 from manta.drafter.training.prompts import Prompt
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny import tiny_training_config
+from transformers import Qwen3ForCausalLM
 
 MASK_ID = 63
-CONFIG = Qwen3Config(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-)
+CONFIG = tiny_training_config()
 
 
 class PerfectDrafter(TrainableDrafter):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 TINY_VOCAB = 128
 TINY_BLOCK = 16
@@ -15,8 +16,6 @@ TINY_TAPS = (0, 1, 2)
 
 def make_tiny_target(folder: Path, family: str, *, seed: int = 0, vocab_size: int = TINY_VOCAB) -> Path:
     """A random 4-layer target (hidden 64, 4 heads, 2 KV heads, head_dim 16) as a Hugging Face folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocab_size,
@@ -48,6 +47,20 @@ def make_tiny_target(folder: Path, family: str, *, seed: int = 0, vocab_size: in
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
+
+
+def tiny_training_config() -> Qwen3Config:
+    """The shape of the random targets that training is tested on: 64 tokens, 6 layers of width 32."""
+    return Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
 
 
 def make_tiny_drafter(
