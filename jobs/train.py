@@ -1,6 +1,6 @@
 """`manta train-pair`: make the shipped pair from nothing but the standard library, on two cores or a GPU.
 
-Corpus and tokenizer -> target -> its own continuations through this engine -> target and drafter
+Corpus and tokenizer -> target -> its surest continuations through this engine -> target and drafter
 together -> continuations again -> drafter -> figures.
 Every stage leaves its result in `work_dir`; a killed run goes on where it was. Training
 itself is `drafter/training/`; here is the order, the clock and the engine.
@@ -9,7 +9,7 @@ itself is `drafter/training/`; here is the order, the clock and the engine.
 import ctypes
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +22,24 @@ from ..cluster.request import SamplingParams
 from ..drafter.training import corpus
 from ..drafter.training.budget import TimeBudget
 from ..drafter.training.cards import PairFacts, RunFacts, write_cards
-from ..drafter.training.continuations import Continuations, Generate, Question, corpus_sequences, questions
+from ..drafter.training.continuations import (
+    SPOKEN_TEMPERATURES,
+    SURE_TEMPERATURES,
+    Continuations,
+    Generate,
+    Question,
+    corpus_sequences,
+    questions,
+)
 from ..drafter.training.drafter import FrozenTarget, new_drafter, train_drafter
 from ..drafter.training.evaluate import Figures, evaluate
 from ..drafter.training.export import export_drafter, export_target
 from ..drafter.training.loop import Report
 from ..drafter.training.model import TrainableDrafter
 from ..drafter.training.prompts import Prompt, all_prompts, read_prompts, select_prompts, write_prompts
+from ..drafter.training.repetition import before_repetition
 from ..drafter.training.snapshots import load_snapshot
 from ..drafter.training.target import (
-    STAGES,
     held_out_loss,
     tame_unseen_embedding,
     target_config,
@@ -62,10 +70,10 @@ TARGET_SNAPSHOT, TOGETHER_SNAPSHOT, DRAFTER_SNAPSHOT = "target.pt", "together.pt
 class Shares:
     """How the hours are divided; the rest is left for the figures."""
 
-    target: float = 0.42
-    first_continuations: float = 0.08
-    together: float = 0.28
-    continuations: float = 0.06
+    target: float = 0.38
+    first_continuations: float = 0.05
+    together: float = 0.36
+    continuations: float = 0.05
     drafter: float = 0.11
 
 
@@ -102,14 +110,23 @@ class _PairJob:
 
     def run(self) -> list[Figures]:
         tokenizer = self._make_tokenizer()
-        stores = self._make_corpus(tokenizer)
-        target = self._make_target(tokenizer, stores)
-        corpus_store = stores[min(stores)]
-        first_data = self._make_continuations(tokenizer, corpus_store, "first", Shares.first_continuations)
-        drafter = self._train_together(tokenizer, target, corpus_store, first_data)
-        data = self._make_continuations(tokenizer, corpus_store, "last", Shares.continuations)
+        store = encode_documents(tokenizer, corpus_texts(self._learned))
+        self._report(f"corpus: {len(store.ids)} tokens")
+        held_out = encode_documents(tokenizer, corpus_texts(self._held_out))
+        target = self._make_target(tokenizer, store)
+        loss_alone = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
+        self._report(f"held-out loss of the target alone: {loss_alone:.3f}")
+        sure_data = self._make_continuations(
+            tokenizer, store, "sure", SURE_TEMPERATURES, before_repetition, Shares.first_continuations
+        )
+        drafter = self._train_together(tokenizer, target, store, sure_data)
+        loss = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
+        self._report(f"held-out loss: {loss:.3f}")
+        data = self._make_continuations(
+            tokenizer, store, "spoken", SPOKEN_TEMPERATURES, list, Shares.continuations
+        )
         self._train_drafter(tokenizer, target, drafter, data)
-        loss, figures = self._measure(tokenizer, target, drafter)
+        figures = self._measure(tokenizer, target, drafter)
         facts = PairFacts(
             machine=_machine(self._device),
             target=self._run_facts(TARGET_SNAPSHOT),
@@ -117,9 +134,10 @@ class _PairJob:
             drafter=self._run_facts(DRAFTER_SNAPSHOT),
             num_target_parameters=target.num_parameters(),
             num_drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
-            num_corpus_tokens=len(corpus_store.ids),
+            num_corpus_tokens=len(store.ids),
             num_continuation_tokens=len(data.ids),
             num_evaluation_tokens=EVALUATION_TOKENS,
+            held_out_loss_alone=loss_alone,
             held_out_loss=loss,
             figures=figures,
         )
@@ -138,29 +156,30 @@ class _PairJob:
             write_prompts(chosen, self._output / "prompts.jsonl")
         return tokenizer
 
-    def _make_corpus(self, tokenizer: Tokenizer) -> dict[int, TokenStore]:
-        """By narrowing; every smaller store is a part of the larger ones."""
-        stores: dict[int, TokenStore] = {}
-        for narrowing in sorted({stage.narrowing for stage in STAGES}):
-            files = [file for file in self._files if file.is_learned(narrowing)]
-            stores[narrowing] = encode_documents(tokenizer, corpus_texts(files))
-            self._report(f"corpus, one file in {narrowing}: {len(stores[narrowing].ids)} tokens")
-        return stores
-
-    def _make_target(self, tokenizer: Tokenizer, stores: dict[int, TokenStore]) -> Qwen3ForCausalLM:
+    def _make_target(self, tokenizer: Tokenizer, store: TokenStore) -> Qwen3ForCausalLM:
         end_ids = [special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)]
         config = target_config(end_ids, self._device)
         snapshot, budget_s = self._work / TARGET_SNAPSHOT, self._budget_s * Shares.target
-        target = train_target(config, stores, snapshot, budget_s, self._device, self._report)
+        target = train_target(config, store, snapshot, budget_s, self._device, self._report)
         tame_unseen_embedding(target, special_id(tokenizer, MASK))
         export_target(target, self._output / "target")
         return target
 
     def _make_continuations(
-        self, tokenizer: Tokenizer, store: TokenStore, name: str, share: float
+        self,
+        tokenizer: Tokenizer,
+        store: TokenStore,
+        name: str,
+        temperatures: Sequence[float],
+        keep: Callable[[Sequence[int]], list[int]],
+        share: float,
     ) -> Continuations:
-        """Shards of questions until all are asked or the time is over; finished shards are kept."""
-        asked = questions(self._learned, store, tokenizer, NUM_QUESTIONS, seed=1)
+        """Shards of questions until all are asked or the time is over; finished shards are kept.
+
+        Args:
+            keep: the part of an answer to learn from.
+        """
+        asked = questions(self._learned, store, tokenizer, NUM_QUESTIONS, temperatures, seed=1)
         budget = TimeBudget(self._budget_s * share)
         shards: list[Continuations] = []
         with LLM(str(self._output / "target")) as llm:
@@ -171,7 +190,7 @@ class _PairJob:
                     if shards and budget.progress >= 1.0:
                         break
                     part = asked[start : start + QUESTIONS_PER_SHARD]
-                    Continuations.of(part, generate(part)).save(path)
+                    Continuations.of(part, [keep(answer) for answer in generate(part)]).save(path)
                 shards.append(Continuations.load(path))
                 self._report(f"{name} continuations: {start + len(shards[-1])} of {len(asked)}")
         return Continuations.join(shards)
@@ -198,9 +217,7 @@ class _PairJob:
 
     def _measure(
         self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, drafter: TrainableDrafter
-    ) -> tuple[float, list[Figures]]:
-        held_out = encode_documents(tokenizer, corpus_texts(self._held_out))
-        loss = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
+    ) -> list[Figures]:
         frozen = FrozenTarget(target, drafter.shape.target_layer_ids)
         prompts = read_prompts(self._output / "prompts.jsonl")
         figures: list[Figures] = []
@@ -212,7 +229,7 @@ class _PairJob:
                 figures += evaluate(frozen, drafter, prompts, asked, answers, special_id(tokenizer, MASK))
         for row in figures:
             self._report(f"T={row.temperature:g} {row.category}: {row.tokens_per_step:.2f} tokens per step")
-        return loss, figures
+        return figures
 
     def _run_facts(self, name: str) -> RunFacts:
         snapshot = load_snapshot(self._work / name)

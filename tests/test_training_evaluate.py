@@ -7,9 +7,10 @@ from manta.drafter.sampling import SamplingBatch, sample_rows
 from manta.drafter.training.cards import PairFacts, RunFacts, figures_table, write_cards
 from manta.drafter.training.continuations import Question
 from manta.drafter.training.drafter import DrafterSettings, FrozenTarget, drafter_shape
-from manta.drafter.training.evaluate import Figures, accepted_lengths, count_steps, evaluate, repeated_tokens
+from manta.drafter.training.evaluate import Figures, accepted_lengths, count_steps, evaluate
 from manta.drafter.training.model import TrainableDrafter
 from manta.drafter.training.prompts import Prompt
+from manta.drafter.training.repetition import before_repetition, repeated_tokens
 from tiny import tiny_training_config
 from transformers import Qwen3ForCausalLM
 
@@ -84,6 +85,7 @@ def test_only_the_second_occurrence_of_eight_tokens_counts_as_repeated():
     fresh = list(range(12))
     assert not repeated_tokens(fresh).any()
     assert repeated_tokens([*fresh, *range(8)]).tolist() == [False] * 12 + [True] * 8
+    assert before_repetition([*fresh, *range(9)]) == before_repetition(fresh) == fresh
 
 
 def test_cards_carry_the_figures(tmp_path):
@@ -102,6 +104,7 @@ def test_cards_carry_the_figures(tmp_path):
         num_corpus_tokens=3_000_000,
         num_continuation_tokens=1_000_000,
         num_evaluation_tokens=128,
+        held_out_loss_alone=2.4,
         held_out_loss=2.5,
         figures=figures,
     )

@@ -31,11 +31,12 @@ nothing else and is no assistant.
   chosen by a hash of its path, is held out.
 * **Training**: {target_steps:,} steps of 4,096 tokens, {target_tokens:.1f} M tokens in all, from a corpus
   of {corpus_tokens:.2f} M; Muon for the hidden matrices, AdamW for the rest, bf16 products on fp32 weights,
-  warm-up, constant rate, linear decay; windows of 256, then 512, then 1,024 tokens, the last ones from a
-  quarter of the files; then {together_steps:,} steps together with the drafter, whose loss reaches the
-  target through its hidden states, on pieces of the corpus and on its own continuations;
-  {target_minutes:.0f} + {together_minutes:.0f} minutes on {machine}.{target_notes}
-* **Held-out loss**: {held_out_loss:.3f} nats per token.
+  warm-up, constant rate, linear decay; windows of 256, then 512, then 1,024 tokens;
+  then {together_steps:,} steps together with the drafter, whose loss reaches the target through its hidden
+  states, half on pieces of the corpus, half on its own continuations at temperatures 0.5 and 0.7 up to where
+  they began to repeat themselves: as in post-training, the target grows surer of what it says;
+  {target_minutes:.0f} + {together_minutes:.0f} minutes on {machine}.
+* **Held-out loss**: {held_out_loss:.3f} nats per token ({held_out_loss_alone:.3f} before the drafter joined).
 
 Acceptance with `models/drafter` is on that model's card. Made by `manta train-pair`.
 """
@@ -61,7 +62,7 @@ parameters in 3 layers, full attention, target layers 1, 4, 8, 12 and 15 as feat
   by D-PACE (alpha 0.5).
 * **Training**: {together_steps:,} steps together with the target, {together_minutes:.0f} minutes; then, the
   target frozen, {drafter_steps:,} steps of 8 of its continuations, {drafter_minutes:.0f} minutes on
-  {machine}; Muon for matrices, AdamW for norms, features made anew in every step.{drafter_notes}
+  {machine}; Muon for matrices, AdamW for norms, features made anew in every step.
 
 ## Acceptance on held-out prompts
 
@@ -88,7 +89,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class PairFacts:
-    """All numbers of both cards. The notes are sentences, empty where nothing was out of the ordinary."""
+    """All numbers of both cards. `held_out_loss_alone`: of the target before the drafter joined."""
 
     machine: str
     target: RunFacts
@@ -99,10 +100,9 @@ class PairFacts:
     num_corpus_tokens: int
     num_continuation_tokens: int
     num_evaluation_tokens: int
+    held_out_loss_alone: float
     held_out_loss: float
     figures: Sequence[Figures]
-    target_notes: str = ""
-    drafter_notes: str = ""
 
 
 def write_cards(output_dir: Path, facts: PairFacts) -> None:
@@ -118,7 +118,7 @@ def write_cards(output_dir: Path, facts: PairFacts) -> None:
         target_tokens=facts.target.num_tokens / 1e6,
         target_minutes=facts.target.used_s / 60,
         corpus_tokens=facts.num_corpus_tokens / 1e6,
-        target_notes=facts.target_notes and f" {facts.target_notes}",
+        held_out_loss_alone=facts.held_out_loss_alone,
         **common,
     )
     drafter = _DRAFTER_CARD.format(
@@ -127,7 +127,6 @@ def write_cards(output_dir: Path, facts: PairFacts) -> None:
         drafter_steps=facts.drafter.num_steps,
         drafter_minutes=facts.drafter.used_s / 60,
         evaluation_tokens=facts.num_evaluation_tokens,
-        drafter_notes=facts.drafter_notes and f" {facts.drafter_notes}",
         table=figures_table(facts.figures),
         **common,
     )

@@ -15,8 +15,11 @@ from .corpus import SourceFile
 from .prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, all_prompts, select_prompts
 from .tokens import TokenStore
 
-# Half as the target speaks, a quarter sharper, a quarter greedy.
-TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
+# What the target learns from while it is trained with the drafter: what it would say at its surest, so that
+# temperature 1 afterwards is about what 0.7 was before. Post-training does this to models of full size.
+SURE_TEMPERATURES = (0.5, 0.7)
+# What the drafter learns from at last: half as the target speaks, a quarter sharper, a quarter greedy.
+SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
 _CORPUS_SEQUENCE_TOKENS, _CORPUS_FIRST_TOKENS = 280, 40
 
 
@@ -73,7 +76,12 @@ class Continuations:
 
 
 def questions(
-    files: Sequence[SourceFile], corpus: TokenStore, tokenizer: Tokenizer, num_questions: int, seed: int
+    files: Sequence[SourceFile],
+    corpus: TokenStore,
+    tokenizer: Tokenizer,
+    num_questions: int,
+    temperatures: Sequence[float],
+    seed: int,
 ) -> list[Question]:
     """Two thirds like the evaluation's prompts, one third cut anywhere in the corpus; shuffled."""
     random = np.random.default_rng(seed)
@@ -89,7 +97,7 @@ def questions(
             prompts.append(tuple(int(i) for i in corpus.ids[at : at + length]))
     order = random.permutation(len(prompts))
     return [
-        Question(prompts[index], TEMPERATURES[number % len(TEMPERATURES)], seed * num_questions + number)
+        Question(prompts[index], temperatures[number % len(temperatures)], seed * num_questions + number)
         for number, index in enumerate(order)
     ]
 

@@ -39,22 +39,10 @@ class SourceFile:
     def is_held_out(self) -> bool:
         return is_held_out(self.path)
 
-    def is_learned(self, narrowing: int) -> bool:
-        return is_learned(self.path, narrowing)
-
 
 def is_held_out(path: str) -> bool:
     """About one file in twelve is never trained on."""
-    return int.from_bytes(_digest(path)[:8], "big") % _HELD_OUT_BUCKETS == 0
-
-
-def is_learned(path: str, narrowing: int = 1) -> bool:
-    """Whether a file is trained on when only one in `narrowing` of those not held out is."""
-    return not is_held_out(path) and _digest(path)[8] % narrowing == 0
-
-
-def _digest(path: str) -> bytes:
-    return hashlib.sha256(path.encode()).digest()
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % _HELD_OUT_BUCKETS == 0
 
 
 def library_files(root: Path | None = None) -> list[SourceFile]:

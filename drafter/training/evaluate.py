@@ -19,8 +19,8 @@ from .continuations import Question
 from .drafter import FrozenTarget
 from .model import TrainableDrafter
 from .prompts import Prompt
+from .repetition import repeated_tokens
 
-REPEAT_TOKENS = 8
 OVERALL = "overall"
 
 
@@ -96,17 +96,6 @@ def count_steps(accepted: Sequence[int]) -> int:
     while position < len(accepted):
         steps, position = steps + 1, position + accepted[position] + 1
     return steps
-
-
-def repeated_tokens(answer: Sequence[int]) -> np.ndarray:
-    """bool [tokens]: inside an 8-gram that occurred earlier in the answer."""
-    repeated, seen = np.zeros(len(answer), dtype=bool), set[tuple[int, ...]]()
-    for start in range(len(answer) - REPEAT_TOKENS + 1):
-        gram = tuple(answer[start : start + REPEAT_TOKENS])
-        if gram in seen:
-            repeated[start : start + REPEAT_TOKENS] = True
-        seen.add(gram)
-    return repeated
 
 
 def _figures(category: str, temperature: float, rows: Iterable[tuple[int, ...]]) -> Figures:

@@ -1,6 +1,5 @@
 """Training of the target: a small, deep and narrow Qwen3, next-token loss over packed windows."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,16 +17,14 @@ from .tokens import TokenStore, WindowReader
 
 @dataclass(frozen=True)
 class Stage:
-    """From progress `start` on: windows of so many tokens, out of one file in `narrowing`."""
+    """From progress `start` on: windows of so many tokens."""
 
     start: float
     window_tokens: int
-    narrowing: int
 
 
-# Short windows first are cheaper per token. Breadth first teaches the language; many epochs over a part
-# then make the model sure of what it says, which is what a drafter can predict.
-STAGES = (Stage(0.0, 256, 1), Stage(0.33, 512, 2), Stage(0.45, 512, 4), Stage(0.85, 1024, 4))
+# Short windows first are cheaper per token.
+STAGES = (Stage(0.0, 256), Stage(0.45, 512), Stage(0.85, 1024))
 
 
 @dataclass(frozen=True)
@@ -64,28 +61,23 @@ def target_config(end_ids: list[int], device: torch.device) -> Qwen3Config:
 
 def train_target(
     config: Qwen3Config,
-    stores: Mapping[int, TokenStore],
+    store: TokenStore,
     snapshot_path: Path,
     budget_s: float,
     device: torch.device,
     report: Report,
     settings: TargetSettings | None = None,
 ) -> Qwen3ForCausalLM:
-    """Train until the budget is used up, going on from the snapshot if there is one.
-
-    Args:
-        stores: the corpus by `Stage.narrowing`.
-    """
+    """Train until the budget is used up, going on from the snapshot if there is one."""
     settings = settings or TargetSettings()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32)  # type: ignore[call-arg]
     optimizer = HybridOptimizer(model, settings.matrix_lr, settings.other_lr, settings.weight_decay)
-    reader = WindowReader(stores)
+    reader = WindowReader(store)
     loop = TrainingLoop("target", model, optimizer, reader, snapshot_path, report)
 
     def compute_loss(step: Step) -> StepLoss:
         stage = settings.stage_at(step.progress)
-        reader.use(stage.narrowing)
         num_windows = settings.tokens_per_step // stage.window_tokens
         batch_BT = torch.from_numpy(reader.next_batch(num_windows, stage.window_tokens)).to(device)
         return StepLoss(next_token_loss(model, batch_BT), batch_BT.numel(), {})
@@ -117,7 +109,7 @@ def held_out_loss(
     model: Qwen3ForCausalLM, store: TokenStore, window_tokens: int, device: torch.device
 ) -> float:
     """Mean loss in nats per token over the held-out documents, packed as in training."""
-    reader = WindowReader({1: store})
+    reader = WindowReader(store)
     num_batches = len(store.ids) // (4 * window_tokens)
     losses = [
         next_token_loss(model, torch.from_numpy(reader.next_batch(4, window_tokens)).to(device)).item()

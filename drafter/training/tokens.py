@@ -5,7 +5,7 @@ Windows are cut from the pieces in a new order every epoch; epoch and step name
 them fully, so a resumed run reads on where it stopped.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,27 +67,19 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenStore:
 
 
 class WindowReader:
-    """Endless batches of windows out of one of several stores; `position` (epoch, offset) is all there
-    is to resume, once the store is chosen again."""
+    """Endless batches of windows; `position` (epoch, offset) is all there is to resume."""
 
-    def __init__(self, stores: Mapping[int, TokenStore]) -> None:
-        self._stores = stores
-        self._key = next(iter(stores))
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
         self.seek((0, 0))
 
     @property
     def position(self) -> tuple[int, int]:
         return self._epoch, self._offset
 
-    def use(self, key: int) -> None:
-        """Read from that store on; the place in the epoch stays."""
-        if key != self._key:
-            self._key = key
-            self.seek(self.position)
-
     def seek(self, position: tuple[int, int]) -> None:
         self._epoch, self._offset = position
-        self._ids = self._stores[self._key].shuffled(self._epoch)
+        self._ids = self._store.shuffled(self._epoch)
 
     def next_batch(self, num_windows: int, window_tokens: int) -> np.ndarray:
         """int64 [num_windows, window_tokens]; an epoch's last incomplete batch is dropped."""
