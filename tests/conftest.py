@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read when they are decorated
 
 import pytest
 from hypothesis import settings
