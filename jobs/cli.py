@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from ..cluster.errors import MantaError
 from .flags import engine_options, sampling_options
@@ -28,10 +29,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class _SpeculationByDefault(TyperGroup):
+    """A group that runs its command `speculation` where no command is named, so that flags may come first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else ["speculation", *args])
+
+
+bench = typer.Typer(
+    cls=_SpeculationByDefault,
+    help="Measure speed; `manta bench speculation` where no command is named.",
+    rich_markup_mode=None,
+)
+app.add_typer(bench, name="bench")
+
 Model = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="Target checkpoint (or --model).")
 ]
-# Any below: merged settings and sampling fields are plain data, checked where they become dataclasses.
+# Any: merged settings and sampling fields are plain data, checked where they become dataclasses; contexts are
+# typer's own.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -182,9 +201,9 @@ def batch(
     print_job(run_batch(config, options), str(output))
 
 
-@app.command()
+@bench.command()
 @engine_options
-def bench(
+def speculation(
     settings: dict[str, Any],
     model_: Model = None,
     prompts: Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")] = Path(
