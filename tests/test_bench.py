@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.jobs.bench import BenchOptions, read_prompts, run_bench
+from manta.jobs.bench import BenchOptions, run_bench
+from manta.jobs.bench_passes import read_prompts
 from text_pair import make_text_pair
 
 
