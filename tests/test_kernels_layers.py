@@ -1,0 +1,261 @@
+"""Fused elementwise kernels in Triton's interpreter, against the classes that do their work on a CPU.
+
+In fp16 they must round where those classes round: nearly all elements are equal bit by bit, and none is far.
+The interpreter cuts bf16 instead of rounding it, so that bf16 is held to a few ulp only.
+
+Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from manta.drafter.kernels.activations import silu_mul
+from manta.drafter.kernels.norms import add_rms_norm, rms_norm
+from manta.drafter.kernels.write_kv import norm_rotate_write, write_context
+from manta.drafter.kv_cache import PagedKVCache
+from manta.drafter.layers import HeadNorm, RMSNorm, RopeConfig, RotaryEmbedding
+from manta.drafter.layers import silu_mul as reference_silu_mul
+from torch import Tensor
+
+EPS = 1e-6
+MAX_POSITIONS = 300
+NUM_PAGES, PAGE_SIZE = 5, 16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def assert_same(actual: Tensor, expected: Tensor):
+    """Equal to 1e-6 in fp32; in half precision a few ulp of the largest values, and mostly bit by bit."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    if actual.numel() == 0:
+        return
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    if actual.dtype is torch.float16:
+        assert (actual == expected).float().mean() > 0.99
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def weights(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.rand(shape) + 0.5).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 192), (33, 64), (3, 2880), (2, 4096), (0, 192)])
+def test_the_norm_of_rows_is_that_of_the_layer(rows: int, width: int, dtype: torch.dtype):
+    x_NH, weight_H = randn(rows, width, dtype=dtype), weights(width, dtype=dtype)
+    assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (17, 192), (2, 2880), (0, 192)])
+def test_a_residual_is_added_and_normed_and_left_as_it_was(rows: int, width: int, dtype: torch.dtype):
+    y_NH, x_NH, weight_H = (
+        randn(rows, width, dtype=dtype),
+        randn(rows, width, dtype=dtype),
+        weights(width, dtype=dtype),
+    )
+    before_NH = x_NH.clone()
+    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
+    assert torch.equal(x_NH, before_NH)
+    assert_same(sum_NH, x_NH + y_NH)
+    if dtype is torch.float16:
+        assert torch.equal(sum_NH, x_NH + y_NH)
+    assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
+
+
+def test_rows_of_norms_may_be_slices():
+    wide_NH, weight_H = randn(5, 3 * 96, dtype=torch.float32), weights(96, dtype=torch.float32)
+    x_NH, y_NH = wide_NH[:, :96], wide_NH[:, 192:]
+    assert_same(rms_norm(y_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(y_NH))
+    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
+    assert_same(sum_NH, x_NH + y_NH)
+    assert_same(normed_NH, RMSNorm(weight_H, EPS)(x_NH + y_NH))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_a_norm_of_nothing_is_nothing_and_eps_counts(eps: float):
+    x_NH, weight_H = torch.zeros(3, 48), weights(48, dtype=torch.float32)
+    x_NH[1] = 1e-2
+    assert_same(rms_norm(x_NH, weight_H, eps), RMSNorm(weight_H, eps)(x_NH))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 3072), (33, 96), (2, 1000), (0, 96)])
+def test_the_gated_product_is_that_of_the_layer(rows: int, inner: int, dtype: torch.dtype):
+    gate_up_NI2 = 4 * randn(rows, 2 * inner, dtype=dtype)
+    before_NI2 = gate_up_NI2.clone()
+    assert_same(silu_mul(gate_up_NI2), reference_silu_mul(before_NI2))
+    assert torch.equal(gate_up_NI2, before_NI2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # as on a GPU, infinity is right there
+def test_the_gated_product_survives_large_gates_and_sliced_rows():
+    wide_NI2 = randn(4, 300, dtype=torch.float32)
+    gate_up_NI2 = wide_NI2[:, 100:]
+    gate_up_NI2[0, :4] = torch.tensor([-200.0, -90.0, 90.0, 1e30])
+    assert_same(silu_mul(gate_up_NI2), reference_silu_mul(gate_up_NI2))
+
+
+def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
+    rope = RopeConfig.read({"rope_theta": 1e4}, head_dim, "config.json")
+    return RotaryEmbedding(rope, MAX_POSITIONS, dtype, "cpu")
+
+
+def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [T, D] of all positions."""
+    rotation = rotary(head_dim, dtype).at(torch.arange(MAX_POSITIONS))
+    return rotation.cos_N1D.squeeze(1), rotation.sin_N1D.squeeze(1)
+
+
+def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> list[PagedKVCache]:
+    """Two caches with the same garbage in them."""
+    caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu") for _ in range(2)]
+    caches[0].kv.copy_(torch.randn(caches[0].kv.shape))
+    caches[1].kv.copy_(caches[0].kv)
+    return caches
+
+
+def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor):
+    """The rows of `slots` hold the same keys and exactly the same values; all other slots were left alone."""
+    ours, theirs = (c.kv.flatten(1, 2) for c in (cache, expected))
+    wanted_N = slots_N[slots_N != cache.skip_slot]
+    assert_same(ours[:, wanted_N, 0], theirs[:, wanted_N, 0])
+    assert torch.equal(ours[:, wanted_N, 1], theirs[:, wanted_N, 1])
+    others = torch.ones(ours.shape[1], dtype=torch.bool).index_fill(0, slots_N, False)
+    assert torch.equal(ours[:, others], theirs[:, others])
+
+
+def some_rows(num_rows: int) -> tuple[Tensor, Tensor]:
+    """Positions and slots of `num_rows` rows; no slot twice."""
+    return torch.randint(MAX_POSITIONS, (num_rows,)), torch.randperm(NUM_PAGES * PAGE_SIZE)[:num_rows]
+
+
+def reference_write(
+    qkv_NJD: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    positions_N: Tensor,
+    slots_N: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+) -> Tensor:
+    """What `_Layer` of the target and of the drafter do; returns q."""
+    num_kv = cache.num_kv_heads
+    num_q = qkv_NJD.shape[1] - 2 * num_kv
+    rotation = rotary(qkv_NJD.shape[2], qkv_NJD.dtype).at(positions_N)
+    qk = qkv_NJD[:, : num_q + num_kv]
+    normed = qk
+    if norms is not None:
+        q_JD, k_JD = norms[0].expand(num_q, -1), norms[1].expand(num_kv, -1)
+        normed = HeadNorm(torch.cat((q_JD, k_JD)), EPS)(qk)
+    rotation.rotate(normed, out_NJD=qk)
+    cache.write(layer, slots_N, qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
+    return qkv_NJD[:, :num_q]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False], ids=["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("rows", "num_q", "num_kv", "head_dim"),
+    [(3, 32, 8, 128), (33, 4, 2, 64), (5, 6, 1, 64), (2, 5, 3, 256), (1, 4, 2, 16)],
+)
+def test_heads_are_normed_rotated_and_written_as_by_the_layers(
+    rows: int, num_q: int, num_kv: int, head_dim: int, normed: bool, dtype: torch.dtype
+):
+    qkv_NJD = randn(rows, num_q + 2 * num_kv, head_dim, dtype=dtype)
+    norms = (weights(head_dim, dtype=dtype), weights(head_dim, dtype=dtype)) if normed else None
+    positions_N, slots_N = some_rows(rows)
+    cache, expected_cache = two_caches(2, num_kv, head_dim, dtype)
+    expected_q = reference_write(qkv_NJD.clone(), norms, positions_N, slots_N, expected_cache, 1)
+    k_PSKD, v_PSKD = cache.pages(1).unbind(2)
+    q_norm_D, k_norm_D = norms or (None, None)
+    norm_rotate_write(
+        qkv_NJD, q_norm_D, k_norm_D, EPS, *tables(head_dim, dtype), positions_N, slots_N, k_PSKD, v_PSKD
+    )
+    assert_same(qkv_NJD[:, :num_q], expected_q)
+    assert_written(cache, expected_cache, slots_N)
+
+
+def test_rows_may_be_slices_with_padding_and_small_integers():
+    """Rows of a wider buffer, int32 positions and slots, padding that goes to the skip slot."""
+    wide_NJD, norms = randn(7, 10, 64, dtype=torch.float32), [weights(64, dtype=torch.float32)] * 2
+    qkv_NJD, behind = wide_NJD[:, :8], wide_NJD[:, 8:].clone()
+    positions_N, slots_N = some_rows(7)
+    cache, expected_cache = two_caches(1, 2, 64, torch.float32)
+    positions_N[5:], slots_N[5:] = 0, cache.skip_slot
+    expected_q = reference_write(
+        qkv_NJD.clone(), (norms[0], norms[1]), positions_N, slots_N, expected_cache, 0
+    )
+    norm_rotate_write(
+        qkv_NJD,
+        *norms,
+        EPS,
+        *tables(64, torch.float32),
+        positions_N.int(),
+        slots_N.int(),
+        *cache.pages(0).unbind(2),
+    )
+    assert_same(qkv_NJD[:, :4], expected_q)
+    assert torch.equal(wide_NJD[:, 8:], behind)
+    assert_written(cache, expected_cache, slots_N)
+
+
+def test_without_rows_nothing_is_written():
+    cache, expected_cache = two_caches(2, 2, 64, torch.float32)
+    none = torch.empty(0, dtype=torch.int64)
+    cos_TD, sin_TD = tables(64, torch.float32)
+    norm_rotate_write(
+        torch.empty(0, 8, 64), None, None, EPS, cos_TD, sin_TD, none, none, *cache.pages(0).unbind(2)
+    )
+    write_context(torch.empty(0, 8, 64), torch.ones(2, 64), EPS, cos_TD, sin_TD, none, none, cache.kv)
+    assert torch.equal(cache.kv, expected_cache.kv)
+
+
+def reference_context(
+    kv_NJD: Tensor, k_norm_LD: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache
+):
+    """What `_ContextProjection` does behind its product, and `write_context`."""
+    num_keys = cache.num_layers * cache.num_kv_heads
+    keys = kv_NJD[:, :num_keys]
+    normed = HeadNorm(k_norm_LD.repeat_interleave(cache.num_kv_heads, dim=0), EPS)(keys)
+    rotary(kv_NJD.shape[2], kv_NJD.dtype).at(positions_N).rotate(normed, out_NJD=keys)
+    kv_LN2KD = kv_NJD.unflatten(1, (2, cache.num_layers, cache.num_kv_heads)).permute(2, 0, 1, 3, 4)
+    cache.write_all(slots_N, kv_LN2KD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "layers", "num_kv", "head_dim"),
+    [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16)],
+)
+def test_context_is_written_to_all_layers_as_by_the_drafter(
+    rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype
+):
+    kv_NJD = randn(rows, 2 * layers * num_kv, head_dim, dtype=dtype)
+    k_norm_LD = weights(layers, head_dim, dtype=dtype)
+    positions_N, slots_N = some_rows(rows)
+    cache, expected_cache = two_caches(layers, num_kv, head_dim, dtype)
+    reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
+    write_context(kv_NJD, k_norm_LD, EPS, *tables(head_dim, dtype), positions_N, slots_N, cache.kv)
+    assert_written(cache, expected_cache, slots_N)
+
+
+def test_context_rows_may_be_slices_with_padding():
+    wide_NJD, k_norm_LD = randn(6, 11, 64, dtype=torch.float32), weights(2, 64, dtype=torch.float32)
+    kv_NJD = wide_NJD[:, :8]
+    positions_N, slots_N = some_rows(6)
+    cache, expected_cache = two_caches(2, 2, 64, torch.float32)
+    positions_N[3:], slots_N[3:] = 0, cache.skip_slot
+    reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
+    write_context(
+        kv_NJD, k_norm_LD, EPS, *tables(64, torch.float32), positions_N.int(), slots_N.int(), cache.kv
+    )
+    assert_written(cache, expected_cache, slots_N)
