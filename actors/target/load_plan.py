@@ -70,9 +70,21 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         drafter_folder = resolve_checkpoint(config.speculative_config.model, field="speculative_config.model")
         drafter = DrafterConfig.load(drafter_folder)
     length = _max_model_len(config, target, drafter)
-    facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, length)
+    plan = plan_models(config, target_folder, target, drafter_folder, drafter, length)
     if drafter_folder is not None:
-        check_drafter(drafter_folder, facts)
+        check_drafter(drafter_folder, plan.facts)
+    return plan
+
+
+def plan_models(
+    config: EngineConfig,
+    target_folder: Path,
+    target: TargetConfig,
+    drafter_folder: Path | None,
+    drafter: DrafterConfig | None,
+    max_model_len: int,
+) -> LoadPlan:
+    """The plan for models whose shapes are known; of the folders nothing is read."""
     device = _device(config)
     return LoadPlan(
         config=config,
@@ -80,7 +92,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
         target=target,
         drafter_folder=drafter_folder,
         drafter=drafter,
-        facts=facts,
+        facts=TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, max_model_len),
         device=device,
         dtype=_dtype(config, target, device),
         num_speculative_tokens=_num_speculative_tokens(config, drafter),

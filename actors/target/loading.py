@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from ...cluster.config import EngineConfig
 from ...cluster.executor import ExecutorInfo
 from ...drafter.checkpoint import load_drafter
-from ...drafter.features import LentWeights
+from ...drafter.features import LentWeights, TargetLends
 from ...drafter.invariance import rows_are_invariant
 from ...drafter.kv_cache import PagedKVCache
 from ...drafter.model import DFlashDrafter
@@ -30,12 +31,31 @@ from .runner import DraftSource, LocalDrafts, StepRunner
 from .warm_up import largest_prefill, measure_activations, warm_up
 from .weights import TargetWeights
 
-__all__ = ["LoadPlan", "lent_weights", "load_runner", "plan_load"]
+__all__ = ["LoadPlan", "ModelSource", "lent_weights", "load_runner", "plan_load", "start_runner"]
 
 logger = logging.getLogger(__name__)
 
 # Makes a rank's source of drafts where the drafter is split off.
 RemoteDrafts = Callable[[LoadPlan], DraftSource]
+
+
+class ModelSource(Protocol):
+    """Where a plan's models come from."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends) -> DFlashDrafter: ...
+
+
+class Checkpoints:
+    """The models in the plan's folders."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
+        return TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends) -> DFlashDrafter:
+        assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
+        return load_drafter(plan.drafter_folder, plan.facts, lends, plan.dtype, plan.device)
 
 
 @torch.inference_mode()
@@ -56,9 +76,21 @@ def load_runner(
     Raises:
         CheckpointError, ConfigError: before weights are read, but for a lack of memory.
     """
-    plan = plan_load(config)
+    return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
+
+
+@torch.inference_mode()
+def start_runner(
+    plan: LoadPlan,
+    models: ModelSource,
+    communicator: Communicator | None = None,
+    *,
+    remote_drafts: RemoteDrafts | None = None,
+) -> tuple[StepRunner, ExecutorInfo]:
+    """The same from a plan; `models` says where weights come from."""
+    config = plan.config
     assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
-    rank = _Rank(plan, communicator or SingleRank())
+    rank = _Rank(plan, models, communicator or SingleRank())
     num_pages = rank.affordable_pages()
     runner = rank.runner(num_pages, remote_drafts)
     if not plan.split:  # else the drafter's process would have to step along
@@ -93,16 +125,14 @@ def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
 class _Rank:
     """A rank's models, on the way to a runner: what is missing are pages."""
 
-    def __init__(self, plan: LoadPlan, communicator: Communicator) -> None:
+    def __init__(self, plan: LoadPlan, models: ModelSource, communicator: Communicator) -> None:
         self._plan, self._communicator = plan, communicator
         sharding = Sharding.of(plan.target, communicator.rank, communicator.world_size)
-        weights = TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
+        weights = models.target(plan, sharding)
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator)
         self._drafter: DFlashDrafter | None = None
-        if plan.drafter_folder is not None and not plan.split:
-            self._drafter = load_drafter(
-                plan.drafter_folder, plan.facts, self._model, plan.dtype, plan.device
-            )
+        if plan.drafter is not None and not plan.split:
+            self._drafter = models.drafter(plan, self._model)
 
     def affordable_pages(self) -> int:
         """Pages that every rank can afford: page ids are the same everywhere."""

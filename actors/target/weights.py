@@ -8,8 +8,10 @@ Legend: H hidden, O outputs of a rank, I inner size of a rank, D head dim, U voc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,16 +43,30 @@ class LayerWeights:
     down_bias_H: Tensor | None
 
 
+class TensorSource(Protocol):
+    """Tensors by their names in a checkpoint: a `TensorFolder`, or something that makes them up."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        """Part of a matrix or vector along `dim`."""
+        ...
+
+
 class TargetWeights:
-    """A rank's view of a checkpoint folder.
+    """A rank's view of a checkpoint.
 
     Args:
+        source: a folder, whose files are opened and checked, or the tensors of `target_shapes` themselves.
         sharding: which slices are this rank's.
     """
 
     def __init__(
         self,
-        folder: Path,
+        source: Path | TensorSource,
         config: TargetConfig,
         sharding: Sharding,
         dtype: torch.dtype,
@@ -58,7 +74,7 @@ class TargetWeights:
     ) -> None:
         self.config, self.sharding = config, sharding
         self._dtype, self._device = dtype, device
-        self._folder = open_checkpoint(folder, config)
+        self._tensors = open_checkpoint(source, config) if isinstance(source, Path) else source
 
     def layer(self, index: int) -> LayerWeights:
         """Read one block."""
@@ -106,10 +122,10 @@ class TargetWeights:
         return self._get(name) if self.sharding.rank == 0 else None
 
     def _get(self, name: str, part: slice | None = None, dim: int = 0) -> Tensor:
-        if part is None or self._folder.shapes[name][dim] == part.stop - part.start:
-            tensor = self._folder.get(name)
+        if part is None or self._tensors.shapes[name][dim] == part.stop - part.start:
+            tensor = self._tensors.get(name)
         else:
-            tensor = self._folder.slice(name, part, dim)
+            tensor = self._tensors.slice(name, part, dim)
         return tensor.to(device=self._device, dtype=self._dtype)
 
 
