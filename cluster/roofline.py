@@ -1,0 +1,229 @@
+"""How fast a step can be at best: bytes over bandwidth or products over arithmetic, whichever takes longer.
+
+A floor, not a forecast: norms, rotations, sampling, activations and the host's time are left out. Plain
+arithmetic on shapes and rates; nothing is measured here. Called by `jobs/bench_step.py`.
+
+Symbols: B requests, k rows of each (the anchor and k - 1 drafts), c context tokens, w bytes of an element of
+weights and K/V, P weights, L layers, Q query heads, D head dim, S_j how likely drafts 1..j are all accepted.
+
+    t(op)    = max(bytes / bandwidth, flop / flops)            per group of products
+    linears  : w P bytes, 2 P rows flop                        weights are read once per step
+    attention: B (c + k) KV bytes, 4 L Q D B k (c + k) flop    K/V are read once
+    verify   = linears(B k) + head(B k) + attention(B, k, c)   plain step: k = 1
+    draft    = the drafter's linears(B k) + head(B (k - 1)) + attention(B, k, c)
+    inject   = fc and context K/V of B k rows
+    speed-up = tau(k) * plain / (draft + verify + inject),     tau(k) = 1 + S_1 + .. + S_{k-1}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from .errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Rates that a device sustains, which are below its data sheet's.
+
+    Attributes:
+        bytes_per_s: read and written, by a large copy.
+        flops: floating-point operations per second of a large product, in the dtype that is served.
+    """
+
+    name: str
+    bytes_per_s: float
+    flops: float
+
+    def seconds(self, num_bytes: float, flop: float) -> float:
+        return max(num_bytes / self.bytes_per_s, flop / self.flops)
+
+    @property
+    def ridge_rows(self) -> float:
+        """Rows beyond which a product is bound by arithmetic: 2 bytes of a weight, 2 operations per row."""
+        return self.flops / self.bytes_per_s
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """From "GB/s,TFLOP/s", e.g. "4300,790"."""
+        try:
+            gigabytes, teraflops = (float(part) for part in text.split(","))
+        except ValueError:
+            gigabytes = teraflops = 0.0
+        if min(gigabytes, teraflops) <= 0.0:
+            raise ConfigError(
+                f"device_rates={text!r} must be sustained GB/s and TFLOP/s, both above 0, like 4300,790.",
+                param="device_rates",
+            )
+        return cls("as stated", gigabytes * 1e9, teraflops * 1e12)
+
+
+# By the name that CUDA gives; bf16. H200: measured (a copy; a product of 8192^3). The others: 90 % of the data
+# sheet's bandwidth, 75-80 % of its arithmetic.
+GPUS: Mapping[str, Device] = {
+    "NVIDIA H200": Device("H200", 4.3e12, 790e12),
+    "NVIDIA H100 80GB HBM3": Device("H100", 3.015e12, 790e12),
+    "NVIDIA B200": Device("B200", 7.2e12, 1687.5e12),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """The shape of a dense transformer with grouped queries: a target, or a drafter (`taps` > 0).
+
+    Attributes:
+        taps: tapped blocks that the drafter's fc takes in.
+        itemsize: bytes of a weight and of an element of K/V.
+    """
+
+    layers: int
+    hidden: int
+    inter: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    taps: int = 0
+    itemsize: int = 2
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], itemsize: int = 2) -> Dense:
+        """From a parsed config.json of a target, or of a drafter in z-lab's format."""
+        heads: int = config["num_attention_heads"]
+        return cls(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            inter=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab=config["vocab_size"],
+            taps=len(config.get("dflash_config", {}).get("target_layer_ids", ())),
+            itemsize=itemsize,
+        )
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of all blocks."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.inter)
+
+    @property
+    def kv_params(self) -> int:
+        """Those of them that make K and V."""
+        return self.layers * 2 * self.hidden * self.kv_heads * self.head_dim
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def fc_params(self) -> int:
+        return self.taps * self.hidden**2
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of a token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    def linears_s(self, device: Device, rows: int) -> float:
+        return device.seconds(self.linear_params * self.itemsize, 2 * self.linear_params * rows)
+
+    def head_s(self, device: Device, rows: int) -> float:
+        return device.seconds(self.head_params * self.itemsize, 2 * self.head_params * rows)
+
+    def attention_s(self, device: Device, batch: int, rows: int, context: int) -> float:
+        """`rows` of each request."""
+        keys = context + rows
+        flop = 4 * self.layers * self.heads * self.head_dim * batch * rows * keys
+        return device.seconds(batch * keys * self.kv_bytes, flop)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least seconds of a step's parts."""
+
+    draft_s: float
+    verify_s: float
+    inject_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.draft_s + self.verify_s + self.inject_s
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A pair on a device."""
+
+    device: Device
+    target: Dense
+    drafter: Dense
+
+    def verify_s(self, batch: int, rows: int, context: int) -> float:
+        """The target's pass; with `rows` = 1 that is a step of plain decoding."""
+        target, device = self.target, self.device
+        products = target.linears_s(device, batch * rows) + target.head_s(device, batch * rows)
+        return products + target.attention_s(device, batch, rows, context)
+
+    def draft_s(self, batch: int, rows: int, context: int) -> float:
+        """The drafter's pass over blocks of `rows`."""
+        if rows <= 1:
+            return 0.0
+        drafter, device = self.drafter, self.device
+        products = drafter.linears_s(device, batch * rows) + drafter.head_s(device, batch * (rows - 1))
+        return products + drafter.attention_s(device, batch, rows, context)
+
+    def inject_s(self, batch: int, rows: int) -> float:
+        """Context K/V from taps. The weights of K and V are read by the blocks already."""
+        drafter = self.drafter
+        flop = 2 * (drafter.fc_params + drafter.kv_params) * batch * rows
+        return self.device.seconds(drafter.fc_params * drafter.itemsize, flop)
+
+    def step(self, batch: int, rows: int, context: int) -> Floor:
+        """A step that verifies `rows` of each request."""
+        return Floor(
+            self.draft_s(batch, rows, context),
+            self.verify_s(batch, rows, context),
+            self.inject_s(batch, rows),
+        )
+
+    def speedup(self, batch: int, rows: int, context: int, survival: Sequence[float]) -> float:
+        """Over plain decoding, which needs no drafter."""
+        plain_s = self.verify_s(batch, 1, context)
+        if rows <= 1:
+            return 1.0
+        return tokens_per_step(survival, rows) * plain_s / self.step(batch, rows, context).step_s
+
+    def best_rows(self, batch: int, context: int, survival: Sequence[float]) -> int:
+        """Rows per request of most tokens per second; draft and verify are both cut to them."""
+        most = len(survival) + 1
+        return max(range(1, most + 1), key=lambda rows: self.speedup(batch, rows, context, survival))
+
+
+def tokens_per_step(survival: Sequence[float], rows: int) -> float:
+    """tau: the token that the target adds, and the accepted ones of rows - 1 drafts.
+
+    Args:
+        survival: survival[i] is how likely drafts 0..i are all accepted.
+    """
+    return 1.0 + sum(survival[: rows - 1])
+
+
+def geometric_survival(acceptance: float, num_drafts: int) -> tuple[float, ...]:
+    """Each draft is accepted with the same probability, if those before it were."""
+    return tuple(acceptance**j for j in range(1, num_drafts + 1))
+
+
+def check_survival(survival: Sequence[float], num_drafts: int, *, param: str) -> None:
+    """ConfigError unless there is one probability for each draft, none above the one before it."""
+    falls = all(after <= before for before, after in pairwise(survival))
+    if len(survival) != num_drafts or not falls or not all(0.0 <= p <= 1.0 for p in survival):
+        raise ConfigError(
+            f"{param}={list(survival)} must be {num_drafts} probabilities, one per draft, that never rise: "
+            "how likely each draft and all before it are accepted (vLLM's meaning).",
+            param=param,
+        )
