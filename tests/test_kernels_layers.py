@@ -11,8 +11,8 @@ from __future__ import annotations
 import pytest
 import torch
 from manta.drafter.kernels.activations import silu_mul
-from manta.drafter.kernels.norms import add_rms_norm, rms_norm
-from manta.drafter.kernels.write_kv import norm_rotate_write, write_context
+from manta.drafter.kernels.norms import add_rms_norm, rms_norm, warps_for
+from manta.drafter.kernels.write_kv import heads_per_program, norm_rotate_write, write_context
 from manta.drafter.kv_cache import PagedKVCache
 from manta.drafter.layers import HeadNorm, RMSNorm, RopeConfig, RotaryEmbedding
 from manta.drafter.layers import silu_mul as reference_silu_mul
@@ -259,3 +259,10 @@ def test_context_rows_may_be_slices_with_padding():
         kv_NJD, k_norm_LD, EPS, *tables(64, torch.float32), positions_N.int(), slots_N.int(), cache.kv
     )
     assert_written(cache, expected_cache, slots_N)
+
+
+def test_launches_have_the_shapes_that_are_compiled_for_hopper():
+    """Those of VARIANTS in test_kernels_compile.py, which cannot ask: it must load without Triton."""
+    assert [warps_for(block) for block in (256, 4096, 8192)] == [1, 16, 16]
+    shapes = [(128, 32), (64, 8), (256, 16), (128, 8)]
+    assert [heads_per_program(*shape) for shape in shapes] == [4, 8, 2, 4]
