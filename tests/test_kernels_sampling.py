@@ -1,0 +1,269 @@
+"""The GPU's choice of tokens, in Triton's interpreter, against `sample_rows` and `filter_logits`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from manta.drafter.kernels.filters import find_floors
+from manta.drafter.kernels.noise import negative_gumbel as negative_gumbel_in_kernel
+from manta.drafter.kernels.noise import noise_keys as noise_keys_in_kernel
+from manta.drafter.kernels.sampling import SamplingState, SamplingWorkspace, choose_tokens
+from manta.drafter.sampling import SamplingBatch, filter_logits, negative_gumbel, noise_keys, sample_rows
+
+if os.environ["TRITON_INTERPRET"] != "1":
+    pytest.skip("these tests run kernels on the CPU", allow_module_level=True)
+
+
+@dataclass
+class Requests:
+    """Slots of requests with random settings, and rows of some of them."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    min_length: np.ndarray
+    stop_ids: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, rows: int, *, vocab: int, rng: np.random.Generator | None = None, **fixed) -> Requests:
+        """One row per slot, in another order; fields are neutral unless given (per slot)."""
+        rng = rng or np.random.default_rng(0)
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
+        neutral |= {"seed": rng.integers(-(2**63), 2**63 - 1, rows), "positions": rng.integers(0, 9000, rows)}
+        neutral |= {"stop_ids": rng.integers(-1, vocab, (rows, 3)), "slots": rng.permutation(rows)}
+        values = {name: np.asarray(value) for name, value in (neutral | fixed).items()}
+        shape = {"stop_ids": values["stop_ids"].shape}
+        spread = {n: np.broadcast_to(v, shape.get(n, (rows,))).copy() for n, v in values.items()}
+        return cls(**spread)
+
+    def state(self) -> SamplingState:
+        def put(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+            return torch.from_numpy(values).to(dtype)
+
+        return SamplingState(
+            temperature=put(self.temperature, torch.float32),
+            top_k=put(self.top_k, torch.int32),
+            top_p=put(self.top_p, torch.float32),
+            min_p=put(self.min_p, torch.float32),
+            seed=put(self.seed, torch.int64),
+            min_length=put(self.min_length, torch.int32),
+            stop_ids=put(self.stop_ids, torch.int32),
+        )
+
+    def oracle(self) -> SamplingBatch:
+        at = self.slots
+        early = np.flatnonzero(self.positions < self.min_length[at])
+        pairs = [(row, token) for row in early for token in self.stop_ids[at[row]] if token >= 0]
+        return SamplingBatch.build(
+            temperature=self.temperature[at].astype(np.float32),
+            top_k=self.top_k[at].astype(np.int64),
+            top_p=self.top_p[at].astype(np.float32),
+            min_p=self.min_p[at].astype(np.float32),
+            seed=self.seed[at],
+            position=self.positions.astype(np.int64),
+            forbidden=np.array(pairs, dtype=np.int64).T if pairs else None,
+        )
+
+    def choose(
+        self, logits: torch.Tensor, *, filters: bool, chunk: int = 512, room: int = 256, start: int = 0
+    ):
+        return choose_tokens(
+            logits,
+            torch.from_numpy(self.slots).to(torch.int32),
+            torch.from_numpy(self.positions),
+            self.state(),
+            filters=filters,
+            workspace=workspace(logits, chunk, room),
+            vocab_start=start,
+        )
+
+    def kept(self, logits: torch.Tensor, *, chunk: int = 512, room: int = 256) -> torch.Tensor:
+        """Which tokens the floors leave, [N, V]; every row must have a filter."""
+        memory = workspace(logits, chunk, room).filters
+        find_floors(
+            logits,
+            torch.from_numpy(self.slots).to(torch.int32),
+            torch.from_numpy(self.positions),
+            self.state(),
+            memory,
+        )
+        scaled = logits.float() / torch.from_numpy(self.temperature[self.slots]).float()[:, None]
+        return scaled >= memory.floor_N[: len(scaled), None]
+
+
+def workspace(logits: torch.Tensor, chunk: int, room: int) -> SamplingWorkspace:
+    """Memory for one row more than there are, so that row strides matter."""
+    rows, vocab = logits.shape
+    return SamplingWorkspace.build(rows + 1, vocab, "cpu", chunk_size=chunk, max_candidates=room)
+
+
+def normal(rows: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def mixed(rng: np.random.Generator, rows: int, vocab: int) -> Requests:
+    """All kinds of requests side by side, some of which may not stop yet."""
+    return Requests.of(
+        rows,
+        vocab=vocab,
+        rng=rng,
+        temperature=rng.choice([0, 0.3, 0.7, 1.0, 1.5], rows),
+        top_k=rng.choice([0, 0, 1, 2, 20, vocab + 5], rows),
+        top_p=rng.choice([1.0, 1.0, 0.5, 0.9, 0.99], rows),
+        min_p=rng.choice([0.0, 0.0, 0.01, 0.3], rows),
+        min_length=rng.choice([0, 10_000], rows),
+    )
+
+
+@triton.jit
+def _noise(seeds, positions, out, COUNT: tl.constexpr):
+    row = tl.program_id(0)
+    key_0, key_1 = noise_keys_in_kernel(tl.load(seeds + row), tl.load(positions + row))
+    tokens = tl.arange(0, COUNT)
+    tl.store(out + row * COUNT + tokens, negative_gumbel_in_kernel(key_0, key_1, tokens))
+
+
+def test_a_kernels_noise_is_that_of_sampling_to_the_last_places():
+    seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 123456789012345])
+    positions, count = np.array([0, 1, 7, 4095, 131071, 2]), 1 << 16
+    out = torch.empty(len(seeds), count)
+    _noise[len(seeds),](torch.from_numpy(seeds), torch.from_numpy(positions), out, count)
+    expected = negative_gumbel(torch.from_numpy(noise_keys(seeds, positions))[:, :, None], count)
+    assert torch.allclose(out, expected, rtol=3e-7, atol=2e-7)  # near 0 what counts is E next to 1
+    assert expected.min() < -11 and expected.max() > 2.3  # both tails are there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_greedy_and_noisy_rows_choose_as_sample_rows_does(dtype: torch.dtype):
+    rng, rows, vocab = np.random.default_rng(3), 8, 1337
+    requests = mixed(rng, rows, vocab)
+    requests.top_k[:] = rng.choice([0, 1], rows)
+    requests.top_p[:], requests.min_p[:] = 1.0, 0.0
+    logits = normal(rows, vocab, 1).to(dtype)
+    ids, scores = requests.choose(logits, filters=False)
+    assert ids.dtype == torch.int64 and ids.equal(sample_rows(logits.clone(), requests.oracle()))
+    greedy = (requests.temperature[requests.slots] == 0) | (requests.top_k[requests.slots] == 1)
+    assert 0 < greedy.sum() < rows
+    best = logits.float()[np.arange(rows), ids]
+    assert scores[greedy].equal(best[greedy])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_all_kinds_choose_as_sample_rows_does(seed: int):
+    rows, vocab = 8, 1200
+    requests = mixed(np.random.default_rng(seed), rows, vocab)
+    logits = normal(rows, vocab, seed)
+    assert requests.choose(logits, filters=True)[0].equal(sample_rows(logits.clone(), requests.oracle()))
+
+
+FILTERS = {
+    "top-k": {"top_k": [1000, 2, 20, 199, 700, 50]},
+    "top-p": {"top_p": [0.5, 0.9, 0.99, 1e-6, 0.999, 0.2]},
+    "min-p": {"min_p": [0.5, 0.1, 0.01, 1.0, 1e-4, 0.9]},
+    "all": {
+        "top_k": [0, 40, 600, 5, 0, 300],
+        "top_p": [0.6, 0.8, 0.95, 0.7, 0.9, 1.0],
+        "min_p": [0.02, 0.0, 0.001, 0.1, 0.0, 0.05],
+    },
+}
+
+
+@pytest.mark.parametrize("room", [16, 4096], ids=["few candidates fit", "all candidates fit"])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_floors_keep_exactly_what_filter_logits_keeps(filters: str, room: int):
+    vocab, temperature = 700, [0.5, 1.0, 1.7, 1.0, 0.8, 3.0]
+    requests = Requests.of(6, vocab=vocab, temperature=temperature, **FILTERS[filters])
+    logits = normal(6, vocab, 5)
+    expected = filter_logits(logits, requests.oracle()).isfinite()
+    assert requests.kept(logits, room=room).equal(expected)
+    assert 1 <= expected.sum(-1).min() < expected.sum(-1).max()
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"), [({"top_k": 3}, 5), ({"top_p": 0.5}, 5), ({"top_k": 4, "top_p": 0.5}, 2)]
+)
+def test_tokens_as_likely_as_the_last_kept_one_are_kept(filters: dict, count: int):
+    logits = torch.full((1, 130), -6.0)
+    logits[0, [3, 70, 99, 129, 10]] = torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5])
+    logits[0, 20:23] = torch.tensor([0.0, -0.0, 0.25])
+    requests = Requests.of(1, vocab=130, **filters)
+    expected = filter_logits(logits, requests.oracle()).isfinite()
+    assert requests.kept(logits, chunk=64).equal(expected) and expected.sum() == count
+
+
+def test_a_nucleus_of_nearly_all_tokens_is_found():
+    logits = torch.linspace(0, 0.1, 700).repeat(2, 1)
+    requests = Requests.of(2, vocab=700, top_p=[0.9, 0.3])
+    assert requests.kept(logits).equal(filter_logits(logits, requests.oracle()).isfinite())
+
+
+def test_filters_see_no_forbidden_tokens_and_none_at_minus_infinity():
+    logits = torch.full((3, 600), -float("inf"))
+    logits[:, [7, 300, 599]] = torch.tensor([9.0, 1.0, 0.5])
+    filters = {"top_k": [2, 5, 0], "top_p": [1.0, 0.5, 0.5], "temperature": 1.0, "min_length": 10_000}
+    requests = Requests.of(3, vocab=600, stop_ids=[[7, -1]] * 3, **filters)
+    ids, _ = requests.choose(logits, filters=True, room=4)
+    assert ids.equal(sample_rows(logits.clone(), requests.oracle())) and 7 not in ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_tokens_are_forbidden_below_the_minimum_length_only(temperature: float):
+    logits = torch.zeros(3, 200)
+    logits[:, 150], logits[:, 3] = 90.0, 60.0
+    settings = {"stop_ids": [[150, -1]] * 3, "min_length": 8, "slots": [1, 1, 2], "positions": [7, 8, 9]}
+    requests = Requests.of(3, vocab=200, temperature=temperature, **settings)
+    assert requests.choose(logits, filters=False, chunk=64)[0].tolist() == [3, 150, 150]
+
+
+def test_greedy_ties_go_to_the_lowest_id_across_chunks():
+    logits = torch.zeros(3, 300)
+    logits[0, [40, 70, 299]] = 1.0
+    logits[1, [299, 200, 130]] = 2.0
+    logits[2] = -float("inf")
+    requests = Requests.of(3, vocab=300, temperature=0.0)
+    assert requests.choose(logits, filters=False, chunk=64)[0].tolist() == [40, 130, 0]
+
+
+def test_padding_rows_choose_token_0_and_read_nothing():
+    logits = normal(4, 500, 2)
+    logits[[1, 3]] = float("nan")
+    settings = {"slots": [2, -1, 0, -1], "positions": [5, 10**9, 6, -7], "top_k": 7}
+    requests = Requests.of(4, vocab=500, **settings)
+    ids, scores = requests.choose(logits, filters=True)
+    assert ids[[1, 3]].tolist() == [0, 0] and scores[[1, 3]].tolist() == [-float("inf")] * 2
+    alone = Requests(
+        **{**vars(requests), "slots": requests.slots[[0, 2]], "positions": requests.positions[[0, 2]]}
+    )
+    assert ids[[0, 2]].equal(sample_rows(logits[[0, 2]], alone.oracle()))
+
+
+def test_the_best_of_two_shards_is_the_choice_of_the_whole_vocabulary():
+    rows, vocab, cut = 6, 1000, 430
+    settings = {"temperature": [0.0, 1.0, 0.5, 2.0, 0.0, 1.0], "min_length": [10_000, 0, 10_000, 0, 0, 0]}
+    requests = Requests.of(rows, vocab=vocab, **settings)
+    logits = normal(rows, vocab, 8)
+    logits[0, requests.stop_ids[requests.slots[0]]] = 99.0
+    logits[3, 17], logits[5, 429] = 30.0, 30.0
+    low_ids, low = requests.choose(logits[:, :cut], filters=False)
+    high_ids, high = requests.choose(logits[:, cut:], filters=False, start=cut)
+    chosen = torch.where(high > low, high_ids, low_ids)
+    assert chosen.equal(sample_rows(logits.clone(), requests.oracle()))
+    assert (chosen < cut).any() and (chosen >= cut).any()
+
+
+def test_an_undefined_logit_never_yields_an_id_outside_the_vocabulary():
+    logits = torch.full((2, 100), float("nan"))
+    ids, _ = Requests.of(2, vocab=100, temperature=[0.0, 1.0], top_p=[1.0, 0.9]).choose(logits, filters=True)
+    assert ((ids >= 0) & (ids < 100)).all()
