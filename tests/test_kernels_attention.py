@@ -1,0 +1,386 @@
+"""The paged attention kernel in Triton's interpreter, against dense attention in fp64, request by request.
+
+The interpreter's bf16 products are broken: bf16 is only compiled (`test_kernels_compile.py`). Whatever a call
+may not read (behind a length, rows of padding, what an earlier call left in the workspace) is NaN here.
+
+Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S page size, T keys of a request.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from manta.cluster.errors import ConfigError
+from manta.drafter.attention import AttentionBatch, paged_attention
+from manta.drafter.kernels.attention import verify_attention
+from manta.drafter.kernels.flash_attention import FlashAttention
+from manta.drafter.kernels.tiles import AttentionWorkspace, PagedRows, TilePlan, num_splits, plan_tiles
+from manta.drafter.kv_cache import PagedKVCache
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+class Case:
+    """Requests with `lengths` keys, the last `rows` of them this call's, at scattered pages and slots."""
+
+    def __init__(self, shape: Shape, lengths, rows, *, max_keys=512, padding=0, seed=0):
+        torch.manual_seed(seed)
+        self.shape, self.lengths, self.num_rows = shape, lengths, rows
+        used = [-(-length // shape.page_size) for length in lengths]
+        nowhere = sum(used)  # a page of NaN, where the table points behind a request's length
+        self.cache = PagedKVCache(
+            2, nowhere + 1, shape.page_size, shape.kv_heads, shape.dim, shape.dtype, "cpu"
+        )
+        self.cache.kv.fill_(NAN)
+        order = torch.randperm(nowhere).int().split(used)
+        pages_BP = torch.full((len(rows) + 2, max_keys // shape.page_size), nowhere, dtype=torch.int32)
+        slots_B = torch.randperm(len(rows) + 2)[: len(rows)].int()
+        for slot, pages, length in zip(slots_B, order, lengths, strict=True):
+            pages_BP[slot, : len(pages)] = pages
+            positions = torch.arange(length)
+            at = pages_BP[slot][positions // shape.page_size].long() * shape.page_size
+            kv = torch.randn(length, 2, shape.kv_heads, shape.dim).to(shape.dtype)
+            self.cache.write(1, at + positions % shape.page_size, kv)
+        cu_rows = torch.tensor([0, *rows]).cumsum(0).int()
+        self.rows = PagedRows(slots_B, cu_rows, torch.tensor(lengths).int(), pages_BP, max(1, *rows))
+        self.q = torch.randn(sum(rows) + padding, shape.heads, shape.dim).to(shape.dtype)
+        self.q[sum(rows) :] = NAN
+        self.sinks = torch.randn(shape.heads)
+        self.scale = shape.dim**-0.5
+
+    def plan(self, batch_invariant: bool = False) -> TilePlan:
+        s, max_keys = self.shape, self.rows.page_table.shape[1] * self.shape.page_size
+        shapes = (len(self.num_rows), self.rows.max_rows, s.heads, s.kv_heads, s.dim, s.dtype, max_keys)
+        return plan_tiles(*shapes, batch_invariant=batch_invariant)
+
+    def workspace(self, batch_invariant: bool = False) -> AttentionWorkspace:
+        partials = self.plan(batch_invariant).num_partials(len(self.q), self.shape.heads)
+        workspace = AttentionWorkspace(partials, self.shape.dim, "cpu", batch_invariant=batch_invariant)
+        for tensor in (workspace.max_E, workspace.sum_E, workspace.out_ED):
+            tensor.fill_(NAN)
+        return workspace
+
+    def attend(self, *, sinks=False, workspace=None, rows=None, **kind) -> Tensor:
+        return verify_attention(
+            self.q,
+            self.cache.pages(1)[:, :, 0],
+            self.cache.pages(1)[:, :, 1],
+            rows or self.rows,
+            self.scale,
+            sinks_Q=self.sinks if sinks else None,
+            workspace=workspace or self.workspace(),
+            **kind,
+        )
+
+    def dense(self, *, sinks=False, causal=True, window=None) -> Tensor:
+        """[N, Q * D] in fp64; zeros for padding."""
+        out_NQD = torch.zeros(self.q.shape, dtype=torch.float64)
+        ends = self.rows.cu_rows.tolist()[1:]
+        for slot, length, count, end in zip(
+            self.rows.slots_B, self.lengths, self.num_rows, ends, strict=True
+        ):
+            kv_T2KD = self.cache.pages(1)[self.rows.page_table[slot].long()].flatten(0, 1)[:length].double()
+            k_TQD, v_TQD = kv_T2KD.repeat_interleave(self.shape.heads // self.shape.kv_heads, 2).unbind(1)
+            p, t = torch.arange(length - count, length)[:, None], torch.arange(length)
+            seen = (t <= p) if causal else torch.ones(count, length, dtype=torch.bool)
+            if window is not None:
+                seen &= (t > p - window) & (t < p + window)
+            q_NQD = self.q[end - count : end].double()
+            scores = torch.einsum("nqd,tqd->nqt", q_NQD, k_TQD) * self.scale
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            sink = self.sinks.double() if sinks else torch.full_like(self.sinks.double(), -torch.inf)
+            scores = torch.cat((scores, sink[:, None].expand(count, -1, 1)), -1)
+            out_NQD[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQD)
+        return out_NQD.flatten(1)
+
+    def check(self, **kind) -> None:
+        error = (self.attend(**kind).double() - self.dense(**kind)).abs().max().item()
+        assert error < TOLERANCE[self.shape.dtype], error
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 20, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("max_keys", [64, 512])
+def test_ragged_rows_equal_dense_attention_with_one_split_or_several(max_keys, causal, window, sinks):
+    lengths = [16, 61, 1] if max_keys == 64 else [300, 0, 77]
+    case = Case(Shape(), lengths, [16, 7, 1] if max_keys == 64 else [16, 0, 1], max_keys=max_keys)
+    assert (case.plan().num_splits > 1) == (max_keys == 512)
+    case.check(causal=causal, window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "rows"),
+    [
+        (Shape(16, 2, 64, 64, torch.float16), [150, 16], [8, 16]),  # gpt-oss: groups of 8
+        (Shape(8, 2, 128, 32, torch.float16), [129, 33], [16, 3]),  # Qwen3: groups of 4
+        (Shape(8, 2, 128, 64, torch.float32), [140], [16]),
+        (Shape(5, 1, 128, 256, torch.float16), [300], [9]),  # a group that is no power of two
+        (Shape(2, 2, 64, 128, torch.float32), [130, 1], [1, 1]),  # a head of its own for every query head
+        (Shape(2, 1, 256, 16, torch.float16), [70], [5]),
+        (Shape(2, 1, 256, 64, torch.float32), [70], [5]),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape, lengths, rows, causal):
+    case = Case(shape, lengths, rows)
+    case.check(causal=causal, sinks=causal)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("max_keys", [112, 256])
+def test_a_prompt_longer_than_a_tile_equals_dense_attention(max_keys, causal, window):
+    case = Case(Shape(3, 1), [110, 20], [90, 2], max_keys=max_keys)
+    assert case.plan().query_tiles == 3
+    assert (case.plan().num_splits > 1) == (max_keys == 256)
+    case.check(causal=causal, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("max_keys", [64, 512])
+def test_rows_of_padding_read_nothing_and_become_zeros(max_keys):
+    case = Case(Shape(), [30, 40, 0, 0], [2, 3, 0, 0], max_keys=max_keys, padding=6)
+    expected = case.dense()
+    case.rows.slots_B[2:] = -(10**6)  # no such row of the table
+    out = case.attend()
+    assert torch.equal(out[5:], torch.zeros(6, 64))
+    assert (out.double() - expected).abs().max() < 2e-6
+
+
+def test_a_call_of_padding_alone_is_zeros():
+    case = Case(Shape(), [0, 0], [0, 0], max_keys=64, padding=3)
+    assert torch.equal(case.attend(), torch.zeros(3, 64))
+
+
+def test_it_means_what_the_cpu_s_attention_means():
+    case = Case(Shape(), [300, 7, 64], [16, 7, 1])
+    case.cache.kv.nan_to_num_()  # the CPU multiplies what it hides by zero
+    first, rows = np.array(case.lengths) - case.num_rows, np.array(case.num_rows)
+    pages_RP = case.rows.page_table[case.rows.slots_B.long()].numpy()
+    batch = AttentionBatch.build(first, rows, pages_RP, case.shape.page_size, "cpu")
+    for kind in ({"causal": True}, {"causal": False}, {"window": 20}, {"causal": False, "window": 20}):
+        expected = paged_attention(case.q, case.cache, 1, batch, case.scale, **kind)
+        assert torch.allclose(case.attend(**kind), expected, atol=2e-6)
+
+
+def test_a_view_of_the_fused_projection_serves_as_queries():
+    case = Case(Shape(), [40, 20], [5, 3], max_keys=64)
+    expected = case.attend()
+    qkv_NJD = torch.full((8, 8, 16), NAN)
+    qkv_NJD[:, :4] = case.q
+    case.q = qkv_NJD[:, :4]
+    assert torch.equal(case.attend(), expected)
+
+
+def test_a_page_whose_elements_lie_beyond_32_bits_is_found():
+    case = Case(Shape(dtype=torch.float16), [16], [2], max_keys=64)
+    far = torch.empty(2**31 + 2**12, dtype=torch.float16)  # untouched memory costs none
+    kv = torch.as_strided(far, (2, *case.cache.pages(1).shape[1:]), (2**31, 64, 32, 16, 1))
+    kv[1] = case.cache.pages(1)[case.rows.page_table[case.rows.slots_B[0], 0]]
+    rows = replace(case.rows, page_table=torch.ones_like(case.rows.page_table))
+    workspace = case.workspace()
+    out = verify_attention(case.q, kv[:, :, 0], kv[:, :, 1], rows, case.scale, workspace=workspace)
+    assert torch.equal(out, case.attend())
+
+
+def test_one_workspace_serves_calls_of_any_shape_in_turn():
+    long, short = Case(Shape(), [300, 200], [16, 3]), Case(Shape(), [40, 20], [16, 3])
+    workspace = long.workspace()
+    for case in (long, short, long):
+        error = (case.attend(workspace=workspace).double() - case.dense()).abs().max()
+        assert error < 2e-6
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    case = Case(Shape(), [300], [16])
+    with pytest.raises(AssertionError, match="partials"):
+        case.attend(workspace=AttentionWorkspace(10, 16, "cpu"))
+
+
+class Alone:
+    """One request's block of a case, in a batch-invariant call whose companions vary."""
+
+    def __init__(self, shape: Shape, max_keys: int, **kind) -> None:
+        self.case = Case(shape, [200, 61, 130], [16, 1, 24], max_keys=max_keys)
+        self.kind = kind
+
+    def __call__(self, requests: list[tuple[int, int, int]]) -> Tensor:
+        """Rows begin..end of requests, each as if they were the last of theirs; [N, Q * D]."""
+        case = self.case
+        before = case.rows.cu_rows.tolist()
+        picked = [case.q[before[r] + begin : before[r] + end] for r, begin, end in requests]
+        counts = [end - begin for _, begin, end in requests]
+        lengths = [case.lengths[r] - case.num_rows[r] + end for r, _, end in requests]
+        rows = PagedRows(
+            case.rows.slots_B[[r for r, _, _ in requests]],
+            torch.tensor([0, *counts]).cumsum(0).int(),
+            torch.tensor(lengths).int(),
+            case.rows.page_table,
+            max(counts),
+        )
+        smaller = Case.__new__(Case)
+        smaller.__dict__ = case.__dict__ | {"q": torch.cat(picked), "num_rows": counts, "rows": rows}
+        return smaller.attend(workspace=smaller.workspace(batch_invariant=True), **self.kind)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (torch.float16, {}),
+        (torch.float32, {"window": 50}),
+        (torch.float16, {"sinks": True, "window": 50}),
+    ],
+)
+def test_in_invariant_mode_a_row_s_bits_depend_on_nothing_beside_it(dtype, kind):
+    attend = Alone(Shape(4, 1, 64, dtype=dtype), 512, **kind)
+    together = attend([(0, 0, 16), (1, 0, 1), (2, 0, 24)])  # the last in two tiles
+    assert torch.equal(attend([(2, 0, 24), (0, 0, 16)]), together[[*range(17, 41), *range(16)]])
+    for row in (0, 7, 15):
+        assert torch.equal(attend([(0, row, row + 1)]), together[row : row + 1])
+    assert torch.equal(attend([(2, 0, 11)]), together[17:28])
+    assert torch.equal(attend([(2, 11, 24), (1, 0, 1)]), together[[*range(28, 41), 16]])
+
+
+def test_in_invariant_mode_splits_equal_dense_attention():
+    case = Case(Shape(), [300, 0, 77], [16, 0, 1])
+    assert case.plan(batch_invariant=True).num_splits == 8
+    for kind in ({}, {"causal": False, "window": 20}):
+        out = case.attend(workspace=case.workspace(batch_invariant=True), **kind)
+        assert (out.double() - case.dense(**kind)).abs().max() < 2e-6
+
+
+def test_the_invariant_cut_follows_from_the_model_and_the_table_alone():
+    def cut(requests, rows):
+        plan = plan_tiles(requests, rows, 32, 8, 128, torch.bfloat16, 8192, batch_invariant=True)
+        return plan.block_rows, plan.block_keys, plan.num_splits, plan.split_tiles, plan.num_warps
+
+    assert len({cut(requests, rows) for requests in (1, 7, 64) for rows in (1, 16, 2048)}) == 1
+    assert cut(1, 16) == (64, 64, 8, 16, 4)
+
+
+def test_splits_fill_the_gpu_and_stop_where_there_is_nothing_to_share():
+    assert [num_splits(b, 8, 1, 32768, 64) for b in (1, 2, 4, 8, 16, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
+    assert num_splits(1, 1, 1, 131072, 64) == 64
+    assert num_splits(1, 8, 1, 512, 64) == 4
+    assert num_splits(1, 8, 1, 100, 64) == 1
+    assert num_splits(1, 8, 32, 32768, 64) == 1  # prefill: its query tiles fill the GPU
+
+
+def test_partial_results_do_not_grow_with_the_batch():
+    def partials(requests):
+        plan = plan_tiles(requests, 16, 32, 8, 128, torch.bfloat16, 32768)
+        return plan.num_partials(requests * 16, 32)
+
+    assert max(partials(b) for b in range(1, 200)) <= 264 * 64  # two programs per multiprocessor, tiles of 64
+
+
+def test_tiles_are_as_high_as_the_rows_of_a_group_need_and_registers_hold():
+    def height(rows, heads, kv_heads, dim, dtype=torch.bfloat16):
+        plan = plan_tiles(4, rows, heads, kv_heads, dim, dtype, 8192)
+        return plan.block_rows, plan.query_tiles
+
+    assert height(16, 32, 8, 128) == (64, 1)
+    assert height(16, 64, 8, 64) == (128, 1)
+    assert height(1, 32, 8, 128) == (16, 1)
+    assert height(512, 32, 8, 128) == (128, 16)
+    assert height(16, 16, 4, 256) == (64, 1)
+    assert height(32, 16, 4, 256) == (64, 2)
+    assert height(10, 40, 8, 128) == (64, 1)  # 12 tokens of 5 heads in 64 rows
+    assert height(13, 40, 8, 128) == (128, 1)
+    assert height(16, 32, 8, 128, torch.float32) == (32, 2)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    block_table=None,
+):
+    """What the package's documentation says of these arguments, and what its C++ refuses."""
+    for lengths in (cu_seqlens_q, cu_seqlens_k):
+        assert (
+            lengths.dtype is torch.int32 and lengths.is_contiguous() and len(lengths) == len(block_table) + 1
+        )
+    assert block_table.dtype is torch.int32 and block_table.stride(-1) == 1
+    assert k.shape[1] % 256 == 0 and q.dtype is k.dtype is torch.float16
+    assert max_seqlen_q > 1, "at 1 the package takes row b for request b's"
+    assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+    out = torch.full_like(q, NAN)  # not initialised
+    left, right = (2**30 if beside < 0 else beside for beside in window_size)
+    for b, (rows, keys) in enumerate(zip(cu_seqlens_q.diff(), cu_seqlens_k.diff(), strict=True)):
+        mine = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        k_THD, v_THD = (
+            cache[block_table[b].long()].flatten(0, 1)[:keys].repeat_interleave(q.shape[1] // k.shape[2], 1)
+            for cache in (k, v)
+        )
+        i, j = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+        seen = (j >= i - left) & (j <= i + (0 if causal else right))
+        scores = torch.einsum("qhd,khd->hqk", q[mine].double(), k_THD.double()) * softmax_scale
+        probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[mine] = torch.einsum("hqk,khd->qhd", probs, v_THD.double()).half()
+    return out
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [[16, 1, 3, 0], [1, 1, 1, 0]])
+def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, causal, window):
+    case = Case(Shape(page_size=256, dtype=torch.float16), [300, 5, 77, 0], rows, max_keys=1024, padding=2)
+    case.rows.slots_B[3] = 0
+    attend = FlashAttention(256, torch.float16, 16)
+    kv = case.cache.pages(1)
+    out = attend(case.q, kv[:, :, 0], kv[:, :, 1], case.rows, case.scale, causal=causal, window=window)
+    assert (out.double() - case.dense(causal=causal, window=window)).abs().max() < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ({"page_size": 64}, "page_size=256"),
+        ({"dtype": torch.float32}, "dtype=bfloat16"),
+        ({"head_dim": 512}, "512"),
+        ({"sinks": True}, "sinks"),
+    ],
+)
+def test_what_the_flash_attn_package_cannot_do_is_refused_with_a_remedy(flash_attn, kind, named):
+    with pytest.raises(ConfigError, match=named) as refused:
+        FlashAttention(**{"page_size": 256, "dtype": torch.bfloat16, "head_dim": 128} | kind)
+    assert refused.value.param == "attention_backend"
+    assert "attention_backend=triton" in refused.value.message
+
+
+def test_a_missing_flash_attn_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ConfigError, match=r"manta\[flash-attn\]"):
+        FlashAttention(256, torch.bfloat16, 128)

@@ -1,0 +1,159 @@
+"""Every Triton kernel compiles for Hopper (sm_90) without spilling registers: the machine needs no GPU.
+
+`VARIANTS` lists, for each module of `drafter/kernels`, few shapes that tell: a wrong one costs seconds. A
+module's are compiled in one process without Triton's interpreter, by this file run as a script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from manta.drafter.kernels.tiles import plan_tiles
+
+SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an H100 or H200 may have
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel at one shape.
+
+    Attributes:
+        kernel: name of the jitted function in its module.
+        signature: type by argument, as "*bf16:16", "i32:16" (divisible by 16, as pointers and strides are),
+            "i32" or "fp32".
+        constexprs: value by compile-time argument; None for a pointer that is not given.
+        warps: of a program.
+        wgmma: whether Hopper's matrix instructions are expected.
+    """
+
+    kernel: str
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    warps: int = 4
+    wgmma: bool = False
+
+
+def _attention(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    rows: int = 16,
+    requests: int = 1,
+    dtype: str = "bf16",
+    page: int = 16,
+    causal: bool = True,
+    window: int = 0,
+    sinks: bool = False,
+    batch_invariant: bool = False,
+) -> Variant:
+    plan = plan_tiles(
+        requests,
+        rows,
+        heads,
+        kv_heads,
+        dim,
+        {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype],
+        32768,
+        batch_invariant=batch_invariant,
+    )
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
+    pointers |= dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr"), "*fp32:16")
+    pointers |= dict.fromkeys(("slots_ptr", "cu_rows_ptr", "kv_lengths_ptr", "page_table_ptr"), "*i32:16")
+    strides = ("q_row", "q_head", "page", "token", "kv_head", "table")
+    signature = pointers | {f"{name}_stride": "i32:16" for name in strides}
+    signature |= {"scale": "fp32", "num_rows": "i32"} | ({"sinks_ptr": "*fp32:16"} if sinks else {})
+    constexprs = {
+        "HEADS": heads,
+        "GROUP": heads // kv_heads,
+        "DIM": dim,
+        "PAGE": page,
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_KEYS": plan.block_keys,
+        "SPLITS": plan.num_splits,
+        "SPLIT_TILES": plan.split_tiles,
+        "CAUSAL": causal,
+        "WINDOW": window,
+    } | ({} if sinks else {"sinks_ptr": None})
+    return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64)
+
+
+def _combine(dim: int, splits: int) -> Variant:
+    pointers = dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr", "sinks_ptr"), "*fp32:16")
+    signature = pointers | {"out_ptr": "*bf16:16", "cu_rows_ptr": "*i32:16", "num_requests": "i32"}
+    return Variant("_combine", signature, {"HEADS": 64, "DIM": dim, "SPLITS": splits})
+
+
+VARIANTS: dict[str, list[Variant]] = {
+    "attention": [
+        _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits
+        _attention(32, 8, 128, rows=512),  # a prompt: tiles of 128, no splits
+        _attention(32, 8, 128, requests=32, causal=False, window=2048, page=64),  # its drafter
+        _attention(32, 8, 128, batch_invariant=True),
+        _attention(32, 8, 128, rows=1),  # plain decoding
+        _attention(64, 8, 64, window=128, sinks=True),  # gpt-oss
+        _attention(16, 4, 256, requests=64, page=256),
+        _attention(32, 8, 128, dtype="fp32"),
+        _combine(128, 64),
+    ],
+}
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_kernels_compile_for_hopper_without_spills(module: str, tmp_path: Path):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, module], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for variant, found in zip(VARIANTS[module], json.loads(done.stdout), strict=True):
+        assert found["spilled_bytes"] == 0, (variant, found)
+        assert found["shared_bytes"] <= SHARED_MEMORY_BYTES, (variant, found)
+        assert found["wgmma"] == variant.wgmma, (variant, found)
+
+
+def test_blocks_and_prompts_of_qwen3_8b_use_hopper_s_matrix_instructions():
+    block, prompt = VARIANTS["attention"][:2]
+    assert (block.constexprs["BLOCK_ROWS"], block.constexprs["SPLITS"]) == (64, 32)
+    assert (prompt.constexprs["BLOCK_ROWS"], prompt.constexprs["SPLITS"]) == (128, 1)
+    assert block.wgmma and prompt.wgmma
+
+
+def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"manta.drafter.kernels.{module}"), variant.kernel)
+    types = {name: variant.signature.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
+    aligned = [kernel.arg_names.index(name) for name, kind in variant.signature.items() if ":16" in kind]
+    source = ASTSource(kernel, types, variant.constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    log = io.StringIO()  # ptxas reports there
+    with contextlib.redirect_stdout(log):
+        target = GPUTarget("cuda", 90, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": variant.warps})
+    spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
+    assert spilled, f"ptxas reported nothing: {log.getvalue()!r}"
+    return {
+        "spilled_bytes": sum(map(int, spilled)),
+        "registers": int(re.findall(r"Used (\d+) registers", log.getvalue())[-1]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([_compile(sys.argv[1], variant) for variant in VARIANTS[sys.argv[1]]]))
