@@ -6,10 +6,16 @@ Called by `LLM` and `AsyncEngine`.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import TYPE_CHECKING
+
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
 from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.plan import SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from .target.runner import StepRunner
 
 
 class InProcessExecutor:
@@ -24,25 +30,31 @@ class InProcessExecutor:
 
         from .target.loading import load_runner
         from .target.memory import owned_cores
-        from .target.runner import StepRunner
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
         torch.set_num_threads(config.num_threads or owned_cores())
         runner, self._info = load_runner(config)
         self._runner: StepRunner | None = runner
+        self._results: deque[StepResult] = deque()
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
 
-    def execute(self, plan: SchedulerOutput) -> StepResult:
-        if self._runner is None:
-            raise EngineDeadError("The engine was closed; start a new one.")
-        return self._runner.execute(plan)
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._results.append(self._alive().execute(plan))
+
+    def collect(self) -> StepResult:
+        self._alive()
+        return self._results.popleft()
 
     def check_health(self) -> None:
+        self._alive()
+
+    def _alive(self) -> StepRunner:
         if self._runner is None:
             raise EngineDeadError("The engine was closed; start a new one.")
+        return self._runner
 
     def close(self) -> None:
         self._runner = None

@@ -3,7 +3,7 @@
 Ray places, starts, watches and ends them; no Ray call is made for a step. Plans go out and results come back
 through `channel.py`. Each worker's `run` never returns while all is well, so a thread that waits on those
 calls is told of every death. Whatever fails, the whole engine does: it is marked, all workers are
-killed, and `execute` and `check_health` raise from then on; a new engine takes its place.
+killed, and `submit`, `collect` and `check_health` raise from then on; a new engine takes its place.
 
 Used by `executor.make_executor`, and directly by what has a placement group to offer.
 """
@@ -14,7 +14,8 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,24 +89,33 @@ class RayExecutor:
         """Whether the workers' placement group was made here, and ends with this executor."""
         return self._placement is not None and self._placement.owned
 
-    def execute(self, plan: SchedulerOutput) -> StepResult:
-        """Run one step to its end. Raises EngineDeadError when a worker has died."""
-        with self._stepping:
-            self.check_health()
-            assert self._channel is not None
-            try:
-                self._channel.send(plan, STEP_TIMEOUT_S, self.check_health)
-                rank, reply = self._channel.receive(STEP_TIMEOUT_S, self.check_health)
-            except PeerLostError as error:
-                self._fail(f"{error} has died")
-            except TimeoutError:
-                self._fail(f"step {plan.step} did not end within {STEP_TIMEOUT_S:g} s")
-            else:
-                if isinstance(reply, StepResult):
-                    return reply
-                assert isinstance(reply, StepFailure), "workers answer with results or failures"
-                self._fail(f"step {plan.step} failed on rank {rank} ({reply.message})")
-            raise self._dead()
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Give the workers a step. Raises EngineDeadError when one has died."""
+        with self._stepping, self._failing_with_peers() as channel:
+            channel.send(plan, STEP_TIMEOUT_S, self.check_health)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step. Raises EngineDeadError when a worker has died."""
+        with self._stepping, self._failing_with_peers() as channel:
+            rank, reply = channel.receive(STEP_TIMEOUT_S, self.check_health)
+            if isinstance(reply, StepFailure):
+                self._fail(f"a step failed on rank {rank} ({reply.message})")
+                raise self._dead()
+            return reply
+
+    @contextmanager
+    def _failing_with_peers(self) -> Iterator[StepChannel]:
+        """The channel, while all is well; its failures are the engine's end."""
+        self.check_health()
+        assert self._channel is not None
+        try:
+            yield self._channel
+        except PeerLostError as error:
+            self._fail(f"{error} has died")
+            raise self._dead() from None
+        except TimeoutError:
+            self._fail(f"a step did not end within {STEP_TIMEOUT_S:g} s")
+            raise self._dead() from None
 
     def check_health(self) -> None:
         """Raise EngineDeadError if a worker is gone. Cheap; may be called from any thread."""

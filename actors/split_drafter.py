@@ -48,15 +48,7 @@ class RemoteDrafts:
         drafts_RK = torch.empty(plan.num_requests, most, dtype=torch.int64, device=states.device)
         return self._joint.broadcast(drafts_RK, _drafter_rank(self._joint)) if most else drafts_RK
 
-    def inject(
-        self,
-        taps_NmH: Tensor,
-        plan: SchedulerOutput,
-        rows: StepRows,
-        token_ids_RW: Tensor,
-        num_tokens_R: Tensor,
-        states: RequestStates,
-    ) -> None:
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
         """Tell the drafter what stood, and give it what its context is made of."""
         if self._link is None:
             return
@@ -110,7 +102,7 @@ class DrafterRunner:
         c_NH = torch.empty(
             plan.num_batched_tokens, drafter.config.hidden_size, dtype=drafter.dtype, device=drafter.device
         )
-        self._proposer.inject_features(self._link.broadcast(c_NH), plan, rows, num_tokens_R, states)
+        self._proposer.inject_features(self._link.broadcast(c_NH), rows)
 
 
 def _drafter_rank(joint: Communicator) -> int:

@@ -65,6 +65,8 @@ class EngineConfig:
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
         num_pages: number of K/V pages; overrides what memory allows (tests, fairness).
         scheduling_policy: "fcfs" or "priority" (Request.priority, lower first).
+        async_scheduling: plan the next step while one is computed; a sequence that ends costs one step more.
+            None does so on a GPU, where host work would leave it idle.
         max_num_queued_reqs: waiting requests beyond it are refused with a retryable error; None = no limit.
         num_threads: threads of each CPU worker; None shares the cores it owns.
         seed: makes requests without a seed reproducible; None draws random seeds.
@@ -87,6 +89,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     scheduling_policy: Policy = "fcfs"
+    async_scheduling: bool | None = None
     max_num_queued_reqs: int | None = None
     num_threads: int | None = None
     seed: int | None = None

@@ -94,26 +94,36 @@ class Engine:
         return self._scheduler.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
-        """Run one step; an empty list if there is nothing to do, or if it brought no tokens."""
-        plan = self.plan()
-        if plan is None:
+        """Finish one step, after starting as many as may be in flight; an empty list if there is nothing to
+        do, or if it brought no tokens."""
+        while self._scheduler.num_in_flight < self._executor.info.max_in_flight:
+            plan = self.plan()
+            if plan is None:
+                break
+            self._submit(plan)
+        if not self._scheduler.num_in_flight:
             return []
         begin_s = self._clock()
-        result = self._executor.execute(plan)
+        result = self._executor.collect()
         self._seconds["execute"] += self._clock() - begin_s
-        return self.commit(plan, result)
+        return self.commit(result)
+
+    def _submit(self, plan: SchedulerOutput) -> None:
+        begin_s = self._clock()
+        self._executor.submit(plan)
+        self._seconds["execute"] += self._clock() - begin_s
 
     def plan(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to do. It must be committed before the next one."""
+        """Decide the next step; None if there is nothing to do. Plans are committed in their order."""
         begin_s = self._clock()
         plan = self._scheduler.schedule(begin_s)
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
 
-    def commit(self, plan: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
-        """Take in what came of the plan in flight."""
+    def commit(self, result: StepResult) -> list[SequenceUpdate]:
+        """Take in what came of the oldest plan in flight."""
         begin_s = self._clock()
-        updates = self._scheduler.commit(plan, result)
+        updates = self._scheduler.commit(result)
         seconds, timings = self._seconds, result.timings
         seconds["draft"] += timings.draft_s
         seconds["verify"] += timings.verify_s
@@ -124,7 +134,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._scheduler.num_in_flight)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

@@ -24,6 +24,8 @@ class ExecutorInfo:
         num_speculative_tokens: most drafts per request and step (block size - 1); 0 = plain decoding.
         dtype: of weights and K/V, e.g. "bfloat16".
         device: e.g. "cpu", "cuda".
+        max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
+            the next step while the device computes one.
     """
 
     num_pages: int
@@ -34,16 +36,21 @@ class ExecutorInfo:
     num_speculative_tokens: int
     dtype: str
     device: str
+    max_in_flight: int = 1
 
 
 class Executor(Protocol):
-    """Runs steps in order, one at a time. Not thread-safe: one engine loop owns it."""
+    """Runs steps in the order of submission. Not thread-safe: one engine loop owns it."""
 
     @property
     def info(self) -> ExecutorInfo: ...
 
-    def execute(self, plan: SchedulerOutput) -> StepResult:
-        """Run one step to its end. Raises EngineDeadError when a worker has died."""
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start a step; at most `info.max_in_flight` at once. Raises EngineDeadError if a worker has died."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step submitted. Raises EngineDeadError when a worker has died."""
         ...
 
     def check_health(self) -> None:

@@ -45,9 +45,11 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Arrays of length R, as in the plan.
+    """Arrays of length R, as in the plan, but without the sequences that have left since it was made.
 
     Attributes:
+        slots, num_rows, num_drafts, samples: of the plan.
+        token_ids: [R, W], of the result.
         num_out: tokens that come out, cut at the end of the sequence.
         num_accepted: accepted drafts among them.
         num_computed: tokens of the sequence whose K/V exist now.
@@ -55,6 +57,11 @@ class StepOutcome:
         full: the sequence has reached its greatest length.
     """
 
+    slots: IntArray
+    num_rows: IntArray
+    num_drafts: IntArray
+    samples: BoolArray
+    token_ids: IntArray
     num_out: IntArray
     num_accepted: IntArray
     num_computed: IntArray
@@ -62,32 +69,43 @@ class StepOutcome:
     full: BoolArray
 
 
-def read_result(table: SlotTable, plan: SchedulerOutput, result: StepResult) -> StepOutcome:
-    """Judge a step. A sequence that was aborted meanwhile gets nothing."""
+def read_result(
+    table: SlotTable, plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
+) -> StepOutcome:
+    """Judge a step, for the sequences of the plan that have not left since."""
     assert result.step == plan.step, f"result of step {result.step} for plan {plan.step}"
     assert (result.num_tokens <= np.where(plan.samples, plan.num_drafts + 1, 0)).all(), "more than planned"
     assert (result.num_tokens >= plan.samples).all(), "a sampled request must get a token"
-    aborted_R = [table.sequences[slot].aborted for slot in plan.slots.tolist()]
-    wanted_R = np.where(aborted_R, 0, result.num_tokens)
-    num_out_R, stopped_R = _cut_at_stops(table, plan.slots, result.token_ids, wanted_R)
-    num_accepted_R = np.minimum(num_out_R, np.maximum(wanted_R - 1, 0))
+    slots_R, rows_R, drafts_R = plan.slots[staying_R], plan.num_rows[staying_R], plan.num_drafts[staying_R]
+    token_ids_RW, num_tokens_R = result.token_ids[staying_R], result.num_tokens[staying_R]
+    num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, num_tokens_R)
     return StepOutcome(
+        slots=slots_R,
+        num_rows=rows_R,
+        num_drafts=drafts_R,
+        samples=plan.samples[staying_R],
+        token_ids=token_ids_RW,
         num_out=num_out_R,
-        num_accepted=num_accepted_R,
+        num_accepted=np.minimum(num_out_R, np.maximum(num_tokens_R - 1, 0)),
         # All rows of known tokens, and of those that came out all but the last: it is the new anchor.
-        num_computed=plan.num_computed + plan.num_rows - plan.num_drafts + np.maximum(num_out_R - 1, 0),
+        num_computed=table.num_computed_S[slots_R] + rows_R - drafts_R + np.maximum(num_out_R - 1, 0),
         stopped=stopped_R,
-        full=table.num_tokens_S[plan.slots] + num_out_R == table.max_length_S[plan.slots],
+        full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
     )
 
 
-def make_updates(
-    table: SlotTable, plan: SchedulerOutput, result: StepResult, outcome: StepOutcome
-) -> list[SequenceUpdate]:
+def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]:
     """One update for each sequence that got tokens."""
     updates: list[SequenceUpdate] = []
     ends_R = outcome.stopped | outcome.full
-    columns = (plan.slots, result.token_ids, outcome.num_out, ends_R, plan.num_drafts, outcome.num_accepted)
+    columns = (
+        outcome.slots,
+        outcome.token_ids,
+        outcome.num_out,
+        ends_R,
+        outcome.num_drafts,
+        outcome.num_accepted,
+    )
     # Plain lists: reading NumPy scalars one by one would cost more than all the rest.
     rows = zip(*(column.tolist() for column in columns), outcome.stopped.tolist(), strict=True)
     for slot, token_ids, count, ends, num_drafted, num_accepted, stopped in rows:

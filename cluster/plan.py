@@ -66,7 +66,8 @@ class SchedulerOutput:
         admitted: requests whose slot is to be (re)initialised before anything else.
         page_slots, page_indices, page_ids: int32 [M]; set page_table[slot, index] = page id first.
         slots: int32 [R], distinct.
-        num_computed: int32 [R], tokens whose K/V exist; the first row's absolute position.
+        num_computed: int32 [R], tokens whose K/V exist; the first row's absolute position. -1 where it
+            depends on a step in flight: the workers know it then.
         num_rows: int32 [R] >= 1, rows of the target's forward pass, drafts included.
         num_drafts: int32 [R], drafts to propose and verify; 0 = plain decoding or prefill.
         samples: bool [R], whether the last known token is among the rows, so that tokens come back.

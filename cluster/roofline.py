@@ -47,8 +47,8 @@ class Device:
         return self.flops / self.bytes_per_s
 
     @classmethod
-    def parse(cls, text: str) -> Device:
-        """From "GB/s,TFLOP/s", e.g. "4300,790"."""
+    def parse(cls, name: str, text: str) -> Device:
+        """From `text` "GB/s,TFLOP/s", e.g. "4300,790"."""
         try:
             gigabytes, teraflops = (float(part) for part in text.split(","))
         except ValueError:
@@ -58,11 +58,11 @@ class Device:
                 f"device_rates={text!r} must be sustained GB/s and TFLOP/s, both above 0, like 4300,790.",
                 param="device_rates",
             )
-        return cls("as stated", gigabytes * 1e9, teraflops * 1e12)
+        return cls(name, gigabytes * 1e9, teraflops * 1e12)
 
 
-# By the name that CUDA gives; bf16. H200: measured (a copy; a product of 8192^3). The others: 90 % of the data
-# sheet's bandwidth, 75-80 % of its arithmetic.
+# By the name that CUDA gives; bf16. H200: measured (a copy; a product of 8192^3). The others: 90 % of the
+# data sheet's bandwidth, 75-80 % of its arithmetic.
 GPUS: Mapping[str, Device] = {
     "NVIDIA H200": Device("H200", 4.3e12, 790e12),
     "NVIDIA H100 80GB HBM3": Device("H100", 3.015e12, 790e12),

@@ -8,8 +8,12 @@ drafts behind it.
        ▲                                            │
        └─────── preempt: the last in rank loses slot and pages, keeps its tokens
 
-One plan is in flight at a time: `schedule`, execute, `commit`. Called by `engine.py` alone; knows neither
-a clock nor an executor. The order of serving is `Sequence.rank`: by arrival, or by priority and then arrival.
+`schedule`, execute, `commit`; the next plans may be made while some are in flight. How many tokens those
+bring is not known then: pages are taken for the most, and where a sequence stands is left to the workers.
+Whoever leaves (ended, aborted, preempted) leaves at once: what is in flight for it is dropped on arrival, and
+as steps run in order, its pages are written by their next owner later. Called by `engine.py` alone; knows
+neither a clock nor an executor. The order of serving is `Sequence.rank`: by arrival, or by priority and then
+arrival.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -17,6 +21,8 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts.
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -25,12 +31,20 @@ from .counters import Counters
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
 from .pages import PagePool, pages_for
-from .plan import AdmittedRequest, IntArray, SchedulerOutput, StepResult
+from .plan import AdmittedRequest, BoolArray, IntArray, SchedulerOutput, StepResult
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request
 from .sequence import WAITING, Sequence, SlotTable
 
 _by_rank = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A plan that is not committed yet, and which of its sequences are still those it was made for."""
+
+    plan: SchedulerOutput
+    staying_R: BoolArray
 
 
 class Scheduler:
@@ -47,7 +61,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._num_steps = 0
-        self._in_flight: SchedulerOutput | None = None
+        self._in_flight: deque[_Flight] = deque()
         self._admitted: list[AdmittedRequest] = []  # of the plan in the making
         self._page_entries: list[tuple[int, int, int]] = []  # (slot, index, page), likewise
 
@@ -64,18 +78,13 @@ class Scheduler:
         insort(self.waiting, sequence, key=_by_rank)
 
     def abort(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request; False if it is not here (any more). No update follows.
-
-        A sequence in the step in flight keeps its pages until that step is committed.
-        """
+        """End a request; False if it is not here (any more). No update follows."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
         self.counters.finished[reason] += 1
         if sequence.slot == WAITING:
             self.waiting.remove(sequence)
-        elif self._in_flight is not None:
-            sequence.aborted = True
         else:
             self.running.remove(sequence)
             self._release(sequence)
@@ -85,9 +94,9 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
         """Plan the next step; None if there is nothing to do. `now_s` is for the record of waiting times."""
-        assert self._in_flight is None, "commit the last plan first"
         self._admitted, self._page_entries = [], []
         slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
+        slots_R = slots_R[self._go_on(slots_R)]
         rows_R = self._share_rows(slots_R)
         num_kept = self._cover_rows(slots_R, rows_R)
         slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
@@ -95,15 +104,37 @@ class Scheduler:
         slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
         if len(slots_R) == 0:
             return None
-        self._in_flight = self._make_plan(slots_R.astype(np.int32), rows_R.astype(np.int32))
+        plan = self._make_plan(slots_R.astype(np.int32), rows_R.astype(np.int32))
+        self.table.depart(plan)
+        self._in_flight.append(_Flight(plan, np.ones(plan.num_requests, dtype=np.bool_)))
         self._num_steps += 1
-        return self._in_flight
+        return plan
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that are not committed yet."""
+        return len(self._in_flight)
+
+    def _go_on(self, slots_R: IntArray) -> BoolArray:
+        """Which sequences the steps in flight do not bring to their greatest length, whatever is accepted."""
+        table = self.table
+        return table.num_tokens_S[slots_R] + table.ahead_samples_S[slots_R] < table.max_length_S[slots_R]
+
+    def _most_tokens(self, slots_R: IntArray) -> IntArray:
+        """Tokens of each sequence, drafts in flight taken as accepted; if it goes on, it is not full."""
+        table = self.table
+        ahead_R = table.ahead_samples_S[slots_R] + table.ahead_drafts_S[slots_R]
+        return np.minimum(table.num_tokens_S[slots_R] + ahead_R, table.max_length_S[slots_R] - 1)
+
+    def _known_rows(self, slots_R: IntArray) -> IntArray:
+        """Tokens of each sequence that no step computes yet; the anchor where one in flight samples."""
+        table = self.table
+        left_R = table.num_tokens_S[slots_R] - table.num_computed_S[slots_R] - table.ahead_rows_S[slots_R]
+        return np.where(table.ahead_samples_S[slots_R] > 0, 1, left_R)
 
     def _share_rows(self, slots_R: IntArray) -> IntArray:
         """Rows of each running sequence: one for everybody, then as many as it can use, in rank order."""
-        table = self.table
-        num_tokens_R = table.num_tokens_S[slots_R]
-        known_R = num_tokens_R - table.num_computed_S[slots_R]
+        table, num_tokens_R, known_R = self.table, self._most_tokens(slots_R), self._known_rows(slots_R)
         # A step with k drafts brings up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
         more_R = np.where(known_R == 1, drafts_R, known_R - 1)
@@ -112,28 +143,30 @@ class Scheduler:
         return 1 + np.minimum(more_R, left_R)
 
     def _cover_rows(self, slots_R: IntArray, rows_R: IntArray) -> int:
-        """Allocate the pages of all rows, in rank order; returns how many sequences still run.
+        """Allocate the pages of all rows, in rank order; returns how many of the sequences still run.
 
         Too few pages cut rows (in place), so drafts go first; for the first row others are preempted. Only
         decoding sequences lack pages: a prompt got its pages when it was admitted.
         """
         table, pool, page_size = self.table, self.pool, self.config.page_size
-        room_R = table.num_pages_S[slots_R] * page_size - table.num_computed_S[slots_R]
-        short = np.flatnonzero(rows_R > room_R)
+        first_R = self._most_tokens(slots_R) - self._known_rows(slots_R)
+        room_R = table.num_pages_S[slots_R] * page_size - first_R
+        short, num_left = np.flatnonzero(rows_R > room_R), len(slots_R)
         columns = (short, slots_R[short], table.num_pages_S[slots_R[short]], room_R[short], rows_R[short])
         for index, slot, num_pages, room, rows in zip(*(c.tolist() for c in columns), strict=True):
-            while room == 0 and pool.num_free == 0 and index < len(self.running):
-                self._preempt_last()
-            if index >= len(self.running):
+            while room == 0 and pool.num_free == 0 and index < num_left:
+                num_left -= 1
+                self._preempt(table.sequences[int(slots_R[num_left])])
+            if index >= num_left:
                 break
             pages = pool.allocate(min(pages_for(rows - room, page_size), pool.num_free))
             self._page_entries.extend((slot, num_pages + i, page) for i, page in enumerate(pages))
             if room + len(pages) * page_size < rows:
                 rows_R[index] = room + len(pages) * page_size
-        return len(self.running)
+        return num_left
 
-    def _preempt_last(self) -> None:
-        sequence = self.running.pop()
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=_by_rank)
         self.counters.preemptions += 1
@@ -184,10 +217,11 @@ class Scheduler:
             self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
-        num_tokens_R, computed_R = self.table.num_tokens_S[slots_R], self.table.num_computed_S[slots_R]
-        known_R = np.minimum(rows_R, num_tokens_R - computed_R)
+        table, left_R = self.table, self._known_rows(slots_R)
+        known_R = np.minimum(rows_R, left_R)
+        computed_R = table.num_computed_S[slots_R] + table.ahead_rows_S[slots_R]
         entries = np.array(self._page_entries, dtype=np.int32).reshape(-1, 3).T.copy()
-        self.table.append_pages(*entries)
+        table.append_pages(*entries)
         return SchedulerOutput(
             step=self._num_steps,
             admitted=tuple(self._admitted),
@@ -195,28 +229,30 @@ class Scheduler:
             page_indices=entries[1],
             page_ids=entries[2],
             slots=slots_R,
-            num_computed=computed_R,
+            num_computed=np.where(table.ahead_samples_S[slots_R] > 0, np.int32(-1), computed_R),
             num_rows=rows_R,
             num_drafts=rows_R - known_R,
-            samples=computed_R + known_R == num_tokens_R,
+            samples=known_R == left_R,
         )
 
     # A step is committed.
 
-    def commit(self, plan: SchedulerOutput, result: StepResult) -> list[SequenceUpdate]:
-        """Take in what came of the plan in flight. Updates are only for requests that got tokens."""
-        assert plan is self._in_flight, "only the plan in flight can be committed"
-        self._in_flight = None
-        outcome = read_result(self.table, plan, result)
-        self._append_tokens(plan.slots, result.token_ids, outcome)
-        self._hash_full_pages(plan.slots)
-        self.counters.count_step(outcome.num_out, plan.num_drafts, outcome.num_accepted)
-        updates = make_updates(self.table, plan, result, outcome)
-        self._dismiss(plan.slots, updates)
+    def commit(self, result: StepResult) -> list[SequenceUpdate]:
+        """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens."""
+        assert self._in_flight, "a result without a plan"
+        flight = self._in_flight.popleft()
+        outcome = read_result(self.table, flight.plan, flight.staying_R, result)
+        self.table.arrive(outcome.slots, outcome.num_rows, outcome.num_drafts, outcome.samples)
+        self._append_tokens(outcome)
+        self._hash_full_pages(outcome.slots)
+        self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
+        updates = make_updates(self.table, outcome)
+        self._dismiss(updates)
         return updates
 
-    def _append_tokens(self, slots_R: IntArray, token_ids_RW: IntArray, outcome: StepOutcome) -> None:
-        table, columns_W = self.table, np.arange(token_ids_RW.shape[1], dtype=np.int32)
+    def _append_tokens(self, outcome: StepOutcome) -> None:
+        table, slots_R, token_ids_RW = self.table, outcome.slots, outcome.token_ids
+        columns_W = np.arange(token_ids_RW.shape[1], dtype=np.int32)
         rows, columns = np.nonzero(columns_W < outcome.num_out[:, None])
         places = table.num_tokens_S[slots_R[rows]] + columns
         table.token_ids_SL[slots_R[rows], places] = token_ids_RW[rows, columns]
@@ -239,9 +275,9 @@ class Scheduler:
                 self.cache.insert(digest, page)
         table.num_hashed_S[slots_R] = full_R
 
-    def _dismiss(self, slots_R: IntArray, updates: list[SequenceUpdate]) -> None:
-        """Let go of the sequences that ended or were aborted."""
-        ended = [q for slot in slots_R.tolist() if (q := self.table.sequences[slot]).aborted]
+    def _dismiss(self, updates: list[SequenceUpdate]) -> None:
+        """Let go of the sequences that ended."""
+        ended: list[Sequence] = []
         for update in updates:
             if update.finish_reason is not None:
                 ended.append(self._sequences.pop(update.request_id))
@@ -253,6 +289,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Free a sequence's slot and pages, the last page first: it is the first to be evicted."""
+        for flight in self._in_flight:
+            flight.staying_R[flight.plan.slots == sequence.slot] = False
         pages = self.table.pages(sequence.slot)
         self.table.leave(sequence)
         self.pool.release(reversed(pages))
@@ -266,7 +304,7 @@ class Scheduler:
             assert queue == sorted(queue, key=_by_rank), "a queue is out of order"
         assert {q.slot for q in self.running} == self.table.sequences.keys(), "a slot has no running sequence"
         assert all(q.slot == WAITING for q in self.waiting), "a waiting sequence has a slot"
-        alive = [q.request.request_id for q in (*self.running, *self.waiting) if not q.aborted]
+        alive = [q.request.request_id for q in (*self.running, *self.waiting)]
         assert sorted(alive) == sorted(self._sequences), "a request is lost or doubled"
         uses = np.zeros(self.pool.num_pages, dtype=np.int32)
         for slot in self.table.sequences:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .pages import pages_for
-from .plan import IntArray, SlotSampling
+from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
 
 WAITING = -1  # the slot of a sequence that does not run
@@ -36,7 +36,6 @@ class Sequence:
         num_cached_tokens: found in the prefix cache when it first entered; None before.
         queue_s: how long it waited until then.
         slot: while it runs.
-        aborted: it ends with the step in flight; its tokens are not wanted.
     """
 
     request: Request
@@ -49,7 +48,6 @@ class Sequence:
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
     slot: int = WAITING
-    aborted: bool = False
 
     @classmethod
     def of(
@@ -106,6 +104,10 @@ class SlotTable:
         self.num_hashed_S = np.zeros(num_slots, dtype=np.int32)  # leading pages that the prefix cache knows
         self.max_length_S = np.zeros(num_slots, dtype=np.int32)
         self.max_drafts_S = np.zeros(num_slots, dtype=np.int32)
+        # What the steps in flight do to the numbers above, once they are committed.
+        self.ahead_rows_S = np.zeros(num_slots, dtype=np.int32)  # known tokens they compute
+        self.ahead_samples_S = np.zeros(num_slots, dtype=np.int32)  # fewest tokens they bring: one per step
+        self.ahead_drafts_S = np.zeros(num_slots, dtype=np.int32)  # most tokens they bring beyond these
         self.stop_uses_V = np.zeros(vocab_size, dtype=np.int32)  # running sequences that a token would end
         self.sequences: dict[int, Sequence] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -122,6 +124,7 @@ class SlotTable:
         self.token_ids_SL[slot, :count] = sequence.token_ids
         self.num_tokens_S[slot] = count
         self.num_computed_S[slot] = self.num_pages_S[slot] = self.num_hashed_S[slot] = 0
+        self.ahead_rows_S[slot] = self.ahead_samples_S[slot] = self.ahead_drafts_S[slot] = 0
         self.max_length_S[slot] = sequence.max_length
         self.max_drafts_S[slot] = max_drafts
         self.stop_uses_V[list(sequence.sampling.stop_token_ids)] += 1
@@ -131,6 +134,21 @@ class SlotTable:
         """Lengthen page tables; the indices continue where each table ends."""
         self.page_table_SP[slots_M, indices_M] = pages_M
         np.add.at(self.num_pages_S, slots_M, 1)
+
+    def depart(self, plan: SchedulerOutput) -> None:
+        """A step is in flight."""
+        self._count_ahead(1, plan.slots, plan.num_rows, plan.num_drafts, plan.samples)
+
+    def arrive(self, slots_R: IntArray, rows_R: IntArray, drafts_R: IntArray, samples_R: BoolArray) -> None:
+        """A step in flight has ended, for these of its sequences; the others have left."""
+        self._count_ahead(-1, slots_R, rows_R, drafts_R, samples_R)
+
+    def _count_ahead(
+        self, sign: int, slots_R: IntArray, rows_R: IntArray, drafts_R: IntArray, samples_R: BoolArray
+    ) -> None:
+        self.ahead_rows_S[slots_R] += sign * (rows_R - drafts_R)
+        self.ahead_samples_S[slots_R] += sign * samples_R.astype(np.int32)
+        self.ahead_drafts_S[slots_R] += sign * drafts_R
 
     def pages(self, slot: int) -> list[int]:
         return self.page_table_SP[slot, : self.num_pages_S[slot]].tolist()
@@ -155,5 +173,6 @@ class SlotTable:
         for slot, sequence in self.sequences.items():
             assert sequence.slot == slot, "a sequence does not know its slot"
             assert 0 <= self.num_computed_S[slot] < self.num_tokens_S[slot] < self.max_length_S[slot]
+            assert 0 <= self.ahead_samples_S[slot] <= self.ahead_rows_S[slot], "a step ahead computes nothing"
         num_stops = sum(len(q.sampling.stop_token_ids) for q in self.sequences.values())
         assert self.stop_uses_V.sum() == num_stops, "stop tokens are counted for sequences that are gone"

@@ -10,6 +10,7 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts, S slots.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,25 +86,39 @@ class SimulatedExecutor:
         self._cost = cost
         self._spend = spend
         self._seeds_S = np.zeros(0, dtype=np.uint64)
+        self._computed_S = np.zeros(0, dtype=np.int32)
         self._sampling: dict[int, SlotSampling] = {}
+        self._results: deque[StepResult] = deque()
         self._closed = False
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
 
-    def execute(self, plan: SchedulerOutput) -> StepResult:
+    def submit(self, plan: SchedulerOutput) -> None:
         assert not self._closed, "the executor is closed"
+        assert len(self._results) < self._info.max_in_flight, "more steps in flight than were allowed"
+        self._results.append(self._run(plan))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def first_positions(self, plan: SchedulerOutput) -> IntArray:
+        """Of each request's first row [R], where the plan could not know it too. After its admissions."""
+        return np.where(plan.num_computed < 0, self._computed_S[plan.slots], plan.num_computed)
+
+    def _run(self, plan: SchedulerOutput) -> StepResult:
         for request in plan.admitted:
             self._admit(request)
         seeds_R = self._seeds_S[plan.slots]
-        begin_R = plan.num_computed + plan.num_rows - plan.num_drafts
+        begin_R = self.first_positions(plan) + plan.num_rows - plan.num_drafts
         num_tokens_R = np.where(plan.samples, 1 + self._accepted(seeds_R, begin_R, plan.num_drafts), 0)
         columns_W = np.arange(1 + int(plan.num_drafts.max()), dtype=np.int32)
         positions_RW = begin_R[:, None] + columns_W
         token_ids_RW = _tokens(seeds_R[:, None], positions_RW, self._info.vocab_size)
         self._avoid_early_stops(plan.slots, positions_RW, token_ids_RW)
         token_ids_RW[columns_W >= num_tokens_R[:, None]] = -1
+        self._computed_S[plan.slots] = begin_R + np.maximum(num_tokens_R - 1, 0)
         timings = self._cost(plan)
         self._spend(timings.draft_s + timings.verify_s + timings.sample_s + timings.inject_s)
         return StepResult(plan.step, token_ids_RW, num_tokens_R.astype(np.int32), timings)
@@ -117,6 +132,7 @@ class SimulatedExecutor:
     def _admit(self, request: AdmittedRequest) -> None:
         missing = request.slot + 1 - len(self._seeds_S)
         self._seeds_S = np.append(self._seeds_S, np.zeros(max(missing, 0), dtype=np.uint64))
+        self._computed_S = np.append(self._computed_S, np.zeros(max(missing, 0), dtype=np.int32))
         self._seeds_S[request.slot] = request.sampling.seed % 2**64
         self._sampling[request.slot] = request.sampling
 

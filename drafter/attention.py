@@ -33,10 +33,11 @@ Ints = NDArray[np.integer]
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
 # How the CPU kernel's products round (measured, AVX-512, MKL): 1 to 3 query rows otherwise than more, where
-# query rows come in 32s or 64s; keys are summed in blocks of 512, a sum whose length is no multiple of 16
-# otherwise than others, and one between 192 and 384 uncut while a longer one is cut at 192.
+# query rows come in 32s or 64s; keys are summed in blocks of 512, and within a block a sum whose length is no
+# multiple of 16 otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192 from
+# 384 on; Intel with AMX: elsewhere). So such lengths are filled up to one of two.
 _ROW_MULTIPLE = 4
-_KEY_MULTIPLE, _KEY_BLOCK, _UNCUT_KEYS = 16, 512, (192, 384)
+_KEY_MULTIPLE, _KEY_BLOCK, _LONG_KEYS = 16, 512, (192, 384, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,9 @@ def _padded(length: int, page_size: int) -> int:
     unit = math.lcm(page_size, _KEY_MULTIPLE)
     count = -(-length // unit) * unit
     blocks, rest = divmod(count, _KEY_BLOCK)
-    if _UNCUT_KEYS[0] < rest < _UNCUT_KEYS[1]:
-        count = -(-(blocks * _KEY_BLOCK + _UNCUT_KEYS[1]) // unit) * unit
+    if rest > _LONG_KEYS[0]:
+        filled = blocks * _KEY_BLOCK + min(keys for keys in _LONG_KEYS if keys >= rest)
+        count = -(-filled // unit) * unit
     return count
 
 

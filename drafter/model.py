@@ -9,8 +9,8 @@ Inference only, written over a paged cache and fused weights; `training/` has a 
 The block's own K/V go into the look-ahead slots n..n+k of the same pages; true context overwrites them later,
 and what it does not overwrite lies behind every length until a next block does.
 
-Legend: N rows, X mask rows, B requests, m taps, H hidden, L layers, Q query heads, K kv heads, J = Q + 2K,
-D head dim, V vocabulary.
+Legend: N rows, X mask rows, B requests, m taps, H hidden, O outputs, L layers, D head dim,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .attention import paged_attention
+from .backend import AttentionShape, Backend, PlacedRows, TorchBackend
+from .block import BlockWeights, DecoderBlock
 from .config import DrafterConfig, DraftLayer
 from .features import TargetLends
 from .kv_cache import PagedKVCache
-from .layers import HeadNorm, Linear, RMSNorm, RotaryEmbedding, Rotation, silu_mul
+from .layers import Linear, RMSNorm, RotaryEmbedding
 from .states import BlockRows
 
 
@@ -35,20 +36,30 @@ class DFlashDrafter:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
         lends: the target's embedding and head.
         max_positions: positions that may occur.
+        backend: computes what is no matrix product; PyTorch's own by default.
     """
 
     def __init__(
-        self, config: DrafterConfig, weights: Mapping[str, Tensor], lends: TargetLends, max_positions: int
+        self,
+        config: DrafterConfig,
+        weights: Mapping[str, Tensor],
+        lends: TargetLends,
+        max_positions: int,
+        backend: Backend | None = None,
     ) -> None:
         self.config = config
+        self._backend = backend = backend or TorchBackend()
         self._lends = lends
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
         self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps)
         self._final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
-        self._layers = [_Layer(config, kind, weights, f"layers.{i}.") for i, kind in enumerate(config.layers)]
-        self._context = _ContextProjection(config, weights)
+        self._blocks = [
+            _block(config, kind, weights, f"layers.{i}.", backend) for i, kind in enumerate(config.layers)
+        ]
+        self._next_norms = [*(block.input_norm for block in self._blocks[1:]), self._final_norm]
+        self._context = _ContextProjection(config, weights, backend)
         self._embedding_VH = weights.get("embed_tokens.weight")
         self._own_head = Linear(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
         self._target_ids_V: Tensor | None = None
@@ -69,21 +80,27 @@ class DFlashDrafter:
         assert taps_NmH.shape[1] == self.config.num_taps, "taps must match target_layer_ids"
         return self._features(taps_NmH)
 
-    def write_context(self, c_NH: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache) -> None:
+    def write_context(self, c_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
         """Context K/V of all layers at these rows; a row with the cache's `skip_slot` is dropped."""
-        cache.write_all(slots_N, self._context(c_NH, self._rope.at(positions_N)))
+        self._context(c_NH, self._rope, rows, cache)
+
+    def block_inputs(self, block: BlockRows) -> Tensor:
+        """The block's input embeddings [N, H]: the anchors', and that of the mask in all other rows."""
+        x_NH = self._mask_H.repeat(len(block.positions_N), 1)
+        return x_NH.index_copy_(0, block.anchor_rows_B, self._embed(block.anchors_B))
+
+    def forward(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> Tensor:
+        """Normed hidden states [N, H] of a block's rows, writing their K/V behind the context."""
+        normed_NH = self._backend.norm(self._blocks[0].input_norm, x_NH)
+        step = self._backend.begin(self._rope, rows)
+        for i, (block, next_norm) in enumerate(zip(self._blocks, self._next_norms, strict=True)):
+            x_NH, normed_NH = block(x_NH, normed_NH, step, cache, i, next_norm)
+        return normed_NH
 
     def block_logits(self, block: BlockRows, cache: PagedKVCache) -> Tensor:
         """Logits [X, V] of the target's vocabulary for every mask row, request after request."""
-        rotation = self._rope.at(block.positions_N)
-        x_NH = self._inputs(block)
-        for i, layer in enumerate(self._layers):
-            x_NH = layer(x_NH, rotation, block, cache, i)
-        return self._logits(self._final_norm(x_NH.index_select(0, block.mask_rows_X)))
-
-    def _inputs(self, block: BlockRows) -> Tensor:
-        x_NH = self._mask_H.repeat(len(block.positions_N), 1)
-        return x_NH.index_copy_(0, block.anchor_rows_B, self._embed(block.anchors_B))
+        hidden_NH = self.forward(self.block_inputs(block), block, cache)
+        return self.logits(hidden_NH.index_select(0, block.mask_rows_X))
 
     def _mask_row(self, replacement_H: Tensor | None) -> Tensor:
         if replacement_H is not None:
@@ -98,7 +115,8 @@ class DFlashDrafter:
         scale = self.config.input_embedding_scale
         return rows_NH if scale == 1.0 else rows_NH * scale
 
-    def _logits(self, y_XH: Tensor) -> Tensor:
+    def logits(self, y_XH: Tensor) -> Tensor:
+        """The head [X, V] on the target's vocabulary, from normed hidden states."""
         config = self.config
         z_XV = self._lends.logits(y_XH) if self._own_head is None else self._own_head(y_XH)
         if config.output_multiplier != 1.0:
@@ -125,88 +143,44 @@ class ContextFeatures:
         return self._norm(self._fc(taps_NmH.flatten(1).to(self._dtype)))
 
 
-class _Layer:
-    """One pre-norm block over the rows of a block; keys and values are read from pages."""
-
-    __slots__ = (
-        "_down",
-        "_gate_up",
-        "_head_norm",
-        "_input_norm",
-        "_kind",
-        "_num_kv",
-        "_num_q",
-        "_o",
-        "_post_norm",
-        "_qkv",
-        "_scale",
-        "_shape",
+def _block(
+    config: DrafterConfig, kind: DraftLayer, weights: Mapping[str, Tensor], at: str, backend: Backend
+) -> DecoderBlock:
+    eps = config.rms_norm_eps
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        q_norm_D=weights[f"{at}self_attn.q_norm.weight"],
+        k_norm_D=weights[f"{at}self_attn.k_norm.weight"],
+        eps=eps,
+        causal=kind.causal,
+        window=kind.window,
     )
-
-    def __init__(
-        self, config: DrafterConfig, kind: DraftLayer, weights: Mapping[str, Tensor], at: str
-    ) -> None:
-        eps = config.rms_norm_eps
-        attention = [weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]
-        self._qkv = Linear(torch.cat(attention))
-        self._o = Linear(weights[f"{at}self_attn.o_proj.weight"])
-        self._gate_up = Linear(
-            torch.cat((weights[f"{at}mlp.gate_proj.weight"], weights[f"{at}mlp.up_proj.weight"]))
-        )
-        self._down = Linear(weights[f"{at}mlp.down_proj.weight"])
-        self._input_norm = RMSNorm(weights[f"{at}input_layernorm.weight"], eps)
-        self._post_norm = RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps)
-        q_norm, k_norm = weights[f"{at}self_attn.q_norm.weight"], weights[f"{at}self_attn.k_norm.weight"]
-        self._num_q, self._num_kv = config.num_heads, config.num_kv_heads
-        self._head_norm = HeadNorm(
-            torch.cat((q_norm.expand(self._num_q, -1), k_norm.expand(self._num_kv, -1))), eps
-        )
-        self._shape = (self._num_q + 2 * self._num_kv, config.head_dim)
-        self._scale = config.head_dim**-0.5
-        self._kind = kind
-
-    def __call__(
-        self, x_NH: Tensor, rotation: Rotation, block: BlockRows, cache: PagedKVCache, layer: int
-    ) -> Tensor:
-        num_q, num_kv = self._num_q, self._num_kv
-        qkv_NJD = self._qkv(self._input_norm(x_NH)).unflatten(-1, self._shape)
-        qk = qkv_NJD[:, : num_q + num_kv]
-        rotation.rotate(self._head_norm(qk), out_NJD=qk)
-        cache.write(layer, block.kv_slots_N, qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
-        attended = paged_attention(
-            qkv_NJD[:, :num_q],
-            cache,
-            layer,
-            block.batch,
-            self._scale,
-            causal=self._kind.causal,
-            window=self._kind.window,
-        )
-        x_NH = self._o(attended, x_NH)
-        return self._down(silu_mul(self._gate_up(self._post_norm(x_NH))), x_NH)
+    qkv_OH = torch.cat([weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"])
+    gate_up_IH = torch.cat([weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    parts = BlockWeights(
+        input_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
+        qkv=Linear(qkv_OH),
+        o=Linear(weights[f"{at}self_attn.o_proj.weight"]),
+        post_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
+        gate_up=Linear(gate_up_IH),
+        down=Linear(weights[f"{at}mlp.down_proj.weight"]),
+    )
+    return DecoderBlock(backend, shape, parts)
 
 
 class _ContextProjection:
-    """K and V of all layers from C: one product, one norm, one rotation."""
+    """K and V of all layers from C: one product, then norm, rotation and write."""
 
-    __slots__ = ("_head_dim", "_k_norm", "_kv", "_num_kv", "_num_layers")
+    __slots__ = ("_kv", "_write")
 
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor]) -> None:
-        self._num_layers, self._num_kv, self._head_dim = (
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], backend: Backend) -> None:
         layers = range(config.num_layers)
         rows = [weights[f"layers.{i}.self_attn.{kind}_proj.weight"] for kind in "kv" for i in layers]
         self._kv = Linear(torch.cat(rows))  # all keys first, so that norm and rotation see one slice
         norms_LD = torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
-        self._k_norm = HeadNorm(norms_LD.repeat_interleave(self._num_kv, dim=0), config.rms_norm_eps)
+        self._write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)
 
-    def __call__(self, c_NH: Tensor, rotation: Rotation) -> Tensor:
-        """[L, N, 2, K, D]."""
-        num_keys = self._num_layers * self._num_kv
-        kv_NJD = self._kv(c_NH).unflatten(-1, (2 * num_keys, self._head_dim))
-        keys = kv_NJD[:, :num_keys]
-        rotation.rotate(self._k_norm(keys), out_NJD=keys)
-        return kv_NJD.unflatten(1, (2, self._num_layers, self._num_kv)).permute(2, 0, 1, 3, 4)
+    def __call__(self, c_NH: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
+        self._write(self._kv(c_NH), rope, rows, cache)

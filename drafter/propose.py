@@ -36,25 +36,14 @@ class Proposer:
         )
         return drafts.index_copy_(0, block.places_X, chosen_X).view(block.num_requests, block.max_drafts)
 
-    def inject(
-        self,
-        taps_NmH: Tensor,
-        plan: SchedulerOutput,
-        rows: StepRows,
-        num_tokens_R: Tensor,
-        states: RequestStates,
-    ) -> None:
-        """Make context of what the target saw: known rows and accepted drafts of every request."""
-        self.inject_features(self.drafter.context_features(taps_NmH), plan, rows, num_tokens_R, states)
+    def inject(self, taps_NmH: Tensor, rows: StepRows) -> None:
+        """Make context of what the target saw.
 
-    def inject_features(
-        self,
-        c_NH: Tensor,
-        plan: SchedulerOutput,
-        rows: StepRows,
-        num_tokens_R: Tensor,
-        states: RequestStates,
-    ) -> None:
+        Rows of rejected drafts too: as in the target's pages, their slots are written again by the next block
+        before any mask exposes them.
+        """
+        self.inject_features(self.drafter.context_features(taps_NmH), rows)
+
+    def inject_features(self, c_NH: Tensor, rows: StepRows) -> None:
         """The same from features that were computed elsewhere."""
-        slots_N = states.context_slots(plan, rows, num_tokens_R)
-        self.drafter.write_context(c_NH, rows.positions_N, slots_N, self.cache)
+        self.drafter.write_context(c_NH, rows, self.cache)

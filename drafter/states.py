@@ -5,7 +5,7 @@ new ones are made; pages and sampling come from the host and stay there, so a st
 NumPy and put on the device once. Used by target ranks and by a split drafter alike.
 
 Order within a step: `apply(plan)`, drafter's `block_rows(plan)`, `place_drafts(plan, drafts)`, `rows(plan)`,
-`append(plan, token_ids, num_tokens)`, drafter's `context_slots(plan, rows, num_tokens)`.
+`append(plan, token_ids, num_tokens)`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, B requests that draft, K most drafts,
 W = K + 1, P pages of a request.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..cluster.plan import AdmittedRequest, SchedulerOutput
 from .attention import AttentionBatch
+from .backend import PlacedRows
 from .kv_cache import skip_slot
 from .sampling import SamplingBatch
 
@@ -29,36 +30,30 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(PlacedRows):
     """The target's rows of a step, request after request.
 
     Attributes:
         token_ids_N: inputs, drafts included.
-        positions_N: absolute positions.
-        kv_slots_N: where each row's K and V go.
-        batch: indices and masks of attention.
         sampled_X: rows whose logits are needed.
         counts_R: how many of them each request has.
         sampling: how a token is chosen in each sampled row.
     """
 
     token_ids_N: Tensor
-    positions_N: Tensor
-    kv_slots_N: Tensor
-    batch: AttentionBatch
     sampled_X: Tensor
     counts_R: Tensor
     sampling: SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRows:
-    """The drafter's rows of a step: [anchor, MASK x k] of every request that drafts.
+class BlockRows(PlacedRows):
+    """The drafter's rows of a step: [anchor, MASK x k] of every request that drafts; slots lie in look-ahead
+    pages.
 
     Attributes:
         anchors_B: the anchors' token ids.
         anchor_rows_B, mask_rows_X: which rows are which.
-        positions_N, kv_slots_N, batch: as in `StepRows`; slots lie in look-ahead pages.
         sampling: how a proposal is chosen in each mask row: as the target will choose there.
         num_requests: R of the plan.
         places_X: place of each proposal in the flattened [R, K].
@@ -68,9 +63,6 @@ class BlockRows:
     anchors_B: Tensor
     anchor_rows_B: Tensor
     mask_rows_X: Tensor
-    positions_N: Tensor
-    kv_slots_N: Tensor
-    batch: AttentionBatch
     sampling: SamplingBatch
     num_requests: int
     places_X: Tensor
@@ -97,6 +89,7 @@ class RequestStates:
         self._seed = np.zeros(num_slots, dtype=np.int64)
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._num_computed = np.zeros(num_slots, dtype=np.int64)
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in admissions and new pages; comes first in a step."""
@@ -109,6 +102,8 @@ class RequestStates:
         slot, sampling = request.slot, request.sampling
         tokens = torch.from_numpy(np.array(request.token_ids, dtype=np.int64))
         self.token_ids[slot, : len(tokens)] = tokens.to(self.device)
+        # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
+        self.page_table[slot] = self.skip_slot // self.page_size
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p
@@ -119,7 +114,8 @@ class RequestStates:
 
     def rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
-        slots_R, first_R, rows_R = _as_int64(plan.slots, plan.num_computed, plan.num_rows)
+        slots_R, rows_R = _as_int64(plan.slots, plan.num_rows)
+        first_R = self._first(plan)
         owner_N, positions_N = _lay_out(first_R, rows_R)
         counts_R = np.where(plan.samples, 1 + plan.num_drafts.astype(np.int64), 0)
         ends_R = np.cumsum(rows_R)
@@ -140,9 +136,8 @@ class RequestStates:
         if max_drafts == 0:
             return None
         who_B = np.flatnonzero(plan.num_drafts)
-        slots_B, anchor_B, rows_B = _as_int64(
-            plan.slots[who_B], plan.num_computed[who_B], plan.num_drafts[who_B] + 1
-        )
+        slots_B, rows_B = _as_int64(plan.slots[who_B], plan.num_drafts[who_B] + 1)
+        anchor_B = self._first(plan)[who_B]
         owner_N, positions_N = _lay_out(anchor_B, rows_B)
         anchor_rows_B = np.cumsum(rows_B) - rows_B
         is_mask_N = np.ones(len(positions_N), dtype=bool)
@@ -168,29 +163,20 @@ class RequestStates:
             self._write(plan, drafts_RK, drafts_RK >= 0)
 
     def append(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
-        """Write the tokens that came out of the step over the drafts."""
+        """Write the tokens that came out of the step over the drafts, and step on."""
         columns_W = torch.arange(token_ids_RW.shape[1], device=self.device)
         self._write(plan, token_ids_RW, columns_W < num_tokens_R.unsqueeze(1))
+        accepted_R = np.maximum(num_tokens_R.cpu().numpy() - 1, 0)
+        self._num_computed[plan.slots] = self._first(plan) + plan.num_rows - plan.num_drafts + accepted_R
 
-    def context_slots(self, plan: SchedulerOutput, rows: StepRows, num_tokens_R: Tensor) -> Tensor:
-        """Where the drafter's context K/V of each target row goes; rows of rejected drafts go nowhere.
-
-        Of a request's rows, all that were known before the step are context now, and the accepted drafts.
-        """
-        rows_R = plan.num_rows.astype(np.int64)
-        owner_N, offset_N = _lay_out(np.zeros_like(rows_R), rows_R)
-        known_N = (rows_R - plan.num_drafts)[owner_N]
-        if not plan.num_drafts.any():
-            return rows.kv_slots_N
-        accepted_N = (num_tokens_R - 1).clamp_(min=0)[self._put(owner_N)]
-        return rows.kv_slots_N.masked_fill(self._put(offset_N - known_N) >= accepted_N, self.skip_slot)
+    def _first(self, plan: SchedulerOutput) -> Ints:
+        """Absolute position of each request's first row; before `append`."""
+        return np.where(plan.num_computed < 0, self._num_computed[plan.slots], plan.num_computed)
 
     def _write(self, plan: SchedulerOutput, values_RW: Tensor, wanted_RW: Tensor) -> None:
         """Write behind each request's known tokens; what is not wanted lands in the last column."""
-        slots_R, first_R, rows_R, drafts_R = _as_int64(
-            plan.slots, plan.num_computed, plan.num_rows, plan.num_drafts
-        )
-        begin_R = self._put(first_R + rows_R - drafts_R)
+        slots_R, rows_R, drafts_R = _as_int64(plan.slots, plan.num_rows, plan.num_drafts)
+        begin_R = self._put(self._first(plan) + rows_R - drafts_R)
         columns_RW = begin_R.unsqueeze(1) + torch.arange(values_RW.shape[1], device=self.device)
         columns_RW = torch.where(wanted_RW, columns_RW, self._max_len)
         self.token_ids[self._put(slots_R).unsqueeze(1), columns_RW] = values_RW

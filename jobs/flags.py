@@ -77,6 +77,9 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     "kv_cache_memory_bytes": _size("--kv-cache-memory-bytes", help="Memory of all K/V pools of a rank."),
     "gpu_memory_utilization": _engine(float, "--gpu-memory-utilization", help="Share of a GPU to use."),
     "scheduling_policy": _engine(Policy, "--scheduling-policy", help="Who runs first."),
+    "async_scheduling": _engine(
+        bool, "--async-scheduling/--no-async-scheduling", help="Plan a step while the last one is computed."
+    ),
     "max_num_queued_reqs": _engine(
         int, "--max-num-queued-reqs", help="Refuse requests beyond so many waiting."
     ),

@@ -49,6 +49,7 @@ def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) 
 class _Slot:
     tokens: list[int]
     salt: str | None
+    max_length: int
     pages: list[int] = field(default_factory=list)
     num_computed: int | None = None  # not known until the first plan: depends on prefix hits
 
@@ -59,22 +60,25 @@ class CheckingExecutor(SimulatedExecutor):
     def __init__(self, info: ExecutorInfo, max_rows: int, max_slots: int, survival: list[float]) -> None:
         super().__init__(info, survival)
         self.max_rows, self.max_slots = max_rows, max_slots
-        self.salts: dict[str, str | None] = {}
+        self.requests: dict[str, Request] = {}
         self.slots: dict[int, _Slot] = {}
         self.held: dict[tuple[int, int], int] = {}  # (page, offset) -> digest
         self.num_steps = 0
 
-    def execute(self, plan: SchedulerOutput) -> StepResult:
+    def _run(self, plan: SchedulerOutput) -> StepResult:
         self._check_form(plan)
         self._apply(plan)
-        result = super().execute(plan)
+        for request in plan.admitted:
+            self._admit(request)
+        first_R = self.first_positions(plan).tolist()
+        result = super()._run(plan)
         written: set[tuple[int, int]] = set()
-        chains = [self._write(plan, r, result, written) for r in range(plan.num_requests)]
+        chains = [self._write(plan, r, first, result, written) for r, first in enumerate(first_R)]
         for r, chain in enumerate(chains):
             slot = self.slots[int(plan.slots[r])]
             for position, digest in enumerate(chain):
                 assert self.held.get(self._place(slot, position)) == digest, f"row {r}: wrong at {position}"
-        self._advance(plan, result)
+        self._advance(plan, first_R, result)
         return result
 
     def _check_form(self, plan: SchedulerOutput) -> None:
@@ -93,7 +97,11 @@ class CheckingExecutor(SimulatedExecutor):
 
     def _apply(self, plan: SchedulerOutput) -> None:
         for a in plan.admitted:
-            self.slots[a.slot] = _Slot(a.token_ids.tolist(), self.salts[a.request_id])
+            request = self.requests[a.request_id]
+            limits = self.info.max_model_len, self.info.num_pages * self.info.page_size + 1
+            length = len(request.prompt_token_ids)
+            limit = min(length + (request.params.max_tokens or limits[0]), *limits)
+            self.slots[a.slot] = _Slot(a.token_ids.tolist(), request.cache_salt, limit)
         entries = zip(
             plan.page_slots.tolist(), plan.page_indices.tolist(), plan.page_ids.tolist(), strict=True
         )
@@ -108,12 +116,15 @@ class CheckingExecutor(SimulatedExecutor):
         return slot.pages[page_index], offset
 
     def _write(
-        self, plan: SchedulerOutput, r: int, result: StepResult, written: set[tuple[int, int]]
+        self, plan: SchedulerOutput, r: int, begin: int, result: StepResult, written: set[tuple[int, int]]
     ) -> list[int]:
         """Write the rows of request r; returns the digests of all positions that its rows attend to."""
         slot = self.slots[int(plan.slots[r])]
-        begin, rows, drafts = (int(a[r]) for a in (plan.num_computed, plan.num_rows, plan.num_drafts))
+        rows, drafts = int(plan.num_rows[r]), int(plan.num_drafts[r])
         known = len(slot.tokens)
+        if known >= slot.max_length:
+            assert plan.num_computed[r] < 0 and rows == 1, "a sequence that has ended was planned knowingly"
+            return []
         assert slot.num_computed in (None, begin), "a row was computed twice or left out"
         assert slot.num_computed is not None or begin % self.info.page_size == 0
         assert begin < known and begin + rows - drafts <= known
@@ -133,10 +144,10 @@ class CheckingExecutor(SimulatedExecutor):
             self.held[place] = chain[position + 1]
         return chain[1:]
 
-    def _advance(self, plan: SchedulerOutput, result: StepResult) -> None:
+    def _advance(self, plan: SchedulerOutput, first_R: list[int], result: StepResult) -> None:
         for r, index in enumerate(plan.slots.tolist()):
             slot, count = self.slots[index], int(result.num_tokens[r])
-            slot.num_computed = int(plan.num_computed[r] + plan.num_rows[r] - plan.num_drafts[r])
+            slot.num_computed = int(first_R[r] + plan.num_rows[r] - plan.num_drafts[r])
             slot.num_computed += max(count - 1, 0)
             slot.tokens += result.token_ids[r, :count].tolist()
 
@@ -165,10 +176,15 @@ def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **setti
     return Engine(config, CheckingExecutor(info, config.max_num_batched_tokens, slots, survival))
 
 
+def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:
+    engine._executor.submit(plan)
+    return engine._executor.collect()
+
+
 def add(engine: Engine, request: Request) -> None:
     executor = engine._executor
     assert isinstance(executor, CheckingExecutor)
-    executor.salts[request.request_id] = request.cache_salt
+    executor.requests[request.request_id] = request
     engine.add_request(request)
 
 

@@ -54,6 +54,7 @@ def workloads(draw: st.DrawFn) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
         num_pages=draw(st.integers(8, 20)) * 4 // page_size,
         max_model_len=draw(st.integers(30, 60)),
         num_speculative_tokens=draw(st.integers(0, 6)),
+        max_in_flight=draw(st.sampled_from((1, 1, 2, 3))),
     )
     survival = sorted(draw(st.lists(st.floats(0, 1), max_size=6)), reverse=True)
     chunked = draw(st.booleans())
@@ -103,7 +104,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_is_lost(
 
 
 def step(engine: Engine, outputs: Outputs, leaving: dict[str, Arrival], aborted: set[str]) -> None:
-    """One step, with aborts before it and while it is in flight."""
+    """One step, with aborts before it and while it (and the next ones) are in flight."""
 
     def leave(in_flight: bool) -> None:
         for request_id, arrival in leaving.items():
@@ -113,12 +114,13 @@ def step(engine: Engine, outputs: Outputs, leaving: dict[str, Arrival], aborted:
         engine.check_invariants()
 
     leave(in_flight=False)
-    plan = engine.plan()
-    if plan is None:
+    scheduler, executor = engine._scheduler, engine._executor
+    while scheduler.num_in_flight < executor.info.max_in_flight and (plan := engine.plan()) is not None:
+        engine.check_invariants()
+        executor.submit(plan)
+    if not scheduler.num_in_flight:
         return
-    engine.check_invariants()
-    result = engine._executor.execute(plan)
     leave(in_flight=True)
-    for update in engine.commit(plan, result):
+    for update in engine.commit(executor.collect()):
         outputs.put(update)
     engine.check_invariants()

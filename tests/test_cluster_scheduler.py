@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from cluster_checker import (
+    Outputs,
+    add,
+    expected,
+    make_info,
+    make_request,
+    open_engine,
+    run,
+    submit_and_collect,
+)
 from manta.cluster.engine import Engine
 from manta.cluster.plan import SchedulerOutput
 
@@ -14,7 +23,7 @@ def plan_step(engine: Engine, outputs: Outputs | None = None) -> SchedulerOutput
     """One step; returns its plan."""
     plan = engine.plan()
     assert plan is not None
-    updates = engine.commit(plan, engine._executor.execute(plan))
+    updates = engine.commit(submit_and_collect(engine, plan))
     engine.check_invariants()
     for update in updates:
         (outputs or Outputs()).put(update)
@@ -206,15 +215,15 @@ def test_no_more_requests_run_than_there_are_slots_or_rows() -> None:
         assert (engine.stats().running, engine.stats().waiting) == (3, 3)
 
 
-def test_an_abort_in_flight_keeps_the_pages_until_the_step_is_committed() -> None:
+def test_an_abort_in_flight_frees_the_pages_and_drops_what_the_step_brings() -> None:
     engine = open_engine(make_info())
     add(engine, make_request("r", PROMPT, max_tokens=20))
     plan = engine.plan()
     assert plan is not None and engine.abort("r")
-    assert engine.stats().kv_usage > 0
-    assert engine.commit(plan, engine._executor.execute(plan)) == []
+    assert engine.stats().kv_usage == 0 and engine.has_unfinished
+    assert engine.commit(submit_and_collect(engine, plan)) == []
     engine.check_invariants()
-    assert engine.stats().kv_usage == 0 and not engine.has_unfinished
+    assert not engine.has_unfinished
     assert engine.stats().generation_tokens == 0 and engine.stats().finished == {"abort": 1}
 
 
@@ -222,10 +231,12 @@ def test_an_id_can_be_used_again_while_its_aborted_request_is_still_in_flight() 
     engine = open_engine(make_info())
     add(engine, make_request("r", PROMPT, max_tokens=20))
     plan = engine.plan()
-    assert plan is not None and engine.abort("r")
+    assert plan is not None
+    engine._executor.submit(plan)
+    assert engine.abort("r")
     again = make_request("r", (5, 6), max_tokens=4, seed=9)
     add(engine, again)
-    engine.commit(plan, engine._executor.execute(plan))
+    engine.commit(engine._executor.collect())
     engine.check_invariants()
     outputs = run(engine)
     assert outputs.tokens["r"] == expected(again, make_info())[0]
@@ -238,3 +249,29 @@ def test_a_waiting_request_is_aborted_at_once() -> None:
     plan_step(engine)
     assert engine.abort("b", "stop") and not engine.abort("b") and not engine.abort("unknown")
     assert engine.stats().waiting == 0 and engine.stats().finished == {"stop": 1}
+
+
+def test_the_next_step_is_planned_before_the_last_one_is_known() -> None:
+    engine = open_engine(make_info(max_in_flight=2), survival=[1.0] * 4)
+    add(engine, make_request("r", (2, 3), max_tokens=13, **LONG))
+    first, second = engine.plan(), engine.plan()
+    assert first is not None and second is not None
+    assert first.num_computed.tolist() == [0] and second.num_computed.tolist() == [-1]
+    assert second.num_drafts.tolist() == [4] and second.samples.all()
+    engine._executor.submit(first)
+    engine._executor.submit(second)
+    engine.commit(engine._executor.collect())
+    third = engine.plan()
+    # 3 tokens are known, up to 5 come with the second step: the third may bring the rest of 13, no more.
+    assert third is not None and third.num_drafts.tolist() == [4]
+    engine._executor.submit(third)
+    engine.commit(engine._executor.collect())
+    # 8 tokens are known, the third step brings at most 5 and at least 1; beyond the limit nobody drafts.
+    fourth = engine.plan()
+    assert fourth is not None and fourth.num_drafts.tolist() == [1]
+
+
+def test_a_sequence_that_ends_in_any_case_is_not_planned_again() -> None:
+    engine = open_engine(make_info(max_in_flight=2))
+    add(engine, make_request("r", (2, 3), max_tokens=1, **LONG))
+    assert engine.plan() is not None and engine.plan() is None

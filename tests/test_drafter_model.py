@@ -91,7 +91,7 @@ class Requests:
 
     def _write(self, slot: int, begin: int, taps: torch.Tensor) -> None:
         plan = plan_of([slot], [begin], [len(taps)], [0], samples=[False])
-        self.proposer.inject(taps, plan, self.states.rows(plan), torch.zeros(1).long(), self.states)
+        self.proposer.inject(taps, self.states.rows(plan))
 
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
         """Logits per request for so many drafts each."""
@@ -206,7 +206,7 @@ def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, n
         taps, logits = _target_rows(target, oracle, plan, rows.token_ids_N, tokens)
         sampled = sample_rows(logits[rows.sampled_X], rows.sampling)
         out, num = accept(sampled, rows.counts_R, drafts)
-        proposer.inject(taps, plan, rows, num, states)
+        proposer.inject(taps, rows)
         states.append(plan, out, num)
         running = []
         for at, slot in enumerate(plan.slots.tolist()):

@@ -47,14 +47,20 @@ def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
     assert rows.counts_R.tolist() == [3, 0, 1]
 
 
-def test_only_known_rows_and_accepted_drafts_become_context():
+def test_a_step_planned_ahead_goes_on_where_the_last_one_ended():
     states, plan = mixed_step()
-    rows = states.rows(plan)
-    slots = rows.kv_slots_N.tolist()
-    for accepted in range(3):
-        kept = states.context_slots(plan, rows, torch.tensor([accepted + 1, 0, 1])).tolist()
-        wanted = [*slots[: 1 + accepted], *[states.skip_slot] * (2 - accepted), *slots[3:]]
-        assert kept == wanted
+    states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
+    states.append(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
+    ahead = plan_of([2, 0, 1], [-1, 6, -1], [3, 3, 1], [2, 0, 0], [True, False, True])
+    rows = states.rows(ahead)
+    assert rows.positions_N.tolist() == [5, 6, 7, 6, 7, 8, 2]
+    assert rows.token_ids_N[[0, 3, 4, 5, 6]].tolist() == [33, 56, 57, 58, 72]
+
+
+def test_rows_behind_the_pages_of_a_sequence_that_has_ended_go_nowhere():
+    states, _ = mixed_step()
+    rows = states.rows(plan_of([1], [3], [2], [0], [True]))
+    assert rows.kv_slots_N.tolist() == [8 * 4 + 3, states.skip_slot]
 
 
 def test_tokens_of_a_step_replace_its_drafts():

@@ -422,10 +422,13 @@ class DyingExecutor:
     def info(self) -> ExecutorInfo:
         return self._inner.info
 
-    def execute(self, plan: SchedulerOutput) -> StepResult:
+    def submit(self, plan: SchedulerOutput) -> None:
         if self.dies_at_step.is_set():
             raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
-        return self._inner.execute(plan)
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._inner.collect()
 
     def check_health(self) -> None:
         self._inner.check_health()

@@ -23,7 +23,10 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
         return {name: tokens_of(llm, prompts(8), params_of(name, 8)) for name in KNOBS}
 
 
-@pytest.mark.parametrize(("ranks", "placement"), [(1, "split"), (2, "colocated"), (2, "split"), (2, None)])
+@pytest.mark.parametrize(
+    ("ranks", "placement", "ahead"),
+    [(1, "split", False), (2, "colocated", True), (2, "split", True), (2, None, False)],
+)
 def test_the_topology_changes_no_token(
     ray_session: None,
     target: Path,
@@ -31,12 +34,14 @@ def test_the_topology_changes_no_token(
     reference: dict[str, list[list[int]]],
     ranks: int,
     placement: str | None,
+    ahead: bool,
 ) -> None:
     spec = None if placement is None else {"model": str(tiny_drafter), "placement": placement}
     with LLM(
         str(target),
         speculative_config=spec,
         tensor_parallel_size=ranks,
+        async_scheduling=ahead,
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=256,

@@ -170,8 +170,8 @@ class KnowsAll:
                 drafts[r, self._wrong_at] = (block[self._wrong_at] + 1) % TINY_VOCAB
         return drafts
 
-    def inject(self, taps, plan, rows: StepRows, token_ids, num_tokens, states) -> None:
-        assert len(taps) == len(rows.positions_N) == plan.num_batched_tokens
+    def inject(self, taps, rows: StepRows, token_ids, num_tokens) -> None:
+        assert len(taps) == len(rows.positions_N) == len(rows.token_ids_N)
         self.injected.append(num_tokens.tolist())
 
 
@@ -280,7 +280,7 @@ def test_a_closed_executor_is_dead_and_closes_twice(tiny_qwen3: Path) -> None:
         executor.check_health()
     steps = Steps(4)
     with pytest.raises(EngineDeadError):
-        executor.execute(steps.plan([0], [0], [1], admitted=[steps.admit(0, [1], GREEDY)]))
+        executor.submit(steps.plan([0], [0], [1], admitted=[steps.admit(0, [1], GREEDY)]))
 
 
 def test_warm_up_fits_into_the_smallest_engine(tiny_qwen3: Path, tiny_drafter: Path) -> None:

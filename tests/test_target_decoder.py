@@ -89,7 +89,7 @@ class Requests:
         self._admitted = []
         self._states.apply(plan)
         step = self._states.rows(plan)
-        normed, taps = self._model.forward(step, self._cache)
+        normed, taps = self._model.forward(step.token_ids_N, step, self._cache)
         assert taps is not None
         parts = zip(self._model.logits(normed).split(counts), taps.split(counts), strict=True)
         for slot, (logits, tapped) in zip(slots, parts, strict=True):

@@ -119,6 +119,7 @@ def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
         num_speculative_tokens=plan.num_speculative_tokens,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
+        max_in_flight=2 if plan.config.async_scheduling else 1,
     )
 
 

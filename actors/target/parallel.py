@@ -142,10 +142,11 @@ class RowLinear:
         self._communicator = communicator
         self._split = communicator.world_size > 1
 
-    def __call__(self, x_NH: Tensor, residual_NO: Tensor) -> Tensor:
+    def __call__(self, x_NH: Tensor, residual_NO: Tensor | None = None) -> Tensor:
         if not self._split:
             return self._linear(x_NH, residual_NO)
-        return self._communicator.all_reduce(self._linear(x_NH)).add_(residual_NO)
+        y_NO = self._communicator.all_reduce(self._linear(x_NH))
+        return y_NO if residual_NO is None else y_NO.add_(residual_NO)
 
 
 class VocabEmbedding:

@@ -37,15 +37,7 @@ class DraftSource(Protocol):
         """Drafts [R, K] int64, the same on all ranks; -1 where there is none. K = 0 if nobody drafts."""
         ...
 
-    def inject(
-        self,
-        taps_NmH: Tensor,
-        plan: SchedulerOutput,
-        rows: StepRows,
-        token_ids_RW: Tensor,
-        num_tokens_R: Tensor,
-        states: RequestStates,
-    ) -> None:
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
         """Take in what the target computed and which tokens stood; called in every step."""
         ...
 
@@ -61,16 +53,8 @@ class LocalDrafts:
         drafts_RK = self._proposer.propose(plan, states)
         return self._communicator.broadcast(drafts_RK) if drafts_RK.shape[1] else drafts_RK
 
-    def inject(
-        self,
-        taps_NmH: Tensor,
-        plan: SchedulerOutput,
-        rows: StepRows,
-        token_ids_RW: Tensor,
-        num_tokens_R: Tensor,
-        states: RequestStates,
-    ) -> None:
-        self._proposer.inject(taps_NmH, plan, rows, num_tokens_R, states)
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        self._proposer.inject(taps_NmH, rows)
 
 
 class StepRunner:
@@ -103,14 +87,15 @@ class StepRunner:
         drafts_RK = self._propose(plan)
         clock.mark()
         rows = self.states.rows(plan)
-        hidden_XH, taps_NmH = self.model.forward(rows, self.cache)
+        hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
+        hidden_XH = hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
         token_ids_RW, num_tokens_R = self._choose(hidden_XH, rows, drafts_RK)
         self.states.append(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None:
             assert taps_NmH is not None, "a target with a drafter taps"
-            self.drafts.inject(taps_NmH, plan, rows, token_ids_RW, num_tokens_R, self.states)
+            self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
         clock.mark()
         return StepResult(
             plan.step,
