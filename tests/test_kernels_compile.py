@@ -95,6 +95,45 @@ def _combine(dim: int, splits: int) -> Variant:
     return Variant("_combine", signature, {"HEADS": 64, "DIM": dim, "SPLITS": splits})
 
 
+def _norm(width: int, warps: int, *, add: bool = True, dtype: str = "bf16") -> Variant:
+    given = ("x_ptr", "y_ptr", "weight_ptr", "sum_ptr", "normed_ptr")
+    absent = () if add else ("y_ptr", "sum_ptr")
+    signature = {name: f"*{dtype}:16" for name in given if name not in absent}
+    signature |= {"x_stride": "i32:16", "y_stride": "i32:16", "eps": "fp32"}
+    block = 1 << (width - 1).bit_length()
+    return Variant("_rms_norm", signature, {"WIDTH": width, "BLOCK": block} | dict.fromkeys(absent), warps)
+
+
+def _silu_mul(inner: int, dtype: str = "bf16") -> Variant:
+    pointers = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16")
+    return Variant("_silu_mul", pointers | {"row_stride": "i32:16"}, {"INNER": inner, "BLOCK": 1024})
+
+
+def _write(
+    heads: int, kv_heads: int, dim: int, group: int, *, normed: bool = True, dtype: str = "bf16"
+) -> Variant:
+    norms = ("q_norm_ptr", "k_norm_ptr")
+    given = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_ptr", "v_ptr", *(norms if normed else ()))
+    signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
+    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group}
+    return Variant("_norm_rotate_write", signature, constexprs | ({} if normed else dict.fromkeys(norms)), 1)
+
+
+def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
+    pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
+    signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16"}
+    constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group}
+    return Variant("_write_context", signature, constexprs, 1)
+
+
+_ROW_ARGUMENTS = {
+    "positions_ptr": "*i32:16",
+    "slots_ptr": "*i32:16",
+    "eps": "fp32",
+    "row_stride": "i32:16",
+}
+
+
 VARIANTS: dict[str, list[Variant]] = {
     "attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits
@@ -106,6 +145,21 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(16, 4, 256, requests=64, page=256),
         _attention(32, 8, 128, dtype="fp32"),
         _combine(128, 64),
+    ],
+    "norms": [
+        _norm(4096, 16),
+        _norm(4096, 16, add=False),
+        _norm(2880, 16),
+        _norm(192, 1),
+        _norm(8192, 16, dtype="fp32"),
+    ],
+    "activations": [_silu_mul(12288), _silu_mul(12288, "fp32")],
+    "write_kv": [
+        _write(32, 8, 128, 4),  # Qwen3-8B
+        _write(32, 8, 128, 4, normed=False),
+        _write(8, 1, 64, 8),
+        _write(16, 4, 256, 2, dtype="fp32"),
+        _write_context(5, 8, 128, 4),
     ],
 }
 
