@@ -111,8 +111,8 @@ def test_curves_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
 
 
 def test_rates_of_a_device_can_be_stated() -> None:
-    stated = Device.parse("20.5,0.1")
+    stated = Device.parse("CPU", "20.5,0.1")
     assert (stated.bytes_per_s, stated.flops) == (20.5e9, 0.1e12)
     for wrong in ("20", "fast,slow", "0,1", "1,2,3"):
         with pytest.raises(ConfigError, match="device_rates"):
-            Device.parse(wrong)
+            Device.parse("CPU", wrong)

@@ -1,0 +1,157 @@
+"""Decoding steps over made-up contexts, timed part by part.
+
+A context is not computed: requests enter as after a prefix hit that covers all but their last token, in pages
+full of noise. Called by `bench_step.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..actors.target.load_plan import LoadPlan
+from ..actors.target.loading import start_runner
+from ..actors.target.memory import free_ram_bytes
+from ..actors.target.runner import StepRunner
+from ..cluster.errors import ConfigError
+from ..cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from ..drafter.kv_cache import PagedKVCache
+from .synthetic import PairShape, RandomModels
+
+WARM_UP_STEPS = 3
+MEMORY_SHARE = 0.9  # of what is free, for weights and pages; the rest is for activations
+PARTS = ("draft", "verify", "sample", "inject")
+_GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """So many requests with so many tokens of context each."""
+
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Medians over equal steps, in seconds; `step_s` is the wall's, `host_s` what no part accounts for."""
+
+    parts_s: dict[str, float]
+    host_s: float
+    step_s: float
+
+
+class Memory:
+    """What the device holds: weights, and pages for one point at a time."""
+
+    def __init__(self, plan: LoadPlan, shape: PairShape) -> None:
+        self._page_size, self._num_drafts = plan.config.page_size, plan.num_speculative_tokens
+        on_gpu = plan.device.type == "cuda"
+        free = torch.cuda.mem_get_info(plan.device)[0] if on_gpu else free_ram_bytes()
+        left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize
+        page_bytes = sum(
+            PagedKVCache.bytes_per_page(m.num_layers, self._page_size, m.num_kv_heads, m.head_dim, plan.dtype)
+            for m in (shape.target, shape.drafter)
+        )
+        self._most_pages = left // page_bytes
+
+    def pages_per_request(self, context: int) -> int:
+        """For the context, the last known token and its drafts."""
+        return -(-(context + 1 + self._num_drafts) // self._page_size)
+
+    def num_pages(self, point: Point) -> int:
+        return point.batch * self.pages_per_request(point.context)
+
+    def fits(self, point: Point) -> bool:
+        return self.num_pages(point) <= self._most_pages
+
+
+def measure_points(
+    points: Sequence[Point], plan: LoadPlan, memory: Memory, steps: int
+) -> dict[Point, tuple[Measured, Measured]]:
+    """Steps with all drafts, and with none, at every point."""
+    if not points:
+        raise ConfigError(
+            "model: its weights and the pages of not even one point fit into memory. Give a smaller --model, "
+            "--batch or --context.",
+            param="model",
+        )
+    num_pages = max(memory.num_pages(point) for point in points)
+    plan = replace(plan, config=replace(plan.config, num_pages=num_pages))
+    _say(f"making weights of {plan.config.model} on {plan.device.type}")
+    runner, _ = start_runner(plan, RandomModels())
+    with torch.inference_mode():
+        runner.cache.kv.normal_()
+    found: dict[Point, tuple[Measured, Measured]] = {}
+    for point in points:
+        _say(f"batch {point.batch}, context {point.context}")
+        runner.execute(_admission(point, memory.pages_per_request(point.context), plan))
+        drafting, plain = (_measure(runner, point, n, steps) for n in (plan.num_speculative_tokens, 0))
+        found[point] = (drafting, plain)
+    return found
+
+
+def _measure(runner: StepRunner, point: Point, num_drafts: int, steps: int) -> Measured:
+    """The same step over and over: the plan says where requests stand, whatever the last step brought."""
+    plan = _decode(point, num_drafts)
+    for _ in range(WARM_UP_STEPS):
+        runner.execute(plan)
+    parts: dict[str, list[float]] = {part: [] for part in PARTS}
+    walls: list[float] = []
+    for _ in range(steps):
+        begin_s = time.perf_counter()
+        timings = runner.execute(plan).timings
+        walls.append(time.perf_counter() - begin_s)
+        for part, seconds in parts.items():
+            seconds.append(getattr(timings, f"{part}_s"))
+    gaps = [wall - sum(of_step) for wall, *of_step in zip(walls, *parts.values(), strict=True)]
+    medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
+    return Measured(medians, statistics.median(gaps), statistics.median(walls))
+
+
+def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
+    """Requests whose context is in their pages already, as after a prefix hit; pages are scattered."""
+    random = np.random.default_rng(0)
+    assert load.config.num_pages is not None, "pages were counted for the points"
+    tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context + 1), dtype=np.int32)
+    count = point.batch * pages_per_request
+    owners, indices = np.divmod(np.arange(count, dtype=np.int32), np.int32(pages_per_request))
+    return replace(
+        _decode(point, 0),
+        admitted=tuple(AdmittedRequest(i, f"made up {i}", row, _GREEDY) for i, row in enumerate(tokens)),
+        page_slots=owners,
+        page_indices=indices,
+        page_ids=random.permutation(load.config.num_pages)[:count].astype(np.int32),
+    )
+
+
+def _decode(point: Point, num_drafts: int) -> SchedulerOutput:
+    """A step of all requests behind their contexts."""
+    none = np.zeros(0, np.int32)
+
+    def each(value: int) -> np.ndarray[Any, np.dtype[np.int32]]:  # Any: NumPy's shape
+        return np.full(point.batch, value, np.int32)
+
+    return SchedulerOutput(
+        step=0,
+        admitted=(),
+        page_slots=none,
+        page_indices=none,
+        page_ids=none,
+        slots=np.arange(point.batch, dtype=np.int32),
+        num_computed=each(point.context),
+        num_rows=each(num_drafts + 1),
+        num_drafts=each(num_drafts),
+        samples=np.ones(point.batch, bool),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,159 @@
+"""A widened pair answers and drafts as the one it was made from, at any width."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from manta import LLM, SamplingParams
+from manta.actors.target.config import TargetConfig
+from manta.actors.tokenizer import Tokenizer
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.drafter.checkpoint import TensorFolder
+from manta.drafter.training.widen import Width, widen_pair
+from safetensors.torch import load_file, save_file
+from steps import Steps, open_runner
+
+WIDTHS = {
+    "four times as wide, larger groups of queries": Width(256, 160, 12, 3),
+    "not a multiple, equal groups": Width(100, 96, 6, 3),
+    "a K/V head for each query": Width(64, 100, 5, 5),
+}
+
+
+def drafts_and_tokens(target: Path, drafter: Path) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """What a few steps of one request draft and choose."""
+    runner, _ = open_runner(target, drafter)
+    assert runner.drafts is not None
+    steps, drafted = Steps(4), []
+    propose = runner.drafts.propose
+
+    def spy(*arguments: object) -> torch.Tensor:
+        drafted.append(propose(*arguments))  # type: ignore[arg-type]
+        return drafted[-1].clone()
+
+    runner.drafts.propose = spy  # type: ignore[method-assign]
+    prompt = [5, 17, 3, 99, 4, 42, 8]
+    first = runner.execute(steps.plan([0], [0], [len(prompt)], admitted=[steps.admit(0, prompt)]))
+    known, tokens = len(prompt), [first.token_ids[0, :1].tolist()]
+    for _ in range(4):
+        result = runner.execute(steps.plan([0], [known], [16], [15]))
+        tokens.append(result.token_ids[0, : result.num_tokens[0]].tolist())
+        known += int(result.num_tokens[0])
+    return drafted[1:], tokens
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_drafts_and_tokens_are_those_of_the_narrow_pair(
+    width: Width, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    widen_pair(tiny_qwen3, tiny_drafter, tmp_path / "wide", width, layers=6, drafter_layers=3)
+    drafts, tokens = drafts_and_tokens(tiny_qwen3, tiny_drafter)
+    wide_drafts, wide_tokens = drafts_and_tokens(tmp_path / "wide" / "target", tmp_path / "wide" / "drafter")
+    assert wide_tokens == tokens
+    assert len(drafts) == 4 and len(drafts[0].unique()) > 1, "drafts that are all alike would show nothing"
+    assert all(torch.equal(wide, narrow) for wide, narrow in zip(wide_drafts, drafts, strict=True))
+
+
+def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
+    shipped_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    width = Width(hidden=384, inter=1024, heads=8, kv_heads=4)
+    widen_pair(*shipped_pair, tmp_path / "wide", width, layers=20, drafter_layers=4)
+    tokenizer = Tokenizer.load(shipped_pair[0])
+    lines = (ROOT / "models" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    prompts = [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+    def run(target: Path, drafter: Path) -> list[tuple[list[int], int, int]]:
+        spec = {"model": str(drafter)}
+        with LLM(str(target), speculative_config=spec, dtype="float32", num_threads=1) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0.0, max_tokens=20)
+            )
+        return [(o.outputs[0].token_ids, o.metrics.num_accepted_tokens, o.metrics.num_steps) for o in outputs]
+
+    narrow = run(*shipped_pair)
+    assert run(tmp_path / "wide" / "target", tmp_path / "wide" / "drafter") == narrow
+    assert sum(accepted for _, accepted, _ in narrow) > 4, "nothing accepted would show nothing"
+
+
+def test_what_is_added_is_work_and_not_zeros(tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+    width = Width(128, 192, 8, 4)
+    widen_pair(tiny_qwen3, tiny_drafter, tmp_path / "wide", width, layers=5, drafter_layers=2)
+    config = TargetConfig.load(tmp_path / "wide" / "target")
+    sizes = (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads)
+    assert (*sizes, config.num_layers, config.head_dim) == (128, 192, 8, 4, 5, 16)
+    wide = TensorFolder(tmp_path / "wide" / "target")
+    for layer in (0, 4):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            assert wide.get(f"model.layers.{layer}.self_attn.{name}.weight").count_nonzero(dim=1).min() == 128
+        for name in ("gate_proj", "up_proj"):
+            assert wide.get(f"model.layers.{layer}.mlp.{name}.weight").count_nonzero(dim=1).min() == 128
+
+
+def test_a_pair_is_widened_with_its_tokenizer_but_not_its_card(
+    shipped_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    widen_pair(*shipped_pair, tmp_path / "wide", Width(192, 512, 4, 2), layers=18, drafter_layers=3)
+    files = {path.name for path in (tmp_path / "wide" / "target").iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "config.json"} <= files
+    assert "README.md" not in files
+    narrow, wide = (TensorFolder(f) for f in (shipped_pair[0], tmp_path / "wide" / "target"))
+    assert narrow.shapes == wide.shapes
+    for name in ("model.layers.3.mlp.down_proj.weight", "model.layers.9.self_attn.k_proj.weight"):
+        assert torch.equal(narrow.get(name), wide.get(name))
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "message"),
+    [
+        (Width(32, 96, 4, 2), 4, "hidden=32 must be at least 64"),
+        (Width(64, 96, 6, 4), 4, "kv_heads=4 must divide heads=6"),
+        (Width(64, 96, 4, 4), 3, "layers=3 must be at least 4"),
+        (Width(64, 96, 4, 2), 4, "is not empty"),
+        (Width(64, 96, 3, 3), 4, "heads=3 must be at least 4"),
+    ],
+)
+def test_sizes_that_have_no_room_are_refused_before_anything_is_written(
+    width: Width, layers: int, message: str, tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match=message):
+        widen_pair(tiny_qwen3, tiny_drafter, tmp_path, width, layers=layers, drafter_layers=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_group_that_is_cut_needs_a_k_v_head_for_every_part(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    three = tmp_path / "three queries for each of two"
+    widen_pair(tiny_qwen3, tiny_drafter, three, Width(64, 96, 6, 2), layers=4, drafter_layers=2)
+    pair, two = (three / "target", three / "drafter"), tmp_path / "two"
+    with pytest.raises(ConfigError, match="kv_heads=3 must be at least 4"):
+        widen_pair(*pair, two, Width(64, 96, 6, 3), layers=4, drafter_layers=2)
+    widen_pair(*pair, two, Width(64, 96, 8, 4), layers=4, drafter_layers=2)
+    wide = drafts_and_tokens(two / "target", two / "drafter")
+    narrow = drafts_and_tokens(tiny_qwen3, tiny_drafter)
+    assert wide[1] == narrow[1] and all(map(torch.equal, wide[0], narrow[0]))
+
+
+def test_models_of_another_kind_are_refused(tiny_llama: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM"):
+        widen_pair(
+            tiny_llama, tiny_drafter, tmp_path / "wide", Width(64, 96, 4, 2), layers=4, drafter_layers=2
+        )
+
+
+def test_tensors_that_would_be_lost_are_refused(tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_qwen3, tmp_path / "biased")
+    file = tmp_path / "biased" / "model.safetensors"
+    tensors = load_file(file) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
+        widen_pair(
+            tmp_path / "biased", tiny_drafter, tmp_path / "w", Width(64, 96, 4, 2), layers=4, drafter_layers=2
+        )
