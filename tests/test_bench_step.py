@@ -1,0 +1,196 @@
+"""The benchmark of steps: made-up pairs at any shape run the engine's own steps; tokens come from a curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from manta.actors.target.runner import StepRunner
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.jobs.bench_step import StepOptions, bench_step, parse_rates
+from manta.jobs.cli import main
+from manta.jobs.device_rates import find_device
+from manta.jobs.made_up_steps import Memory
+from manta.jobs.synthetic import QWEN3_8B, PairShape, z_lab_drafter
+
+RATES = "20,0.5"
+
+
+def options(model: Path | None, **changes: object) -> StepOptions:
+    """One tiny point on the CPU."""
+    few = {"batches": (2,), "contexts": (20,), "steps": 2, "device_rates": RATES, "device": "cpu"}
+    fixed = {"model": None if model is None else str(model), "dtype": "float32"}
+    return StepOptions(**{**fixed, **few, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def config_file(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """A config.json without any weights beside it."""
+    file = tmp_path / "shape" / "config.json"
+    file.parent.mkdir()
+    file.write_text((tiny_qwen3 / "config.json").read_text())
+    return file
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SchedulerOutput, StepResult]]:
+    """Every step that is run, and what came of it."""
+    seen: list[tuple[SchedulerOutput, StepResult]] = []
+    execute = StepRunner.execute
+
+    def spy(self: StepRunner, plan: SchedulerOutput) -> StepResult:
+        result = execute(self, plan)
+        seen.append((plan, result))
+        return result
+
+    monkeypatch.setattr(StepRunner, "execute", spy)
+    return seen
+
+
+def test_a_config_without_weights_gives_steps_beside_their_floors(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "step.json"
+    bench_step(options(config_file, batches=(1, 2), contexts=(20, 50), output=output))
+    figures = json.loads(output.read_text())
+    assert [(p["context"], p["batch"]) for p in figures["points"]] == [(20, 1), (20, 2), (50, 1), (50, 2)]
+    assert "versions" in figures["provenance"] and figures["does_not_fit"] == []
+    for point in figures["points"]:
+        drafting, plain = point["drafting"], point["plain"]
+        assert all(drafting[part]["ms"] > 0 for part in ("draft", "verify", "sample", "inject", "step"))
+        assert all(drafting[part]["floor_ms"] > 0 for part in ("draft", "verify", "inject", "step"))
+        assert drafting["of_floor"] == pytest.approx(
+            drafting["step"]["floor_ms"] / drafting["step"]["ms"], rel=0.2
+        )
+        assert set(plain) == {"verify", "sample", "host_gap", "step", "of_floor"}
+        assert 0 < plain["step"]["floor_ms"] < drafting["step"]["floor_ms"]
+    said = capsys.readouterr().out
+    assert "a step with 15 drafts" in said and "no draft is accepted" in said
+
+
+def test_steps_are_the_engines_own_behind_whole_contexts(
+    config_file: Path, plans: list[tuple[SchedulerOutput, StepResult]]
+) -> None:
+    bench_step(options(config_file, batches=(3,), contexts=(37,), steps=4))
+    (admission, _), *steps = [(p, r) for p, r in plans if p.num_requests == 3]
+    assert [len(request.token_ids) for request in admission.admitted] == [38] * 3
+    assert len(set(admission.page_ids.tolist())) == len(admission.page_ids) == 3 * 4
+    for plan, _ in steps:
+        assert plan.num_computed.tolist() == [37] * 3
+    drafts = [plan.num_drafts.tolist() for plan, _ in steps]
+    assert drafts == [[15] * 3] * 7 + [[0] * 3] * 7  # three steps before the four that count
+
+
+def test_contexts_are_noise_in_both_models_pages(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, plans: list[tuple[SchedulerOutput, StepResult]]
+) -> None:
+    caches: list[torch.Tensor] = []
+    propose = StepRunner._propose
+
+    def spy(self: StepRunner, plan: SchedulerOutput) -> torch.Tensor:
+        caches[:] = [self.cache.kv, self.drafts._proposer.cache.kv]  # type: ignore[union-attr]
+        return propose(self, plan)
+
+    monkeypatch.setattr(StepRunner, "_propose", spy)
+    bench_step(options(config_file, batches=(1,)))
+    pages = plans[-1][0].num_requests + 1  # a context of 20 has two whole pages at least
+    for kv in caches:
+        assert kv[:, :pages].float().std() > 0.5
+
+
+def test_the_acceptance_curve_alone_makes_tokens_per_step(config_file: Path) -> None:
+    def measured(*rates: float) -> dict[str, float]:
+        figures = bench_step(options(config_file, num_drafts=2, acceptance_rates=rates))
+        assert figures["acceptance"]["tokens_per_step"] == 1.0 + sum(rates)
+        (point,) = figures["points"]
+        ms, plain_ms = point["drafting"]["step"]["ms"], point["plain"]["step"]["ms"]
+        assert point["tokens_per_s"] == pytest.approx(2 * (1 + sum(rates)) / ms * 1000, rel=0.01)
+        assert point["speedup"] == pytest.approx((1 + sum(rates)) * plain_ms / ms, rel=0.01)
+        return point
+
+    never, always = measured(0.0, 0.0), measured(1.0, 0.5)
+    assert never["floor_best_rows"] == 1 and always["floor_best_rows"] > 1
+    assert always["floor_speedup"] == pytest.approx(2.5 * never["floor_speedup"], rel=0.01)
+
+
+def test_what_does_not_fit_is_said_and_not_measured(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Memory, "fits", lambda self, point: point.batch < 2)
+    figures = bench_step(options(config_file, batches=(1, 2)))
+    assert figures["does_not_fit"] == [{"batch": 2, "context": 20}]
+    assert "does not fit into memory: batch 2, context 20" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--batch"):
+        bench_step(options(config_file, batches=(2,)))
+
+
+def test_a_drafter_of_ones_own_shape_is_measured(config_file: Path, tiny_drafter: Path) -> None:
+    figures = bench_step(options(config_file, spec_model=str(tiny_drafter / "config.json"), num_drafts=3))
+    assert figures["drafter"]["num_hidden_layers"] == 2 and figures["num_drafts"] == 3
+
+
+def test_the_default_pair_is_qwen3_8b_with_z_labs_drafter() -> None:
+    shape = PairShape.read(None, None)
+    assert shape.drafter.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (shape.drafter.num_layers, shape.drafter.block_size, shape.drafter.hidden_size) == (5, 16, 4096)
+    assert shape.num_params() == pytest.approx(9.24e9, rel=0.01)  # 8.19e9 and 1.05e9
+    small = z_lab_drafter({**QWEN3_8B, "num_hidden_layers": 2})
+    assert all(0 <= tap < 2 for tap in small["dflash_config"]["target_layer_ids"])
+
+
+def test_a_cpu_must_be_given_a_model() -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        bench_step(options(None))
+
+
+def test_shapes_that_cannot_be_read_or_do_not_fit_name_the_setting(
+    config_file: Path, tmp_path: Path, shipped_pair: tuple[Path, Path]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"model='.*nowhere'"):
+        bench_step(options(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        bench_step(options(config_file, spec_model=str(shipped_pair[1])))
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"batches": (0,)}, "batches"),
+        ({"contexts": ()}, "contexts"),
+        ({"steps": 0}, "steps"),
+        ({"acceptance_rates": (0.5, 0.6)}, "synthetic_acceptance_rates"),
+        ({"device_rates": "fast"}, "device_rates"),
+        ({"num_drafts": 16}, "speculative_config.num_speculative_tokens"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(config_file: Path, changes: dict[str, object], param: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        bench_step(options(config_file, **changes))
+    assert refused.value.param == param
+
+
+def test_rates_are_numbers_between_commas() -> None:
+    assert parse_rates("0.9, 0.8,0") == (0.9, 0.8, 0.0)
+    assert parse_rates(None) is None
+    with pytest.raises(ConfigError, match="between commas"):
+        parse_rates("0.9;0.8")
+
+
+def test_a_cpu_whose_rates_are_not_stated_is_measured() -> None:
+    found = find_device(torch.device("cpu"), torch.float32, None)
+    assert found.bytes_per_s > 1e8 and found.flops > 1e8 and "measured" in found.name
+
+
+def test_the_command_line_reaches_every_option(config_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "step.json"
+    flags = f"--model {config_file} --spec-tokens 2 --batch 1 --batch 3 --context 30 --context 1K --steps 1"
+    more = f"--device cpu --dtype float32 --page-size 32 --device-rates {RATES} -o {output}"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "step", "--synthetic-acceptance-rates", "0.7,0.2", *flags.split(), *more.split()])
+    assert ended.value.code in (0, None)
+    given = json.loads(output.read_text())["options"]
+    assert (given["batches"], given["contexts"], given["page_size"]) == ([1, 3], [30, 1024], 32)
+    assert (given["acceptance_rates"], given["num_drafts"], given["steps"]) == ([0.7, 0.2], 2, 1)
