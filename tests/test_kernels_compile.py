@@ -89,6 +89,38 @@ def _attention(
     return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64)
 
 
+def _pointers(**names: str) -> dict[str, str]:
+    """Signature of aligned pointers, from type = "name name ..."."""
+    return {name: f"*{kind}:16" for kind, given in names.items() for name in given.split()}
+
+
+_SETTINGS = _pointers(i32="slots top_ks", fp32="temperatures top_ps min_ps")
+_LOGITS = _SETTINGS | _pointers(i64="positions", i32="min_lengths stop_ids") | {"row_stride": "i32:16"}
+_SURVEYED = _pointers(fp32="group_maxima chunk_maxima chunk_sums")
+_BOUNDS = _pointers(fp32="row_maxima row_sums floors", i32="candidate_counts")
+_STEP = _pointers(i32="slots num_computed", i64="token_ids") | {"token_stride": "i32"}
+
+
+def _choice(kernel: str, memory: dict[str, str], *, dtype: str = "bf16", **constexprs: object) -> Variant:
+    """A kernel that reads chunks of 4096 of Qwen3's logits."""
+    signature = _LOGITS | {"logits": f"*{dtype}:16"} | memory | {"vocab_size": "i32:16"}
+    return Variant(kernel, signature, {"NUM_STOP_IDS": 8, "CHUNK": 4096} | constexprs, 8)
+
+
+def _score(dtype: str, *, filters: bool) -> Variant:
+    memory = _pointers(i64="seeds", fp32="floors best_scores", i32="best_ids") | {"vocab_start": "i32:16"}
+    return _choice("_score_chunks", memory, dtype=dtype, CHUNKS=38, FILTERS=filters)
+
+
+def _lay_out(requests: int, *, is_block: bool) -> Variant:
+    rows = _pointers(
+        i32="cu_rows row_slots kv_lengths page_table", i64="row_positions row_kv_slots row_token_ids"
+    )
+    numbers = dict.fromkeys(("num_rows", "num_requests", "page_stride", "skip_slot", "mask_id"), "i32")
+    constexprs = {"PAGE_SIZE": 64, "IS_BLOCK": is_block, "REQUESTS": requests, "ROWS": 32}
+    return Variant("_lay_out_rows", _STEP | rows | numbers, constexprs)
+
+
 def _combine(dim: int, splits: int) -> Variant:
     pointers = dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr", "sinks_ptr"), "*fp32:16")
     signature = pointers | {"out_ptr": "*bf16:16", "cu_rows_ptr": "*i32:16", "num_requests": "i32"}
@@ -135,6 +167,52 @@ _ROW_ARGUMENTS = {
 
 
 VARIANTS: dict[str, list[Variant]] = {
+    "sampling": [
+        _score("bf16", filters=False),
+        _score("bf16", filters=True),
+        _score("fp32", filters=True),
+        Variant(
+            "_pick_best",
+            _pointers(i32="slots best_ids", fp32="best_scores scores", i64="ids"),
+            {"CHUNKS": 38, "WIDTH": 64},
+            1,
+        ),
+    ],
+    "filters": [
+        _choice("_survey_chunks", _SURVEYED, CHUNKS=38),
+        Variant(
+            "_bound_floors",
+            _SETTINGS | _SURVEYED | _BOUNDS | {"vocab_size": "i32:16"},
+            {"CHUNKS": 38, "WIDTH": 64},
+            8,
+        ),
+        _choice(
+            "_collect_candidates",
+            _pointers(fp32="floors candidates", i32="candidate_counts"),
+            MAX_CANDIDATES=16384,
+        ),
+        _choice("_settle_floors", _BOUNDS | _pointers(fp32="candidates"), MAX_CANDIDATES=16384),
+        _choice("_settle_floors", _BOUNDS | _pointers(fp32="candidates"), dtype="fp32", MAX_CANDIDATES=16384),
+    ],
+    "steps": [
+        _lay_out(32, is_block=True),
+        _lay_out(512, is_block=False),
+        Variant(
+            "_place_drafts",
+            _STEP | _pointers(i64="chosen positions") | {"num_rows": "i32"},
+            {"ROWS": 32},
+            1,
+        ),
+        Variant(
+            "_accept_and_advance",
+            _STEP
+            | _pointers(
+                i64="chosen", i32="cu_rows first_chosen num_drafts out_token_ids out_num_tokens", i1="samples"
+            ),
+            {"WIDTH": 16, "LANES": 16},
+            1,
+        ),
+    ],
     "attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits
         _attention(32, 8, 128, rows=512),  # a prompt: tiles of 128, no splits
