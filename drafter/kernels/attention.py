@@ -32,6 +32,7 @@ from .tiles import MIN_SPLIT_TILES, AttentionWorkspace, PagedRows, TilePlan, pla
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_TILES = tl.constexpr(MIN_SPLIT_TILES)
+_FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
 
 
 def verify_attention(
@@ -224,7 +225,7 @@ def _attend(
         at_T = page_T * page_stride + (key_T % PAGE) * token_stride + kv_head * kv_head_stride
         k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_T[None, :], other=0.0)
         v_TD = tl.load(v_ptr + at_T[:, None] + dim_D[None, :], mask=there_T[:, None], other=0.0)
-        x_RT = tl.dot(q_RD, k_DT, input_precision="tf32x3") * (scale * _LOG2_E)
+        x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT) * (scale * _LOG2_E)
         seen_RT = _visible(key_T[None, :], (first + token_R)[:, None], there_T[None, :], CAUSAL, WINDOW)
         x_RT = tl.where(seen_RT, x_RT, -float("inf"))
         new_m_R = tl.maximum(m_R, tl.max(x_RT, 1))
@@ -232,7 +233,7 @@ def _attend(
         p_RT = tl.exp2(x_RT - base_R[:, None])
         shrink_R = tl.exp2(m_R - base_R)
         l_R = l_R * shrink_R + tl.sum(p_RT, 1)
-        o_RD = tl.dot(p_RT.to(v_TD.dtype), v_TD, o_RD * shrink_R[:, None], input_precision="tf32x3")
+        o_RD = tl.dot(p_RT.to(v_TD.dtype), v_TD, o_RD * shrink_R[:, None], input_precision=_FP32_PRODUCT)
         m_R = new_m_R
     if SPLITS == 1:
         if sinks_ptr is not None:

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.integer]
 
 _PROGRAMS_WANTED = 264  # two per multiprocessor of an H100 or H200: fewer leave memory bandwidth unused
 _MAX_SPLITS = 64  # the reduction holds all splits of a head at once
 MIN_SPLIT_TILES = 2  # a split of one tile writes and reads back twice the bytes of its own K/V
 _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 128, 64
+# No call cut by shape needs more whose rows are at most B * max_rows: so many programs, so many rows each.
+MAX_PARTIALS = _PROGRAMS_WANTED * _MAX_BLOCK_ROWS
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
 _INVARIANT_SPLITS = 8
 
@@ -39,6 +45,23 @@ class PagedRows:
     kv_lengths_B: Tensor
     page_table: Tensor
     max_rows: int
+
+
+def rows_from_host(
+    first_position_R: Ints, num_rows_R: Ints, pages_RP: Ints, page_size: int, device: torch.device | str
+) -> PagedRows:
+    """The rows of a step whose places the host knows; as `attention.AttentionBatch.build`."""
+
+    def put(values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
+
+    return PagedRows(
+        slots_B=put(np.arange(len(num_rows_R))),
+        cu_rows=put(np.concatenate(([0], np.cumsum(num_rows_R)))),
+        kv_lengths_B=put(first_position_R + num_rows_R),
+        page_table=put(pages_RP),
+        max_rows=int(num_rows_R.max()),
+    )
 
 
 class AttentionWorkspace:
