@@ -9,33 +9,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..actors.llm import LLM
 from ..actors.prompts import load_tokenizer
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
 from ..cluster.request import SamplingParams
-from .batch_io import write_json
 from .batch_rows import row_seed
 from .bench_passes import (
     MODES,
-    EnginePass,
+    Figures,
     RunOptions,
+    SteppedPass,
     encode_prompts,
     open_engines,
     read_prompts,
+    record,
     run_engine,
     say,
     tried_dtypes,
 )
-from .provenance import provenance
 from .report import print_table
 
 TRIAL_PROMPTS = 4
-Figures = dict[str, Any]  # Any: JSON
 _Prompt = tuple[str, list[int]]  # id, token ids
 
 
@@ -63,16 +61,8 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
     names = [name for name, _ in rows]
     prompts = list(zip(names, encode_prompts(rows, load_tokenizer(config)), strict=True))
     points = [_measure(config, options, prompts, requests) for requests in options.concurrency]
-    figures: Figures = {
-        "provenance": provenance(),
-        "engine": asdict(config),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
-        "points": points,
-    }
     print_points(points)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.output, figures)
+    figures = record(config, options, points)
     if options.plot is not None:
         from .plot import plot_speedup  # matplotlib is not needed to measure
 
@@ -97,7 +87,7 @@ def _measure(
             mode: max(dtypes, key=lambda dtype, mode=mode: trial[mode, dtype].tokens_per_s) for mode in MODES
         }
         identical: dict[str, bool] = {}
-        rounds: dict[str, list[EnginePass]] = {mode: [] for mode in MODES}
+        rounds: dict[str, list[SteppedPass]] = {mode: [] for mode in MODES}
         for number in range(options.rounds):
             for mode in MODES if number % 2 == 0 else MODES[::-1]:
                 say(f"{requests} request(s), round {number + 1}/{options.rounds}, speculation {mode}")
@@ -133,11 +123,11 @@ class _Job:
             for name, _ in prompts
         ]
 
-    def run(self, count: int | None = None) -> EnginePass:
+    def run(self, count: int | None = None) -> SteppedPass:
         return run_engine(self._llm, self._prompts[:count], self._params[:count])
 
 
-def _side(rounds: Sequence[EnginePass], dtype: str) -> Figures:
+def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
     middle = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
     return {
         "dtype": dtype,

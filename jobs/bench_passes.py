@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from ..actors.tokenizer import Tokenizer
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, DatasetError
 from ..cluster.request import SamplingParams
-from .batch_io import open_source
+from .batch_io import open_source, write_json
 from .batch_rows import Layout, parse_line, row_id
 from .generate import open_llm
+from .provenance import provenance
 
 MODES = ("on", "off")
+Figures = dict[str, Any]  # Any: JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +72,19 @@ class Pass:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def tokens_per_step(self) -> float | None:
+        """None where steps are not counted."""
+        return None
+
 
 @dataclass(slots=True)
-class EnginePass(Pass):
-    """A pass through an engine of ours, with its steps."""
+class SteppedPass(Pass):
+    """A pass that counted its verify steps; `step_seconds` by part, where an engine of ours ran it."""
 
     num_steps: int
     num_accepted: int
-    step_seconds: dict[str, float]
+    step_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> float:
@@ -130,14 +137,14 @@ def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
     return ("bfloat16",) if on_gpu else ("float32", "bfloat16")
 
 
-def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> EnginePass:
+def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> SteppedPass:
     """All prompts through one engine."""
     before = llm.stats()
     begin_s = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin_s
     after = llm.stats()
-    return EnginePass(
+    return SteppedPass(
         seconds=seconds,
         tokens=sum(len(_answer(output)) for output in outputs),
         token_ids=[_answer(output) for output in outputs],
@@ -147,6 +154,20 @@ def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Sampling
             part: spent - before.step_seconds.get(part, 0.0) for part, spent in after.step_seconds.items()
         },
     )
+
+
+def record(config: EngineConfig, options: RunOptions, points: list[Figures]) -> Figures:
+    """The figures of a run and where they come from; written if the options name a file."""
+    figures: Figures = {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "points": points,
+    }
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.output, figures)
+    return figures
 
 
 def say(line: str) -> None:

@@ -202,23 +202,31 @@ def batch(
     print_job(run_batch(config, options), str(output))
 
 
+# Flags that the commands of `bench` share.
+PromptsFile = Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")]
+NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")]
+MaxConcurrency = Annotated[
+    list[int] | None,
+    typer.Option("--max-concurrency", help="Requests at once; may be repeated (1 and 8)."),
+]
+Rounds = Annotated[int, typer.Option("--rounds", help="Of each side; the median counts.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Of every request.")]
+FiguresFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")]
+SHIPPED_PROMPTS = Path("models/prompts.jsonl")
+
+
 @bench.command()
 @engine_options
 def speculation(
     settings: dict[str, Any],
     model_: Model = None,
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")] = Path(
-        "models/prompts.jsonl"
-    ),
-    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")] = 20,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option("--max-concurrency", help="Requests at once; may be repeated (1 and 8)."),
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Of each mode; the median counts.")] = 3,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every request.")] = 128,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 20,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 3,
+    max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
+    output: FiguresFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of the speed-up.")] = None,
 ) -> None:
     """Measure speculation on against off, side by side, each in its faster dtype (or --dtype)."""
@@ -236,6 +244,47 @@ def speculation(
             temperature=temperature,
             output=output,
             plot=plot,
+        ),
+    )
+
+
+@bench.command()
+@engine_options
+def compare(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 16,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 3,
+    max_tokens: MaxTokens = 128,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="An OpenAI-compatible server of the same target."),
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option("--server-model", help="Its name there; the first it lists if absent.")
+    ] = None,
+    output: FiguresFile = None,
+) -> None:
+    """Measure DFlash against plain decoding, Hugging Face generate, an unbatched DFlash loop and a server.
+
+    Greedy, the same tokens of the same prompts, each contender in its fastest dtype and setting.
+    """
+    config = engine_config(settings)
+    from .bench_compare import CompareOptions, run_compare
+
+    run_compare(
+        config,
+        CompareOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            server=server,
+            server_model=server_model,
+            output=output,
         ),
     )
 

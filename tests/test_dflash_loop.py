@@ -1,0 +1,97 @@
+"""The loop on transformers: the oracle's drafts, the tokens of `generate`, caches that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import drafter_checkpoints as checkpoints
+import pytest
+import torch
+from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
+from manta.actors.tokenizer import Tokenizer
+from manta.jobs.baselines import TransformersTarget
+from manta.jobs.dflash_loop import LoopDrafter, dflash_loop
+from oracle_dflash import Oracle, decode
+from safetensors.torch import load_file
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+PROMPT = [7, 21, 3, 90, 44, 5, 18]
+
+
+def target_of(folder: Path) -> PreTrainedModel:
+    return TransformersTarget(folder, torch.device("cpu")).load("float32")
+
+
+def oracle_of(folder: Path, target: PreTrainedModel) -> Oracle:
+    head = target.get_output_embeddings()
+    assert head is not None
+    return Oracle(
+        json.loads((folder / "config.json").read_text()),
+        {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()},
+        target.get_input_embeddings().weight,
+        head.weight,
+    )
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@torch.no_grad()
+def test_drafts_equal_the_oracles_with_context_that_came_in_parts(variant: str, tmp_path: Path) -> None:
+    config = VARIANTS[variant]
+    target = lender()
+    tensors = checkpoints.random_tensors(config)
+    replaced = config.get("dflash_config", {}).get("mask_token_id", 0) >= VOCAB
+    mask = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2)) if replaced else None
+    drafter = LoopDrafter(checkpoints.write(tmp_path, config, tensors, mask), target)
+    oracle = Oracle(config, tensors, target.model.embed_tokens.weight, target.lm_head.weight, mask)
+    states = tuple(torch.full((1, 1, 1), float(i)) for i in range(TARGET_LAYERS + 1))
+    assert drafter.taps(states).flatten().tolist() == oracle.tap_indices()
+    taps = torch.randn(23, 3, HIDDEN, generator=torch.Generator().manual_seed(9))
+    cache, begin = DynamicCache(), 0
+    for end, anchor, num_drafts in ((14, 5, 15), (15, 77, 15), (23, 31, 6)):
+        found = drafter.logits(taps[None, begin:end].flatten(2), anchor, num_drafts, cache)
+        expected = oracle.logits(taps[:end], anchor, num_drafts)
+        kept = expected.isfinite()
+        assert torch.equal(kept, found.isfinite())
+        assert torch.allclose(found[kept], expected[kept], atol=3e-5)
+        assert cache.get_seq_length() == end, "the block's own K/V are dropped"
+        begin = end
+
+
+def lender() -> Qwen3ForCausalLM:
+    """A target that only lends its embedding and head."""
+    torch.manual_seed(4)
+    raw = {name: checkpoints.BACKBONE[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    shape = Qwen3Config(
+        **raw,
+        num_hidden_layers=TARGET_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(shape).eval()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+def test_tokens_are_those_of_generate(
+    family: str, num_tokens: int, tiny_drafter: Path, request: pytest.FixtureRequest
+) -> None:
+    target = target_of(request.getfixturevalue(f"tiny_{family}"))
+    expected = target.generate(  # type: ignore[operator]
+        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
+    )
+    answer = dflash_loop(target, LoopDrafter(tiny_drafter, target), PROMPT, num_tokens)
+    assert answer.token_ids == expected[0, len(PROMPT) :].tolist()
+    assert answer.num_steps + answer.num_accepted == num_tokens - 1
+
+
+def test_a_trained_drafter_is_accepted_as_often_as_the_oracle_says(shipped_pair: tuple[Path, Path]) -> None:
+    target = target_of(shipped_pair[0])
+    text, num_tokens = 'def read_lines(path):\n    """Return the lines of a text file."""\n', 24
+    prompt = Tokenizer.load(shipped_pair[0]).encode(text)
+    tokens, steps = decode(target, oracle_of(shipped_pair[1], target), prompt, num_tokens, block=16)
+    answer = dflash_loop(target, LoopDrafter(shipped_pair[1], target), prompt, num_tokens)
+    assert answer.token_ids == tokens[:num_tokens]
+    assert answer.num_steps == len(steps) < num_tokens - 1
