@@ -238,6 +238,14 @@ class WorkerChannel(_End):
         self._wait(lambda: self._down.has_next(self._rank), float("inf"), lambda: None)
         return self._read(self._down, self._rank, PATIENCE_S, lambda: None)
 
+    def has_mail_before(self, event: Callable[[], bool]) -> bool:
+        """Wait for a message (True) or for `event` (False), which must come soon in any case."""
+        while not event():
+            if self._down.has_next(self._rank):
+                return True
+            os.sched_yield()
+        return False
+
     def send(self, message: object, timeout_s: float = PATIENCE_S) -> None:
         """Give the engine a message."""
         self._write(self._up, message, timeout_s, lambda: None)

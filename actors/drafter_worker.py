@@ -21,6 +21,12 @@ class DrafterWorker(Worker):
 
         self._runner = DrafterRunner(self.setting.config, self.groups)
 
-    def execute(self, plan: SchedulerOutput) -> None:
-        """Draft; the result comes from the target."""
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Draft, and learn what became of it."""
         self._runner.execute(plan)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def collect(self) -> None:
+        """The result comes from the target."""

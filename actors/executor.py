@@ -6,7 +6,6 @@ Called by `LLM` and `AsyncEngine`.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from ..cluster.config import EngineConfig
@@ -15,7 +14,7 @@ from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.plan import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from .target.runner import StepRunner
+    from .target.runner import Runner
 
 
 class InProcessExecutor:
@@ -34,24 +33,22 @@ class InProcessExecutor:
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
         torch.set_num_threads(config.num_threads or owned_cores())
         runner, self._info = load_runner(config)
-        self._runner: StepRunner | None = runner
-        self._results: deque[StepResult] = deque()
+        self._runner: Runner | None = runner
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._results.append(self._alive().execute(plan))
+        self._alive().submit(plan)
 
     def collect(self) -> StepResult:
-        self._alive()
-        return self._results.popleft()
+        return self._alive().collect()
 
     def check_health(self) -> None:
         self._alive()
 
-    def _alive(self) -> StepRunner:
+    def _alive(self) -> Runner:
         if self._runner is None:
             raise EngineDeadError("The engine was closed; start a new one.")
         return self._runner

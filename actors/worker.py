@@ -72,6 +72,7 @@ class Worker:
     setting: WorkerSetup
     device: torch.device
     groups: ProcessGroups
+    max_in_flight = 1
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -127,8 +128,16 @@ class Worker:
     def _load(self) -> ExecutorInfo | None:
         raise NotImplementedError
 
-    def execute(self, plan: SchedulerOutput) -> StepResult | None:
-        """Run this worker's part of a step; target rank 0 returns the result."""
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start this worker's part of a step."""
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Whether the oldest step submitted has ended."""
+        raise NotImplementedError
+
+    def collect(self) -> StepResult | None:
+        """End the oldest step; target rank 0 returns the result."""
         raise NotImplementedError
 
     def run(self) -> str:
@@ -137,10 +146,7 @@ class Worker:
         channel: WorkerChannel | None = None
         try:
             channel = WorkerChannel(self._socket, self.setting.rank)
-            while True:
-                result = self.execute(channel.receive())
-                if result is not None:
-                    channel.send(result)
+            self._run_steps(channel)
         except PeerLostError:
             return "The engine has left."
         except Exception as error:  # a process's edge: the engine must hear of it
@@ -148,6 +154,21 @@ class Worker:
             if channel is not None:
                 channel.send(StepFailure(f"{type(error).__name__}: {error}"))
             raise
+
+    def _run_steps(self, channel: WorkerChannel) -> None:
+        """Until the engine leaves (PeerLostError). A step is started as soon as it comes, even while the last
+        one runs, if the device computes by itself."""
+        in_flight = 0
+        while True:
+            may_start = in_flight < self.max_in_flight
+            if not in_flight or (may_start and channel.has_mail_before(self.is_ready)):
+                self.submit(channel.receive())
+                in_flight += 1
+            else:
+                result = self.collect()
+                in_flight -= 1
+                if result is not None:
+                    channel.send(result)
 
 
 def forwarded_environment() -> dict[str, str]:

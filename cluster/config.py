@@ -16,6 +16,7 @@ from .errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
+AttentionBackend = Literal["auto", "torch", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split"]
 
 T = TypeVar("T")
@@ -54,6 +55,9 @@ class EngineConfig:
         speculative_config: None decodes plainly.
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where the CPU multiplies it natively.
         device: "auto" takes CUDA if there is a device.
+        attention_backend: "triton" runs fused kernels and CUDA graphs; "flash_attn" the same with that
+            package's attention (page_size 256); "torch" PyTorch's own kernels, driven from the host. "auto" takes
+            triton on a GPU where it is installed, else torch.
         tensor_parallel_size: ranks over which the target is sharded.
         max_model_len: longest sequence in tokens; the checkpoint's limit if absent. Bounds page-table size.
         max_num_seqs: most requests that run at once; each costs a slot of device memory.
@@ -78,6 +82,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     dtype: DType = "auto"
     device: DeviceKind = "auto"
+    attention_backend: AttentionBackend = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -97,6 +102,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(DType))
         _one_of("device", self.device, get_args(DeviceKind))
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         for name in (
             "tensor_parallel_size",

@@ -12,6 +12,8 @@ from .errors import RequestError, UnprocessableError
 from .executor import ExecutorInfo
 from .request import Request
 
+MAX_STOP_TOKEN_IDS = 128  # of a request, the model's end tokens included: a row of a table on the device
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -67,6 +69,13 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
         raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
     _check_vocabulary("prompt", prompt, limits.vocab_size)
     _check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    num_stops = len({*params.stop_token_ids, *limits.eos_token_ids})
+    if num_stops > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"stop_token_ids and the model's end tokens are {num_stops} tokens; at most {MAX_STOP_TOKEN_IDS} "
+            "can be watched for. Give fewer.",
+            param="stop_token_ids",
+        )
     if length + 1 > limits.max_model_len:
         raise RequestError(
             f"The prompt has {length} tokens; with one to generate it must fit max_model_len="

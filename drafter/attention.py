@@ -34,8 +34,8 @@ _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
 # How the CPU kernel's products round (measured, AVX-512, MKL): 1 to 3 query rows otherwise than more, where
 # query rows come in 32s or 64s; keys are summed in blocks of 512, and within a block a sum whose length is no
-# multiple of 16 otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192 from
-# 384 on; Intel with AMX: elsewhere). So such lengths are filled up to one of two.
+# multiple of 16 otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192
+# from 384 on; Intel with AMX: elsewhere). So such lengths are filled up.
 _ROW_MULTIPLE = 4
 _KEY_MULTIPLE, _KEY_BLOCK, _LONG_KEYS = 16, 512, (192, 384, 512)
 

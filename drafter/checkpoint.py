@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..cluster.errors import CheckpointError
+from .backend import Backend
 from .config import DrafterConfig
 from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
@@ -142,11 +143,13 @@ def load_drafter(
     lends: TargetLends,
     dtype: torch.dtype,
     device: torch.device | str,
+    backend: Backend | None = None,
 ) -> DFlashDrafter:
     """Check and load a drafter (z-lab or Speculators format).
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
+        backend: as in `DFlashDrafter`.
     """
     config = check_drafter(path, target)
     folder = TensorFolder(path)
@@ -161,7 +164,7 @@ def load_drafter(
     }
     if config.mask_embedding:
         weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
-    return DFlashDrafter(config, weights, lends, max_positions=target.max_model_len + config.block_size)
+    return DFlashDrafter(config, weights, lends, target.max_model_len + config.block_size, backend)
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:

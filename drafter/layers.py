@@ -65,15 +65,15 @@ def _can_pack(weight: Tensor) -> bool:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32."""
 
-    __slots__ = ("_eps", "_shape", "_weight")
+    __slots__ = ("_shape", "eps", "weight_H")
 
     def __init__(self, weight_H: Tensor, eps: float) -> None:
-        self._weight = weight_H
+        self.weight_H = weight_H
+        self.eps = eps
         self._shape = (weight_H.shape[-1],)
-        self._eps = eps
 
     def __call__(self, x_NH: Tensor) -> Tensor:
-        return F.rms_norm(x_NH, self._shape, self._weight, self._eps)
+        return F.rms_norm(x_NH, self._shape, self.weight_H, self.eps)
 
 
 class HeadNorm:
@@ -113,7 +113,7 @@ class Rotation:
 class RotaryEmbedding:
     """Tables of Hugging Face's rotary layout (the two halves of a head are pairs), in the model's dtype."""
 
-    __slots__ = ("_cos_TD", "_sin_TD")
+    __slots__ = ("cos_TD", "sin_TD")
 
     def __init__(
         self, rope: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device | str
@@ -121,14 +121,14 @@ class RotaryEmbedding:
         frequency = rope.frequencies().to(device)
         angle = torch.outer(torch.arange(max_positions, device=device, dtype=torch.float32), frequency)
         cos, sin = angle.cos() * rope.attention_scale, angle.sin() * rope.attention_scale
-        self._cos_TD = torch.cat((cos, cos), dim=-1).to(dtype)
-        self._sin_TD = torch.cat((-sin, sin), dim=-1).to(dtype)  # signed: rotate_half is a roll then
+        self.cos_TD = torch.cat((cos, cos), dim=-1).to(dtype)
+        self.sin_TD = torch.cat((-sin, sin), dim=-1).to(dtype)  # signed: rotate_half is a roll then
 
     def at(self, positions_N: Tensor) -> Rotation:
         """The rotation of these absolute positions; built once per step, shared by all layers."""
         return Rotation(
-            self._cos_TD.index_select(0, positions_N).unsqueeze(1),
-            self._sin_TD.index_select(0, positions_N).unsqueeze(1),
+            self.cos_TD.index_select(0, positions_N).unsqueeze(1),
+            self.sin_TD.index_select(0, positions_N).unsqueeze(1),
         )
 
 

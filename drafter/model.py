@@ -66,6 +66,7 @@ class DFlashDrafter:
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
+        self._replaces_mask = "mask_embedding" in weights
         self._mask_H = self._mask_row(weights.get("mask_embedding"))
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
@@ -88,6 +89,14 @@ class DFlashDrafter:
         """The block's input embeddings [N, H]: the anchors', and that of the mask in all other rows."""
         x_NH = self._mask_H.repeat(len(block.positions_N), 1)
         return x_NH.index_copy_(0, block.anchor_rows_B, self._embed(block.anchors_B))
+
+    def embed_block(self, token_ids_N: Tensor) -> Tensor:
+        """The same [N, H] from token ids, the mask's in all rows but the anchors'."""
+        if not self._replaces_mask:
+            return self._embed(token_ids_N)
+        is_mask_N = token_ids_N == self.config.mask_token_id  # no row of the embedding, perhaps
+        x_NH = self._embed(token_ids_N.masked_fill(is_mask_N, 0))
+        return torch.where(is_mask_N.unsqueeze(1), self._mask_H, x_NH)
 
     def forward(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> Tensor:
         """Normed hidden states [N, H] of a block's rows, writing their K/V behind the context."""

@@ -13,7 +13,9 @@ W = K + 1, P pages of a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,12 +72,23 @@ class BlockRows(PlacedRows):
 
 
 class RequestStates:
-    """Slots of running requests; see the module's text."""
+    """Slots of running requests; see the module's text.
+
+    Args:
+        attention_batch: makes what the models' backend wants to know of a step; see `AttentionBatch.build`.
+    """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, num_pages: int, page_size: int, device: torch.device | str
+        self,
+        num_slots: int,
+        max_model_len: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str,
+        attention_batch: Callable[..., Any] = AttentionBatch.build,
     ) -> None:
         self.device = torch.device(device)
+        self._attention_batch = attention_batch
         self.page_size = page_size
         self.skip_slot = skip_slot(num_pages, page_size)
         self._max_len = max_model_len
@@ -188,10 +201,10 @@ class RequestStates:
         page, offset = np.divmod(positions_N, self.page_size)
         return self.page_table[slots_N, page] * self.page_size + offset
 
-    def _attention(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> AttentionBatch:
+    def _attention(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> Any:
         longest = int((first_R + rows_R).max())
         pages_RP = self.page_table[slots_R, : -(-longest // self.page_size)]
-        return AttentionBatch.build(first_R, rows_R, pages_RP, self.page_size, self.device)
+        return self._attention_batch(first_R, rows_R, pages_RP, self.page_size, self.device)
 
     def _sampling(self, slots_X: Ints, positions_X: Ints) -> SamplingBatch:
         return SamplingBatch.build(

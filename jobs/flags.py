@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cluster.config import DeviceKind, DType, Policy
+from ..cluster.config import AttentionBackend, DeviceKind, DType, Policy
 from .settings import merge_settings
 
 ENGINE = "Engine"
@@ -60,6 +60,9 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     "tokenizer": _engine(str, "--tokenizer", help="Folder or id; the target's if absent."),
     "dtype": _engine(DType, "--dtype", help="Of weights and K/V."),
     "device": _engine(DeviceKind, "--device", help="Where the models run."),
+    "attention_backend": _engine(
+        AttentionBackend, "--attention-backend", help="Kernels of a step; auto is triton on a GPU."
+    ),
     "tensor_parallel_size": _engine(
         int, "--tensor-parallel-size", "-tp", help="Ranks that share the target; more than 1 runs under Ray."
     ),

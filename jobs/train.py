@@ -60,6 +60,7 @@ PROMPTS_PER_CATEGORY = 48
 NUM_QUESTIONS = 9000
 QUESTIONS_PER_SHARD = 512
 MAX_NEW_TOKENS = 192
+NUM_RUNNING = 192  # continuations at once
 EVALUATION_TOKENS = 128
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 HELD_OUT_WINDOW_TOKENS = 512
@@ -182,7 +183,7 @@ class _PairJob:
         asked = questions(self._learned, store, tokenizer, NUM_QUESTIONS, temperatures, seed=1)
         budget = TimeBudget(self._budget_s * share)
         shards: list[Continuations] = []
-        with LLM(str(self._output / "target")) as llm:
+        with LLM(str(self._output / "target"), max_num_seqs=NUM_RUNNING) as llm:
             generate = _generator(llm, MAX_NEW_TOKENS)
             for start in range(0, len(asked), QUESTIONS_PER_SHARD):
                 path = self._work / f"continuations-{name}" / f"{start:06}.npz"
@@ -200,7 +201,8 @@ class _PairJob:
     ) -> TrainableDrafter:
         """The target changes once more here, and is exported again."""
         drafter = new_drafter(target)
-        mixed = Continuations.join([data, corpus_sequences(store, len(data), seed=2)])
+        # Twice, for the corpus has more to tell than there is time to write.
+        mixed = Continuations.join([data, data, corpus_sequences(store, 2 * len(data), seed=2)])
         ids = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
         snapshot, budget_s = self._work / TOGETHER_SNAPSHOT, self._budget_s * Shares.together
         train_together(target, drafter, mixed, *ids, snapshot, budget_s, self._device, self._report)

@@ -51,7 +51,7 @@ class Decoder:
         self.dtype, self.device = embedding_UH.dtype, embedding_UH.device
         head_UH = embedding_UH if config.tied_head else weights.head()
         self._embedding = VocabEmbedding(embedding_UH, sharding, communicator)
-        self._head = VocabHead(head_UH, config.vocab_size, communicator)
+        self._head = VocabHead(head_UH, config.vocab_size, sharding, communicator)
         self._blocks = [
             _block(config, sharding, weights.layer(i), window, communicator, self._backend)
             for i, window in enumerate(config.windows)
@@ -59,6 +59,11 @@ class Decoder:
         self._final_norm = RMSNorm(weights.final_norm(), config.rms_norm_eps)
         self._next_norms = [*(block.input_norm for block in self._blocks[1:]), self._final_norm]
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
+
+    @property
+    def vocab_range(self) -> slice:
+        """Token ids of this rank's part of the head."""
+        return self._sharding.vocab
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this rank's K/V heads."""
@@ -86,6 +91,10 @@ class Decoder:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """The head [N, V] on states that are normed already."""
         return self._head(hidden_NH)
+
+    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
+        """The head over this rank's part of the vocabulary, and the first token id of that part."""
+        return self._head.local(hidden_NH)
 
     def forward(
         self, token_ids_N: Tensor, rows: PlacedRows, cache: PagedKVCache

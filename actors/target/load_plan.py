@@ -7,8 +7,11 @@ Every mistake that config files, tensor headers and settings can show is reporte
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -31,6 +34,7 @@ class LoadPlan:
         target_folder, drafter_folder: checkpoints on this disk; no drafter's without speculation.
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
+        attention_backend: of target and drafter.
     """
 
     config: EngineConfig
@@ -42,6 +46,7 @@ class LoadPlan:
     device: torch.device
     dtype: torch.dtype
     num_speculative_tokens: int
+    attention_backend: Literal["torch", "triton", "flash_attn"]
 
     @property
     def max_model_len(self) -> int:
@@ -96,6 +101,7 @@ def plan_models(
         device=device,
         dtype=_dtype(config, target, device),
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
+        attention_backend=_attention_backend(config, target, drafter, device),
     )
 
 
@@ -160,6 +166,30 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DrafterConfig | None)
             param="speculative_config.num_speculative_tokens",
         )
     return wanted
+
+
+def _attention_backend(
+    config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, device: torch.device
+) -> Literal["torch", "triton", "flash_attn"]:
+    """What was asked for, if it can run here."""
+    wanted = config.attention_backend
+    has_triton = find_spec("triton") is not None
+    if wanted == "auto":
+        return "triton" if device.type == "cuda" and has_triton else "torch"
+    if wanted == "torch":
+        return wanted
+    if not has_triton:
+        raise _no_backend(wanted, "needs the package triton", "Install manta[gpu]")
+    if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        raise _no_backend(wanted, "runs on GPUs", "Leave it out on a CPU")
+    for name, dim in (("target", target.head_dim), ("drafter", drafter.head_dim if drafter else None)):
+        if dim is not None and dim & (dim - 1):
+            raise _no_backend(wanted, f"needs a head_dim that is a power of two, the {name}'s is {dim}")
+    return wanted
+
+
+def _no_backend(wanted: str, reason: str, remedy: str = "Set attention_backend to torch") -> ConfigError:
+    return ConfigError(f"attention_backend={wanted!r} {reason}. {remedy}.", param="attention_backend")
 
 
 def _device(config: EngineConfig) -> torch.device:

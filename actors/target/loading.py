@@ -1,7 +1,7 @@
 """From settings to a target rank that can run steps.
 
     EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that memory holds
-                 ─▶ warm-up ─▶ StepRunner, ExecutorInfo
+                 ─▶ warm-up ─▶ Runner, ExecutorInfo
 
 Called by `executor.InProcessExecutor` and `target/worker.py`.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ...cluster.config import EngineConfig
 from ...cluster.executor import ExecutorInfo
+from ...drafter.attention import AttentionBatch
+from ...drafter.backend import Backend, TorchBackend
 from ...drafter.checkpoint import load_drafter
 from ...drafter.features import LentWeights, TargetLends
 from ...drafter.invariance import rows_are_invariant
@@ -27,7 +29,7 @@ from .decoder import Decoder
 from .load_plan import LoadPlan, plan_load
 from .memory import affordable_pages, gpu_budget_bytes
 from .parallel import Communicator, Sharding, SingleRank, smallest
-from .runner import DraftSource, LocalDrafts, StepRunner
+from .runner import DraftSource, LocalDrafts, Runner, StepRunner
 from .warm_up import largest_prefill, measure_activations, warm_up
 from .weights import TargetWeights
 
@@ -44,7 +46,7 @@ class ModelSource(Protocol):
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
 
-    def drafter(self, plan: LoadPlan, lends: TargetLends) -> DFlashDrafter: ...
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter: ...
 
 
 class Checkpoints:
@@ -53,9 +55,9 @@ class Checkpoints:
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
         return TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
 
-    def drafter(self, plan: LoadPlan, lends: TargetLends) -> DFlashDrafter:
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
         assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
-        return load_drafter(plan.drafter_folder, plan.facts, lends, plan.dtype, plan.device)
+        return load_drafter(plan.drafter_folder, plan.facts, lends, plan.dtype, plan.device, backend)
 
 
 @torch.inference_mode()
@@ -64,7 +66,7 @@ def load_runner(
     communicator: Communicator | None = None,
     *,
     remote_drafts: RemoteDrafts | None = None,
-) -> tuple[StepRunner, ExecutorInfo]:
+) -> tuple[Runner, ExecutorInfo]:
     """Load one rank of the target, and the drafter if it is colocated.
 
     The device is CUDA's current one; threads are the process's.
@@ -86,7 +88,7 @@ def start_runner(
     communicator: Communicator | None = None,
     *,
     remote_drafts: RemoteDrafts | None = None,
-) -> tuple[StepRunner, ExecutorInfo]:
+) -> tuple[Runner, ExecutorInfo]:
     """The same from a plan; `models` says where weights come from."""
     config = plan.config
     assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
@@ -96,8 +98,11 @@ def start_runner(
     if not plan.split:  # else the drafter's process would have to step along
         room = min(num_pages * config.page_size, plan.max_model_len)
         warm_up(runner, plan.num_speculative_tokens, room, config.page_size)
+    runner.prepare()
     info = _info(plan, num_pages)
-    logger.info("%s; rows are batch-invariant: %s", info, rows_are_invariant(plan.dtype, plan.device))
+    logger.info("%s; backend %s", info, plan.attention_backend)
+    if plan.attention_backend == "torch":
+        logger.info("rows are batch-invariant: %s", rows_are_invariant(plan.dtype, plan.device))
     return runner, info
 
 
@@ -119,8 +124,38 @@ def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
         num_speculative_tokens=plan.num_speculative_tokens,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
-        max_in_flight=2 if plan.config.async_scheduling else 1,
+        max_in_flight=2 if _runs_ahead(plan) else 1,
     )
+
+
+def _runs_ahead(plan: LoadPlan) -> bool:
+    """As asked; by itself where a device would wait for the host."""
+    if plan.config.async_scheduling is not None:
+        return plan.config.async_scheduling
+    return plan.device.type == "cuda" and plan.attention_backend != "torch" and not plan.split
+
+
+def make_backend(plan: LoadPlan) -> Backend:
+    """The plan's; Triton is imported only if it was chosen."""
+    if plan.attention_backend == "torch":
+        return TorchBackend()
+    from ...drafter.kernels.backend import TritonBackend
+
+    if plan.attention_backend == "triton":
+        return TritonBackend(plan.device)
+    from ...drafter.kernels.flash_attention import FlashAttention
+
+    head_dims = {plan.target.head_dim, *([plan.drafter.head_dim] if plan.drafter else [])}
+    return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
+
+
+def _attention_batch(plan: LoadPlan) -> Callable[..., Any]:
+    """What the backend wants to know of a step whose places the host knows."""
+    if plan.attention_backend == "torch":
+        return AttentionBatch.build
+    from ...drafter.kernels.tiles import rows_from_host
+
+    return rows_from_host
 
 
 class _Rank:
@@ -130,10 +165,11 @@ class _Rank:
         self._plan, self._communicator = plan, communicator
         sharding = Sharding.of(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
-        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator)
+        backend = make_backend(plan)
+        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
-            self._drafter = models.drafter(plan, self._model)
+            self._drafter = models.drafter(plan, self._model, backend)
 
     def affordable_pages(self) -> int:
         """Pages that every rank can afford: page ids are the same everywhere."""
@@ -144,7 +180,36 @@ class _Rank:
         pages = affordable_pages(config, plan.max_model_len, self._page_bytes(), budget)
         return smallest(pages, self._communicator, plan.device)
 
-    def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> StepRunner:
+    def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> Runner:
+        if self._plan.attention_backend != "torch" and remote_drafts is None:
+            return self._device_runner(num_pages)
+        return self._step_runner(num_pages, remote_drafts)
+
+    def _device_runner(self, num_pages: int) -> Runner:
+        from ...drafter.kernels.sampling import SamplingWorkspace
+        from ...drafter.kernels.states import DeviceStates
+        from .device_runner import DeviceRunner
+        from .graphs import graph_sizes
+        from .iteration import DeviceModels
+
+        plan, config = self._plan, self._plan.config
+        num_rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
+        vocab = self._model.vocab_range
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        models = DeviceModels(
+            target=self._model,
+            cache=self._model.new_cache(num_pages, config.page_size),
+            drafter=self._drafter,
+            draft_cache=self._drafter.new_cache(num_pages, config.page_size) if self._drafter else None,
+            states=DeviceStates(*size, plan.device),
+            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
+            local_workspace=SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device),
+            communicator=self._communicator,
+        )
+        sizes = graph_sizes(config.max_num_seqs) if plan.device.type == "cuda" else ()
+        return DeviceRunner(models, plan.num_speculative_tokens, sizes)
+
+    def _step_runner(self, num_pages: int, remote_drafts: RemoteDrafts | None) -> StepRunner:
         plan, page_size = self._plan, self._plan.config.page_size
         drafts: DraftSource | None = None
         if remote_drafts is not None:
@@ -152,9 +217,8 @@ class _Rank:
         elif self._drafter is not None:
             proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size))
             drafts = LocalDrafts(proposer, self._communicator)
-        states = RequestStates(
-            plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size, plan.device
-        )
+        size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
+        states = RequestStates(*size, plan.device, _attention_batch(plan))
         cache = self._model.new_cache(num_pages, page_size)
         return StepRunner(self._model, cache, states, drafts, self._communicator)
 

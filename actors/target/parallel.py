@@ -170,14 +170,22 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """Logits of all token ids, on every rank."""
+    """Logits of all token ids, on every rank; or of a rank's own."""
 
-    __slots__ = ("_communicator", "_linear", "_vocab_size")
+    __slots__ = ("_communicator", "_linear", "_sharding", "_vocab_size")
 
-    def __init__(self, weight_UH: Tensor, vocab_size: int, communicator: Communicator) -> None:
+    def __init__(
+        self, weight_UH: Tensor, vocab_size: int, sharding: Sharding, communicator: Communicator
+    ) -> None:
         self._linear = Linear(weight_UH)
         self._vocab_size = vocab_size
+        self._sharding = sharding
         self._communicator = communicator
+
+    def local(self, x_NH: Tensor) -> tuple[Tensor, int]:
+        """Logits of this rank's token ids, and the first of these ids."""
+        mine = self._sharding.vocab
+        return self._linear(x_NH)[:, : mine.stop - mine.start], mine.start
 
     def __call__(self, x_NH: Tensor) -> Tensor:
         logits_NV = self._communicator.all_gather(self._linear(x_NH))

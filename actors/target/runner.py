@@ -14,6 +14,7 @@ Legend: N rows, X sampled rows, R requests, K most drafts, W = K + 1, m taps, H 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,33 @@ from ...drafter.states import RequestStates, StepRows
 from ...drafter.verification import accept
 from .decoder import Decoder
 from .parallel import Communicator
+
+
+class Runner(Protocol):
+    """A loaded rank: `StepRunner`, or `device_runner.DeviceRunner`. Steps run in the order of submission."""
+
+    @property
+    def model(self) -> Decoder: ...
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start a step."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether the oldest step submitted has ended."""
+        ...
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; waits for it."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step to its end; nothing else may be under way."""
+        ...
+
+    def prepare(self) -> None:
+        """Make ready for requests, once every kind of step has run."""
+        ...
 
 
 class DraftSource(Protocol):
@@ -78,11 +106,27 @@ class StepRunner:
         self.states = states
         self.drafts = drafts
         self._communicator = communicator
+        self._results: deque[StepResult] = deque()
+
+    def prepare(self) -> None:
+        """Nothing is left to do."""
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Run one step; its result waits to be collected."""
+        self._results.append(self.execute(plan))
+
+    def is_ready(self) -> bool:
+        """Whether `collect` would not wait: never, once a step was submitted."""
+        return bool(self._results)
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step submitted."""
+        return self._results.popleft()
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepResult:
         """Run one step to its end."""
-        clock = _Clock(self.model.device)
+        clock = Clock(self.model.device)
         self.states.apply(plan)
         drafts_RK = self._propose(plan)
         clock.mark()
@@ -121,7 +165,7 @@ class StepRunner:
         return accept(self._communicator.broadcast(sampled_X), rows.counts_R, drafts_RK)
 
 
-class _Clock:
+class Clock:
     """Times between marks; on a GPU by events, which are read once the results are on the host."""
 
     def __init__(self, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ...cluster.config import EngineConfig
 from ...cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
-from .runner import StepRunner
+from .runner import Runner
 
 _PROMPT_TOKENS = 8
 _GREEDY = SlotSampling(
@@ -18,7 +18,7 @@ _GREEDY = SlotSampling(
 )
 
 
-def warm_up(runner: StepRunner, num_drafts: int, max_tokens: int, page_size: int) -> None:
+def warm_up(runner: Runner, num_drafts: int, max_tokens: int, page_size: int) -> None:
     """A small prefill, a step with drafts and one without.
 
     Args:
@@ -28,7 +28,7 @@ def warm_up(runner: StepRunner, num_drafts: int, max_tokens: int, page_size: int
     if prompt < 1:
         return
     runner.execute(_prefill([prompt], [max_tokens], page_size))
-    for drafts in sorted({0, min(num_drafts, max_tokens - prompt - 1)}):
+    for drafts in sorted({0, max(0, min(num_drafts, max_tokens - prompt - 2))}):
         runner.execute(_step((), [prompt], [drafts + 1], [drafts]))
 
 
@@ -38,7 +38,7 @@ def largest_prefill(config: EngineConfig, max_model_len: int) -> list[int]:
     return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
 
 
-def measure_activations(runner: StepRunner, lengths: list[int], page_size: int) -> int:
+def measure_activations(runner: Runner, lengths: list[int], page_size: int) -> int:
     """Bytes that a prefill takes on the GPU beside weights and pages, at its peak."""
     device = runner.model.device
     torch.cuda.reset_peak_memory_stats(device)

@@ -9,13 +9,13 @@ from ...cluster.plan import SchedulerOutput, StepResult
 from ..worker import Worker
 
 if TYPE_CHECKING:
-    from .runner import StepRunner
+    from .runner import Runner
 
 
 class TargetWorker(Worker):
     """Holds one shard of the target, and the drafter beside it unless that is split off."""
 
-    _runner: StepRunner
+    _runner: Runner
 
     def _load(self) -> ExecutorInfo:
         from ..split_drafter import RemoteDrafts, tell_num_pages
@@ -28,9 +28,16 @@ class TargetWorker(Worker):
             remote_drafts=(lambda plan: RemoteDrafts(plan, groups)) if split else None,
         )
         tell_num_pages(info.num_pages, groups)
+        self.max_in_flight = info.max_in_flight
         return info
 
-    def execute(self, plan: SchedulerOutput) -> StepResult | None:
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._runner.submit(plan)
+
+    def is_ready(self) -> bool:
+        return self._runner.is_ready()
+
+    def collect(self) -> StepResult | None:
         """Every rank computes; what rank 0 found is the result."""
-        result = self._runner.execute(plan)
+        result = self._runner.collect()
         return result if self.setting.rank == 0 else None

@@ -171,7 +171,7 @@ def accept_and_advance(
         first_chosen_B: where a request's 1 + num_drafts choices begin in it, int32; of samplers only.
         slots_B, cu_rows_B1: as in `lay_out_rows`.
         num_drafts_B: int32; 0 where nothing is sampled.
-        samples_B: bool, whether the last known token is among the rows.
+        samples_B: bool or int32, whether the last known token is among the rows.
         max_drafts: at least the largest number of drafts.
 
     Returns:
@@ -295,7 +295,7 @@ def _accept_and_advance(
         return
     slot = tl.load(slots + request)
     drafts = tl.load(num_drafts + request)
-    is_sampled = tl.load(samples + request)
+    is_sampled = tl.load(samples + request) != 0
     num_known = tl.load(num_computed + slot) + count - drafts
     behind = token_ids + slot.to(tl.int64) * token_stride + num_known
     is_judged = is_sampled & (lanes <= drafts)

@@ -1,0 +1,85 @@
+"""The GPU's path end to end: its kernels in Triton's interpreter, its runner, the scheduler running ahead.
+
+Everything but CUDA's own part (streams, graphs) runs here as it does on a GPU, and must bring the tokens that
+PyTorch's kernels bring, one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from manta.actors.llm import LLM
+from manta.cluster.engine import EngineStats
+from manta.cluster.errors import ConfigError
+from steps import settings
+from test_lossless import KNOBS, tokens_of
+from tiny import TINY_VOCAB
+
+# Few and short, for the interpreter takes seconds for a step: two without filters, one with all of them.
+KNOB_NAMES = ("greedy", "plain", "all")
+CASES = [
+    np.random.default_rng(i).integers(1, TINY_VOCAB - 1, length).tolist()
+    for i, length in enumerate((15, 14, 3))
+]
+PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=5 + i) for i, name in enumerate(KNOB_NAMES)]
+
+
+def generate(
+    target: Path, drafter: Path | None, backend: str, **changes: object
+) -> tuple[list[list[int]], EngineStats]:
+    spec = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": 3}
+    with LLM(
+        str(target),
+        speculative_config=spec,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        num_threads=1,
+        attention_backend=backend,
+        **{"max_num_seqs": 3, "max_model_len": 48, **changes},
+    ) as llm:
+        return tokens_of(llm, CASES, PARAMS), llm.stats()
+
+
+@pytest.mark.parametrize(
+    ("family", "speculate", "changes"),
+    [
+        ("tiny_qwen3", False, {}),
+        ("tiny_qwen3", True, {}),
+        ("tiny_llama", True, {"async_scheduling": True, "num_pages": 3, "max_num_batched_tokens": 18}),
+    ],
+    ids=["plain", "drafts", "running ahead, chunks, preemption"],
+)
+def test_kernels_and_running_ahead_change_no_token(
+    request: pytest.FixtureRequest,
+    tiny_drafter: Path,
+    family: str,
+    speculate: bool,
+    changes: dict[str, object],
+) -> None:
+    target = request.getfixturevalue(family)
+    expected, _ = generate(target, None, "torch")
+    got, stats = generate(target, tiny_drafter if speculate else None, "triton", **changes)
+    wrong = [knob for knob, mine, theirs in zip(KNOB_NAMES, got, expected, strict=True) if mine != theirs]
+    assert not wrong, "these differ"
+    assert (stats.num_drafts > 0) == speculate
+    assert (stats.preemptions > 0) == ("num_pages" in changes)
+
+
+def test_a_backend_that_cannot_run_here_is_refused(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from manta.actors.executor import make_executor
+
+    with pytest.raises(ConfigError, match="flash_attn") as caught:
+        make_executor(settings(tiny_qwen3, attention_backend="flash_attn"))
+    assert caught.value.param == "attention_backend"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="runs on GPUs") as caught:
+        make_executor(settings(tiny_qwen3, attention_backend="triton"))
+    assert caught.value.param == "attention_backend"
+    with pytest.raises(ConfigError, match="attention_backend='tritn'"):
+        settings(tiny_qwen3, attention_backend="tritn")
