@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...cluster.plan import SchedulerOutput, StepResult, StepTimings
 from ...drafter.kernels.states import StepInputs, pack
+from ...drafter.kv_cache import PagedKVCache
 from .decoder import Decoder
 from .graphs import GraphKey, StepGraphs
 from .iteration import DeviceModels, Iteration
@@ -59,6 +60,10 @@ class DeviceRunner:
     @property
     def model(self) -> Decoder:
         return self.models.target
+
+    @property
+    def cache(self) -> PagedKVCache:
+        return self.models.cache
 
     @torch.inference_mode()
     def prepare(self) -> None:

@@ -37,6 +37,9 @@ class Runner(Protocol):
     @property
     def model(self) -> Decoder: ...
 
+    @property
+    def cache(self) -> PagedKVCache: ...
+
     def submit(self, plan: SchedulerOutput) -> None:
         """Start a step."""
         ...

@@ -93,4 +93,4 @@ def _load() -> Callable[..., Tensor]:
 
 def _refusal(why: str, remedy: str = "") -> ConfigError:
     remedies = " or ".join(filter(None, (remedy, "attention_backend=triton")))
-    return ConfigError(f"attention_backend=flash-attn {why}; use {remedies}.", param="attention_backend")
+    return ConfigError(f"attention_backend=flash_attn {why}; use {remedies}.", param="attention_backend")

@@ -2,8 +2,8 @@
 
 The twin of `drafter/states.py`, whose indices come from the host: here the host says only who takes part and
 with how many rows (`StepInputs`); positions, tokens and slots are found by kernels, so that a step can be
-launched before the host knows what the last one brought. Plans tell positions of admitted requests alone;
-after that `num_computed` advances with every step. Used by `actors/target/device_runner.py`.
+launched before the host knows what the last one brought: `num_computed` advances with every step. Used by
+`actors/target/device_runner.py`.
 
 Legend: B requests of a step, N rows, X sampled rows, S slots.
 """
@@ -110,8 +110,11 @@ class DeviceStates:
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in admissions and new pages; comes first in a step."""
         for request in plan.admitted:
-            row = int(np.flatnonzero(plan.slots == request.slot)[0])
-            self._admit(request, int(plan.num_computed[row]))
+            self._admit(request)
+        known = plan.num_computed >= 0
+        if known.any():  # the plan knows it only where no step is in flight; otherwise it stands here
+            stands = self._put(np.stack((plan.slots[known], plan.num_computed[known])))
+            self.tables.num_computed[stands[0].long()] = stands[1]
         if len(plan.page_slots):
             entries = self._put(np.stack((plan.page_slots, plan.page_indices, plan.page_ids)))
             self.tables.page_table[entries[0].long(), entries[1].long()] = entries[2]
@@ -120,12 +123,11 @@ class DeviceStates:
         """Whether any request of the step has top-k, top-p or min-p."""
         return bool(self._filters_S[plan.slots].any())
 
-    def _admit(self, request: AdmittedRequest, num_computed: int) -> None:
+    def _admit(self, request: AdmittedRequest) -> None:
         slot, sampling, state, tables = request.slot, request.sampling, self.sampling, self.tables
         tables.token_ids[slot, : len(request.token_ids)] = self._put(request.token_ids).long()
         # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
         tables.page_table[slot] = self._no_page
-        tables.num_computed[slot] = num_computed
         state.temperature[slot] = sampling.temperature
         state.top_k[slot] = sampling.top_k
         state.top_p[slot] = sampling.top_p
