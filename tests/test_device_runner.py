@@ -34,14 +34,14 @@ def generate(
     target: Path, drafter: Path | None, backend: str, **changes: object
 ) -> tuple[list[list[int]], EngineStats]:
     spec = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": 3}
+    settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **changes}
     with LLM(
         str(target),
-        speculative_config=spec,
         skip_tokenizer_init=True,
         dtype="float32",
         num_threads=1,
         attention_backend=backend,
-        **{"max_num_seqs": 3, "max_model_len": 48, **changes},
+        **settings,
     ) as llm:
         return tokens_of(llm, CASES, PARAMS), llm.stats()
 
@@ -69,6 +69,21 @@ def test_kernels_and_running_ahead_change_no_token(
     assert not wrong, "these differ"
     assert (stats.num_drafts > 0) == speculate
     assert (stats.preemptions > 0) == ("num_pages" in changes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement"), [(2, "colocated"), (1, "split")], ids=["two ranks", "a drafter split off"]
+)
+def test_kernels_change_no_token_in_worker_processes(
+    ray_session: None, tiny_qwen3: Path, tiny_drafter: Path, ranks: int, placement: str
+) -> None:
+    """Two ranks keep logits sharded until a token is chosen; a split drafter is driven from the host."""
+    expected, _ = generate(tiny_qwen3, None, "torch")
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 2, "placement": placement}
+    got, stats = generate(
+        tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=ranks, async_scheduling=True
+    )
+    assert got == expected and stats.num_drafts > 0
 
 
 def test_a_backend_that_cannot_run_here_is_refused(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
