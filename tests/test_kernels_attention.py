@@ -199,9 +199,9 @@ def test_a_view_of_the_fused_projection_serves_as_queries():
 def test_a_page_whose_elements_lie_beyond_32_bits_is_found():
     case = Case(Shape(dtype=torch.float16), [16], [2], max_keys=64)
     far = torch.empty(2**31 + 2**12, dtype=torch.float16)  # untouched memory costs none
-    kv = torch.as_strided(far, (2, *case.cache.pages(1).shape[1:]), (2**31, 64, 32, 16, 1))
-    kv[1] = case.cache.pages(1)[case.rows.page_table[case.rows.slots_B[0], 0]]
-    rows = replace(case.rows, page_table=torch.ones_like(case.rows.page_table))
+    kv = torch.as_strided(far, (3, *case.cache.pages(1).shape[1:]), (2**30, 64, 32, 16, 1))
+    kv[2] = case.cache.pages(1)[case.rows.page_table[case.rows.slots_B[0], 0]]
+    rows = replace(case.rows, page_table=torch.full_like(case.rows.page_table, 2))
     workspace = case.workspace()
     out = verify_attention(case.q, kv[:, :, 0], kv[:, :, 1], rows, case.scale, workspace=workspace)
     assert torch.equal(out, case.attend())
