@@ -203,6 +203,14 @@ def test_tokens_as_likely_as_the_last_kept_one_are_kept(filters: dict, count: in
     assert requests.kept(logits, chunk=64).equal(expected) and expected.sum() == count
 
 
+def test_filters_apply_in_the_order_min_p_top_k_top_p():
+    """Among tokens 0 and 1 the first has 4/7 of the mass, so p = 0.55 keeps it alone; of all it has 0.4."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(3, 1)
+    settings = {"slots": [0, 1, 2], "top_p": 0.55, "top_k": [0, 2, 0], "min_p": [0.0, 0.0, 0.7]}
+    kept = Requests.of(3, vocab=4, **settings).kept(logits, chunk=64)
+    assert kept.tolist() == [[True, True, False, False], [True] + [False] * 3, [True] + [False] * 3]
+
+
 def test_a_nucleus_of_nearly_all_tokens_is_found():
     logits = torch.linspace(0, 0.1, 700).repeat(2, 1)
     requests = Requests.of(2, vocab=700, top_p=[0.9, 0.3])
