@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..actors.target.load_plan import LoadPlan, plan_models
-from ..cluster.config import DeviceKind, DType, EngineConfig, SpeculativeConfig
+from ..cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig, SpeculativeConfig
 from ..cluster.errors import ConfigError
 from ..cluster.roofline import Dense, Roofline, check_survival, geometric_survival, tokens_per_step
 from .batch_io import write_json
@@ -51,6 +51,7 @@ class StepOptions:
     acceptance_rates: tuple[float, ...] | None = None
     dtype: DType = "auto"
     device: DeviceKind = "auto"
+    attention_backend: AttentionBackend = "auto"
     page_size: int = 16
     device_rates: str | None = None
     output: Path | None = None
@@ -104,6 +105,7 @@ def bench_step(options: StepOptions) -> Figures:
         "target": shape.target_json,
         "drafter": shape.drafter_json,
         "num_drafts": plan.num_speculative_tokens,
+        "attention_backend": plan.attention_backend,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "device": asdict(roofline.device),
         "acceptance": {"rates": survival, "tokens_per_step": tokens_per_step(survival, len(survival) + 1)},
@@ -128,6 +130,7 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
         ),
         dtype=options.dtype,
         device=options.device,
+        attention_backend=options.attention_backend,
         page_size=options.page_size,
         max_num_seqs=batch,
         max_num_batched_tokens=batch * shape.drafter.block_size,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ..cluster.config import DeviceKind, DType
+from ..cluster.config import AttentionBackend, DeviceKind, DType
 from ..cluster.errors import MantaError
 from .flags import engine_options, parse_size, sampling_options
 from .settings import engine_config, sampling_params
@@ -331,6 +331,10 @@ def step(
     ] = None,
     dtype: Annotated[DType, typer.Option("--dtype", help="Of weights and K/V.")] = "auto",
     device: Annotated[DeviceKind, typer.Option("--device", help="Where the models run.")] = "auto",
+    attention_backend: Annotated[
+        AttentionBackend,
+        typer.Option("--attention-backend", help="Kernels of a step; auto is triton on a GPU."),
+    ] = "auto",
     page_size: Annotated[int, typer.Option("--block-size", "--page-size", help="Tokens per K/V page.")] = 16,
     device_rates: Annotated[
         str | None,
@@ -360,6 +364,7 @@ def step(
             acceptance_rates=parse_rates(synthetic_acceptance_rates),
             dtype=dtype,
             device=device,
+            attention_backend=attention_backend,
             page_size=page_size,
             device_rates=device_rates,
             output=output,

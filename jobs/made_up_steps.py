@@ -1,7 +1,8 @@
 """Decoding steps over made-up contexts, timed part by part.
 
 A context is not computed: requests enter as after a prefix hit that covers all but their last token, in pages
-full of noise. Called by `bench_step.py`.
+full of noise. They enter anew before every step that is measured, so that it begins where it should and the
+workers know where, as when the scheduler runs ahead. Called by `bench_step.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from ..actors.target.load_plan import LoadPlan
 from ..actors.target.loading import start_runner
 from ..actors.target.memory import free_ram_bytes
-from ..actors.target.runner import StepRunner
+from ..actors.target.runner import Runner
 from ..cluster.errors import ConfigError
 from ..cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from ..drafter.kv_cache import PagedKVCache
@@ -92,39 +93,42 @@ def measure_points(
     found: dict[Point, tuple[Measured, Measured]] = {}
     for point in points:
         _say(f"batch {point.batch}, context {point.context}")
-        runner.execute(_admission(point, memory.pages_per_request(point.context), plan))
-        drafting, plain = (_measure(runner, point, n, steps) for n in (plan.num_speculative_tokens, 0))
+        admission = _admission(point, memory.pages_per_request(point.context), plan)
+        drafting, plain = (
+            _measure(runner, admission, _decode(point.batch, -1, num_drafts), steps)
+            for num_drafts in (plan.num_speculative_tokens, 0)
+        )
         found[point] = (drafting, plain)
     return found
 
 
-def _measure(runner: StepRunner, point: Point, num_drafts: int, steps: int) -> Measured:
-    """The same step over and over: the plan says where requests stand, whatever the last step brought."""
-    plan = _decode(point, num_drafts)
-    for _ in range(WARM_UP_STEPS):
-        runner.execute(plan)
+def _measure(runner: Runner, admission: SchedulerOutput, step: SchedulerOutput, steps: int) -> Measured:
+    """The same step over and over."""
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
     walls: list[float] = []
-    for _ in range(steps):
+    for i in range(WARM_UP_STEPS + steps):
+        runner.execute(admission)
         begin_s = time.perf_counter()
-        timings = runner.execute(plan).timings
-        walls.append(time.perf_counter() - begin_s)
-        for part, seconds in parts.items():
-            seconds.append(getattr(timings, f"{part}_s"))
+        timings = runner.execute(step).timings
+        wall_s = time.perf_counter() - begin_s
+        if i >= WARM_UP_STEPS:
+            walls.append(wall_s)
+            for part, seconds in parts.items():
+                seconds.append(getattr(timings, f"{part}_s"))
     gaps = [wall - sum(of_step) for wall, *of_step in zip(walls, *parts.values(), strict=True)]
     medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
     return Measured(medians, statistics.median(gaps), statistics.median(walls))
 
 
 def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
-    """Requests whose context is in their pages already, as after a prefix hit; pages are scattered."""
+    """Requests of one token less than the context, which the step itself adds; their pages are scattered."""
     random = np.random.default_rng(0)
     assert load.config.num_pages is not None, "pages were counted for the points"
-    tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context + 1), dtype=np.int32)
+    tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
     count = point.batch * pages_per_request
     owners, indices = np.divmod(np.arange(count, dtype=np.int32), np.int32(pages_per_request))
     return replace(
-        _decode(point, 0),
+        _decode(point.batch, point.context - 1, 0),
         admitted=tuple(AdmittedRequest(i, f"made up {i}", row, _GREEDY) for i, row in enumerate(tokens)),
         page_slots=owners,
         page_indices=indices,
@@ -132,12 +136,12 @@ def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> Schedule
     )
 
 
-def _decode(point: Point, num_drafts: int) -> SchedulerOutput:
-    """A step of all requests behind their contexts."""
+def _decode(batch: int, num_computed: int, num_drafts: int) -> SchedulerOutput:
+    """A step of all requests; -1 leaves it to the workers to know where they stand."""
     none = np.zeros(0, np.int32)
 
     def each(value: int) -> np.ndarray[Any, np.dtype[np.int32]]:  # Any: NumPy's shape
-        return np.full(point.batch, value, np.int32)
+        return np.full(batch, value, np.int32)
 
     return SchedulerOutput(
         step=0,
@@ -145,11 +149,11 @@ def _decode(point: Point, num_drafts: int) -> SchedulerOutput:
         page_slots=none,
         page_indices=none,
         page_ids=none,
-        slots=np.arange(point.batch, dtype=np.int32),
-        num_computed=each(point.context),
+        slots=np.arange(batch, dtype=np.int32),
+        num_computed=each(num_computed),
         num_rows=each(num_drafts + 1),
         num_drafts=each(num_drafts),
-        samples=np.ones(point.batch, bool),
+        samples=np.ones(batch, bool),
     )
 
 

@@ -15,7 +15,8 @@ def print_figures(figures: Figures) -> None:
     """Three tables: steps with drafts, plain steps, and what follows from the acceptance curve."""
     points, device, tau = figures["points"], figures["device"], figures["acceptance"]["tokens_per_step"]
     rates = f"{device['bytes_per_s'] / 1e9:.4g} GB/s, {device['flops'] / 1e12:.4g} TFLOP/s"
-    print(f"{figures['model']} in {figures['dtype']} on {device['name']}: {rates}")
+    kernels = f"{figures['dtype']}, backend {figures['attention_backend']}"
+    print(f"{figures['model']} in {kernels} on {device['name']}: {rates}")
     drafts = figures["num_drafts"]
     print_table(
         f"a step with {drafts} drafts, ms: measured (floor)", *_step_table(points, "drafting", DRAFTING)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from manta.actors.target.runner import StepRunner
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.plan import SchedulerOutput, StepResult, StepTimings
+from manta.drafter.kv_cache import PagedKVCache
+from manta.drafter.states import RequestStates, StepRows
 from manta.jobs.bench_step import StepOptions, bench_step, parse_rates
 from manta.jobs.cli import main
 from manta.jobs.device_rates import find_device
@@ -72,33 +75,53 @@ def test_a_config_without_weights_gives_steps_beside_their_floors(
 
 
 def test_steps_are_the_engines_own_behind_whole_contexts(
-    config_file: Path, plans: list[tuple[SchedulerOutput, StepResult]]
+    config_file: Path,
+    plans: list[tuple[SchedulerOutput, StepResult]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    positions: list[list[int]] = []
+    rows = RequestStates.rows
+
+    def spy(self: RequestStates, plan: SchedulerOutput) -> StepRows:
+        found = rows(self, plan)
+        if plan.num_computed.tolist() == [-1] * 3:
+            positions.append(found.positions_N.tolist())
+        return found
+
+    monkeypatch.setattr(RequestStates, "rows", spy)
     bench_step(options(config_file, batches=(3,), contexts=(37,), steps=4))
-    (admission, _), *steps = [(p, r) for p, r in plans if p.num_requests == 3]
-    assert [len(request.token_ids) for request in admission.admitted] == [38] * 3
-    assert len(set(admission.page_ids.tolist())) == len(admission.page_ids) == 3 * 4
-    for plan, _ in steps:
-        assert plan.num_computed.tolist() == [37] * 3
-    drafts = [plan.num_drafts.tolist() for plan, _ in steps]
+    mine = [plan for plan, _ in plans if plan.num_requests == 3]
+    admissions, steps = mine[::2], mine[1::2]
+    for plan in admissions:
+        assert [len(request.token_ids) for request in plan.admitted] == [37] * 3
+        assert plan.num_computed.tolist() == [36] * 3
+        assert len(set(plan.page_ids.tolist())) == len(plan.page_ids) == 3 * 4
+    for plan in steps:
+        assert not plan.admitted and plan.num_computed.tolist() == [-1] * 3  # so it is 37, as they say
+    assert positions == [list(range(37, 53)) * 3] * 7 + [[37] * 3] * 7
+    drafts = [plan.num_drafts.tolist() for plan in steps]
     assert drafts == [[15] * 3] * 7 + [[0] * 3] * 7  # three steps before the four that count
 
 
-def test_contexts_are_noise_in_both_models_pages(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, plans: list[tuple[SchedulerOutput, StepResult]]
-) -> None:
-    caches: list[torch.Tensor] = []
-    propose = StepRunner._propose
+def test_contexts_are_noise_in_both_models_pages(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    new_cache, execute = PagedKVCache.__init__, StepRunner.execute
+    caches: dict[int, PagedKVCache] = {}  # by number of layers
 
-    def spy(self: StepRunner, plan: SchedulerOutput) -> torch.Tensor:
-        caches[:] = [self.cache.kv, self.drafts._proposer.cache.kv]  # type: ignore[union-attr]
-        return propose(self, plan)
+    def keep(self: PagedKVCache, *arguments: object) -> None:
+        new_cache(self, *arguments)  # type: ignore[arg-type]
+        caches[self.num_layers] = self
 
-    monkeypatch.setattr(StepRunner, "_propose", spy)
-    bench_step(options(config_file, batches=(1,)))
-    pages = plans[-1][0].num_requests + 1  # a context of 20 has two whole pages at least
-    for kv in caches:
-        assert kv[:, :pages].float().std() > 0.5
+    def spy(self: StepRunner, plan: SchedulerOutput) -> StepResult:
+        if plan.num_computed[0] < 0:
+            pools = [caches[num_layers].kv for num_layers in (4, 5)]
+            shares.extend(kv.count_nonzero().item() / kv.numel() for kv in pools)
+        return execute(self, plan)
+
+    monkeypatch.setattr(PagedKVCache, "__init__", keep)
+    monkeypatch.setattr(StepRunner, "execute", spy)
+    bench_step(options(config_file, batches=(1,), contexts=(200,)))
+    assert shares and min(shares) > 0.99
 
 
 def test_the_acceptance_curve_alone_makes_tokens_per_step(config_file: Path) -> None:
@@ -114,6 +137,21 @@ def test_the_acceptance_curve_alone_makes_tokens_per_step(config_file: Path) -> 
     never, always = measured(0.0, 0.0), measured(1.0, 0.5)
     assert never["floor_best_rows"] == 1 and always["floor_best_rows"] > 1
     assert always["floor_speedup"] == pytest.approx(2.5 * never["floor_speedup"], rel=0.01)
+
+
+def test_the_first_steps_do_not_count(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = {15: [9.0, 9.0, 9.0, 0.001, 0.003], 0: [9.0, 9.0, 9.0, 0.005, 0.007]}
+    execute = StepRunner.execute
+
+    def told(self: StepRunner, plan: SchedulerOutput) -> StepResult:
+        result = execute(self, plan)
+        if plan.num_computed[0] >= 0:
+            return result
+        return replace(result, timings=StepTimings(verify_s=durations[int(plan.num_drafts[0])].pop(0)))
+
+    monkeypatch.setattr(StepRunner, "execute", told)
+    (point,) = bench_step(options(config_file, steps=2))["points"]
+    assert (point["drafting"]["verify"]["ms"], point["plain"]["verify"]["ms"]) == (2.0, 6.0)
 
 
 def test_what_does_not_fit_is_said_and_not_measured(
@@ -142,7 +180,7 @@ def test_the_default_pair_is_qwen3_8b_with_z_labs_drafter() -> None:
 
 
 def test_a_cpu_must_be_given_a_model() -> None:
-    with pytest.raises(ConfigError, match="--model"):
+    with pytest.raises(ConfigError, match=r"Qwen3-8B.*Give --model"):
         bench_step(options(None))
 
 
@@ -187,9 +225,20 @@ def test_a_cpu_whose_rates_are_not_stated_is_measured() -> None:
 def test_the_command_line_reaches_every_option(config_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "step.json"
     flags = f"--model {config_file} --spec-tokens 2 --batch 1 --batch 3 --context 30 --context 1K --steps 1"
-    more = f"--device cpu --dtype float32 --page-size 32 --device-rates {RATES} -o {output}"
+    more = f"--device cpu --dtype float32 --page-size 32 --attention-backend torch -o {output}"
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "step", "--synthetic-acceptance-rates", "0.7,0.2", *flags.split(), *more.split()])
+        main(
+            [
+                "bench",
+                "step",
+                "--synthetic-acceptance-rates",
+                "0.7,0.2",
+                "--device-rates",
+                RATES,
+                *flags.split(),
+                *more.split(),
+            ]
+        )
     assert ended.value.code in (0, None)
     given = json.loads(output.read_text())["options"]
     assert (given["batches"], given["contexts"], given["page_size"]) == ([1, 3], [30, 1024], 32)
