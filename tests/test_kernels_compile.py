@@ -215,7 +215,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits
-        _attention(32, 8, 128, rows=512),  # a prompt: tiles of 128, no splits
+        _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128, no splits
         _attention(32, 8, 128, requests=32, causal=False, window=2048, page=64),  # its drafter
         _attention(32, 8, 128, batch_invariant=True),
         _attention(32, 8, 128, rows=1),  # plain decoding
