@@ -70,7 +70,8 @@ def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
 
     def run(target: Path, drafter: Path) -> list[tuple[list[int], int, int]]:
         spec = {"model": str(drafter)}
-        with LLM(str(target), speculative_config=spec, dtype="float32", num_threads=1) as llm:
+        small = {"max_model_len": 512, "max_num_seqs": 2, "num_threads": 1}
+        with LLM(str(target), speculative_config=spec, dtype="float32", **small) as llm:
             outputs = llm.generate(
                 [{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0.0, max_tokens=20)
             )
