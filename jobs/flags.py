@@ -25,6 +25,11 @@ _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 Command = Callable[..., None]
 
+# The target as a command's own argument, beside `--model`.
+Model = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="Target checkpoint (or --model).")
+]
+
 
 def parse_size(text: str | int) -> int:
     """A whole number, perhaps with k, m, g (powers of 1000) or K, M, G (powers of 1024): 32k, 1.5G."""
