@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import PlacementError
@@ -155,7 +155,7 @@ class Worker:
                 channel.send(StepFailure(f"{type(error).__name__}: {error}"))
             raise
 
-    def _run_steps(self, channel: WorkerChannel) -> None:
+    def _run_steps(self, channel: WorkerChannel) -> NoReturn:
         """Until the engine leaves (PeerLostError). A step is started as soon as it comes, even while the last
         one runs, if the device computes by itself."""
         in_flight = 0

@@ -26,6 +26,7 @@ class ExecutorInfo:
         device: e.g. "cpu", "cuda".
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
+        max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
     """
 
     num_pages: int
@@ -37,6 +38,7 @@ class ExecutorInfo:
     dtype: str
     device: str
     max_in_flight: int = 1
+    max_stop_token_ids: int | None = None
 
 
 class Executor(Protocol):

@@ -12,8 +12,6 @@ from .errors import RequestError, UnprocessableError
 from .executor import ExecutorInfo
 from .request import Request
 
-MAX_STOP_TOKEN_IDS = 128  # of a request, the model's end tokens included: a row of a table on the device
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -37,6 +35,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_speculative_tokens: int
+    max_stop_token_ids: int | None
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -52,6 +51,7 @@ class SchedulerConfig:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
+            max_stop_token_ids=info.max_stop_token_ids,
         )
 
     @property
@@ -70,10 +70,10 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
     _check_vocabulary("prompt", prompt, limits.vocab_size)
     _check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     num_stops = len({*params.stop_token_ids, *limits.eos_token_ids})
-    if num_stops > MAX_STOP_TOKEN_IDS:
+    if limits.max_stop_token_ids is not None and num_stops > limits.max_stop_token_ids:
         raise RequestError(
-            f"stop_token_ids and the model's end tokens are {num_stops} tokens; at most {MAX_STOP_TOKEN_IDS} "
-            "can be watched for. Give fewer.",
+            f"stop_token_ids and the model's end tokens are {num_stops} tokens; this engine watches for at "
+            f"most {limits.max_stop_token_ids}. Give fewer, or set attention_backend to torch.",
             param="stop_token_ids",
         )
     if length + 1 > limits.max_model_len:

@@ -193,3 +193,11 @@ def test_the_catalogue_names_everything_once_and_histograms_have_rising_buckets(
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert list(metric.buckets) == sorted(set(metric.buckets)) and metric.help.endswith(".")
         assert not metric.name.endswith("_total")
+
+
+def test_more_stop_tokens_than_a_device_can_watch_for_are_refused() -> None:
+    request = make_request("r", stop_token_ids=(2, 3, 4), max_tokens=4)
+    add(open_engine(make_info(max_stop_token_ids=5)), request)
+    with pytest.raises(RequestError, match="at most 4") as caught:
+        add(open_engine(make_info(max_stop_token_ids=4)), request)
+    assert caught.value.param == "stop_token_ids"

@@ -125,14 +125,28 @@ def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
         max_in_flight=2 if _runs_ahead(plan) else 1,
+        max_stop_token_ids=_max_stop_token_ids(plan),
     )
+
+
+def _runs_on_device(plan: LoadPlan) -> bool:
+    """Whether requests' state lives on the device; a split drafter's target is driven from the host."""
+    return plan.attention_backend != "torch" and not plan.split
+
+
+def _max_stop_token_ids(plan: LoadPlan) -> int | None:
+    if not _runs_on_device(plan):
+        return None
+    from ...drafter.kernels.states import MAX_STOP_TOKEN_IDS
+
+    return MAX_STOP_TOKEN_IDS
 
 
 def _runs_ahead(plan: LoadPlan) -> bool:
     """As asked; by itself where a device would wait for the host."""
     if plan.config.async_scheduling is not None:
         return plan.config.async_scheduling
-    return plan.device.type == "cuda" and plan.attention_backend != "torch" and not plan.split
+    return plan.device.type == "cuda" and _runs_on_device(plan)
 
 
 def make_backend(plan: LoadPlan) -> Backend:
@@ -181,7 +195,7 @@ class _Rank:
         return smallest(pages, self._communicator, plan.device)
 
     def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> Runner:
-        if self._plan.attention_backend != "torch" and remote_drafts is None:
+        if _runs_on_device(self._plan):
             return self._device_runner(num_pages)
         return self._step_runner(num_pages, remote_drafts)
 

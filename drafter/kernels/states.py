@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...cluster.limits import MAX_STOP_TOKEN_IDS
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..kv_cache import skip_slot
 from .sampling_state import SamplingState
 from .steps import SlotTables
 
 Ints = NDArray[np.int32]
+MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
 
 
 @dataclass(frozen=True, slots=True)
