@@ -49,8 +49,16 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
+# The GPU kernels' tests interpret Triton on one core and need neither Ray nor ports: they run beside the others.
 pytest: install  ## the tests
+ifeq ($(TESTS),tests)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_*.py -q > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
+	$(BIN)/python -m pytest $(TESTS) --ignore-glob='*/test_kernels_*' --durations=15; others=$$?; \
+	echo "== the kernels' tests, which ran beside them"; wait $$kernels; ours=$$?; cat $(VENV)/kernels.log; \
+	exit $$((others > ours ? others : ours))
+else
 	$(BIN)/python -m pytest $(TESTS) --durations=15
+endif
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
