@@ -7,14 +7,15 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
-TESTS ?= tests
+KERNEL_TESTS := tests/test_kernels_*.py
+TESTS ?= tests --ignore-glob='*/test_kernels_*'
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test lint types floors pytest bench clean
+.PHONY: help install demo test lint types floors pytest kernels bench clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile
@@ -37,7 +38,12 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-test: install lint types floors pytest  ## every check and every test; CI runs this
+# Types and kernels need one core, and neither Ray nor ports: they run beside the other tests.
+test: install lint floors  ## every check and every test; CI runs this
+	@$(MAKE) --no-print-directory types kernels > $(VENV)/beside.log 2>&1 & beside=$$!; \
+	$(MAKE) --no-print-directory pytest; others=$$?; \
+	echo "== types and the kernels' tests, which ran beside these"; wait $$beside; ours=$$?; \
+	cat $(VENV)/beside.log; exit $$((others > ours ? others : ours))
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -49,16 +55,11 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-# The GPU kernels' tests interpret Triton on one core and need neither Ray nor ports: they run beside the others.
-pytest: install  ## the tests
-ifeq ($(TESTS),tests)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_*.py -q > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
-	$(BIN)/python -m pytest $(TESTS) --ignore-glob='*/test_kernels_*' --durations=15; others=$$?; \
-	echo "== the kernels' tests, which ran beside them"; wait $$kernels; ours=$$?; cat $(VENV)/kernels.log; \
-	exit $$((others > ours ? others : ours))
-else
+pytest: install  ## the tests, but for the kernels'
 	$(BIN)/python -m pytest $(TESTS) --durations=15
-endif
+
+kernels: install  ## the GPU kernels' tests, in Triton's interpreter
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg

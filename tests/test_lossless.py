@@ -32,7 +32,6 @@ ENGINES = {
     "whole prompts": {"enable_chunked_prefill": False},
     "forced preemption": {"num_pages": 22, "enable_prefix_caching": False},
     "forced preemption with prefix cache": {"num_pages": 22},
-    "planned ahead": {"async_scheduling": True},
     "planned ahead, forced preemption": {"async_scheduling": True, "num_pages": 22},
 }
 
