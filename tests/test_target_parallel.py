@@ -132,16 +132,20 @@ def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> No
     ids = torch.arange(config.vocab_size)
     hidden = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
 
-    def work(rank) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         sharding = Sharding.of(config, rank.rank, rank.world_size)
         weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
         embedding = VocabEmbedding(weights.embedding(), sharding, rank)
-        return embedding(ids), VocabHead(weights.head(), config.vocab_size, rank)(hidden)
+        head = VocabHead(weights.head(), config.vocab_size, sharding, rank)
+        return embedding(ids), head(hidden), *head.local(hidden)
 
-    rows, logits = work(SingleRank())
-    for got_rows, got_logits in ThreadRanks(4).run(work):
+    rows, logits, _, _ = work(SingleRank())
+    pieces = ThreadRanks(4).run(work)
+    for got_rows, got_logits, local_logits, first_id in pieces:
         assert torch.equal(got_rows, rows)
         torch.testing.assert_close(got_logits, logits)
+        assert torch.equal(local_logits, got_logits[:, first_id : first_id + local_logits.shape[1]])
+    assert sum(local.shape[1] for *_, local, _ in pieces) == config.vocab_size
 
 
 @pytest.mark.parametrize(
