@@ -97,8 +97,9 @@ class Scheduler:
         self._admitted, self._page_entries = [], []
         slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
         slots_R = slots_R[self._go_on(slots_R)]
-        rows_R = self._share_rows(slots_R)
-        num_kept = self._cover_rows(slots_R, rows_R)
+        num_tokens_R, known_R = self._most_tokens(slots_R), self._known_rows(slots_R)
+        rows_R = self._share_rows(slots_R, num_tokens_R, known_R)
+        num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
         slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
         rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum()), now_s))
         slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
@@ -132,9 +133,9 @@ class Scheduler:
         left_R = table.num_tokens_S[slots_R] - table.num_computed_S[slots_R] - table.ahead_rows_S[slots_R]
         return np.where(table.ahead_samples_S[slots_R] > 0, 1, left_R)
 
-    def _share_rows(self, slots_R: IntArray) -> IntArray:
+    def _share_rows(self, slots_R: IntArray, num_tokens_R: IntArray, known_R: IntArray) -> IntArray:
         """Rows of each running sequence: one for everybody, then as many as it can use, in rank order."""
-        table, num_tokens_R, known_R = self.table, self._most_tokens(slots_R), self._known_rows(slots_R)
+        table = self.table
         # A step with k drafts brings up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
         more_R = np.where(known_R == 1, drafts_R, known_R - 1)
@@ -142,14 +143,14 @@ class Scheduler:
         left_R = np.maximum(self.config.max_rows - len(slots_R) - taken_R, 0)
         return 1 + np.minimum(more_R, left_R)
 
-    def _cover_rows(self, slots_R: IntArray, rows_R: IntArray) -> int:
-        """Allocate the pages of all rows, in rank order; returns how many of the sequences still run.
+    def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
+        """Allocate the pages of all rows, from position `first_R` on, in rank order; returns how many of the
+        sequences still run.
 
         Too few pages cut rows (in place), so drafts go first; for the first row others are preempted. Only
         decoding sequences lack pages: a prompt got its pages when it was admitted.
         """
         table, pool, page_size = self.table, self.pool, self.config.page_size
-        first_R = self._most_tokens(slots_R) - self._known_rows(slots_R)
         room_R = table.num_pages_S[slots_R] * page_size - first_R
         short, num_left = np.flatnonzero(rows_R > room_R), len(slots_R)
         columns = (short, slots_R[short], table.num_pages_S[slots_R[short]], room_R[short], rows_R[short])

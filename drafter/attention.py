@@ -61,6 +61,7 @@ class _Group:
         positions_GW: absolute position of each query row; W is a multiple of four, the last row repeated.
         lengths_G: keys that exist.
         masks: additive masks by their meaning, made when first asked for.
+        views: every layer's K and V of consecutive pages, likewise; see `_views`.
     """
 
     num_requests: int
@@ -72,6 +73,7 @@ class _Group:
     positions_GW: Tensor
     lengths_G: Tensor
     masks: dict[tuple[bool, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+    views: tuple[PagedKVCache, list[tuple[Tensor, ...]]] | None = None
 
     def mask(self, causal: bool, window: int | None, dtype: torch.dtype, copies: int) -> Tensor:
         """[G, 1, copies * W, T], or 1 for W where all rows see the same: 0 where visible, else -inf."""
@@ -274,60 +276,70 @@ def _attend(
     window: int | None,
 ) -> Tensor:
     """M rows of one group -> [M, Q, D]."""
-    num_heads, head_dim = q_MQD.shape[1:]
-    shared = num_heads // cache.num_kv_heads
-    kv_GT2KD = _context(cache, layer, group)
-    q_GWQD = _pad_rows(q_MQD.view(group.num_requests, -1, num_heads, head_dim), group.num_rows)
+    shared = q_MQD.shape[1] // cache.num_kv_heads
     if group.num_requests == 1:
-        out_GWQD = _attend_one(q_GWQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, 1), scale)
-    else:
-        out_GWQD = _attend_many(q_GWQD, kv_GT2KD, group.mask(causal, window, q_MQD.dtype, shared), scale)
-    return out_GWQD[:, : len(q_MQD) // group.num_requests].reshape(len(q_MQD), num_heads, head_dim)
-
-
-def _pad_rows(q_GWQD: Tensor, num_rows: int) -> Tensor:
-    """Repeat the last row up to `num_rows`."""
-    missing = num_rows - q_GWQD.shape[1]
-    if missing == 0:
-        return q_GWQD
-    if q_GWQD.shape[1] == 1:
-        return q_GWQD.repeat(1, num_rows, 1, 1)  # copied: a row stride of 0 takes the slow way round
-    return torch.cat((q_GWQD, q_GWQD[:, -1:].expand(-1, missing, -1, -1)), dim=1)
+        mask_11WT = group.mask(causal, window, q_MQD.dtype, 1)
+        return _attend_one(
+            q_MQD, _context_of_one(cache, layer, group, shared), mask_11WT, group.num_rows, scale
+        )
+    mask_G1WT = group.mask(causal, window, q_MQD.dtype, shared)
+    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, group.num_rows, scale)
 
 
 def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
-    """K and V of the group's requests [G, T, 2, K, D]; a view where one request's pages are consecutive."""
-    pages = cache.pages(layer)
-    count = group.num_keys // cache.page_size
-    if group.first_page is not None and group.first_page + count <= len(pages):
-        found = pages.narrow(
-            0, group.first_page, count
-        )  # pages behind the context are strangers', and masked
-    else:
-        found = pages.index_select(0, group.pages_GP)
+    """K and V of the group's requests, gathered: [G, T, 2, K, D]."""
+    found = cache.pages(layer).index_select(0, group.pages_GP)
     return found.view(group.num_requests, group.num_keys, 2, cache.num_kv_heads, cache.head_dim)
 
 
-def _attend_one(q_1WQD: Tensor, kv_1T2KD: Tensor, mask_11WT: Tensor, scale: float) -> Tensor:
-    """One request: kv heads take the place of the batch, so that grouped heads copy neither K nor V."""
-    _, num_rows, num_heads, head_dim = q_1WQD.shape
-    _, num_keys, _, num_kv, _ = kv_1T2KD.shape
-    shared = num_heads // num_kv
-    q_KCWD = q_1WQD.view(num_rows, num_kv, shared, head_dim).permute(1, 2, 0, 3)
-    kv_2K1TD = kv_1T2KD[0].permute(1, 2, 0, 3).unsqueeze(2)
-    k, v = kv_2K1TD.expand(2, num_kv, shared, num_keys, head_dim).unbind(0)
-    out_KCWD = F.scaled_dot_product_attention(q_KCWD, k, v, attn_mask=mask_11WT, scale=scale)
-    return out_KCWD.permute(2, 0, 1, 3).reshape(1, num_rows, num_heads, head_dim)
+def _context_of_one(cache: PagedKVCache, layer: int, group: _Group, shared: int) -> tuple[Tensor, ...]:
+    """K and V [K, C, T, D] of the group's only request: views where its pages are consecutive.
+
+    Grouped heads copy neither K nor V.
+    """
+    count, num_pages = group.num_keys // cache.page_size, cache.num_pages + 1
+    if group.first_page is not None and group.first_page + count <= num_pages:
+        if group.views is None or group.views[0] is not cache:
+            group.views = (cache, _views(cache, group.first_page, count, shared))
+        return group.views[1][layer]
+    kv_2K1TD = _context(cache, layer, group)[0].permute(1, 2, 0, 3).unsqueeze(2)
+    return kv_2K1TD.expand(-1, -1, shared, -1, -1).unbind(0)
 
 
-def _attend_many(q_GWQD: Tensor, kv_GT2KD: Tensor, mask_G1WT: Tensor, scale: float) -> Tensor:
+def _views(cache: PagedKVCache, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
+    """K and V [K, C, T, D] of every layer. Pages behind the context are strangers', and masked."""
+    kv_LT2KD = cache.kv.narrow(1, first, count).flatten(1, 2)
+    kv_L2KCTD = kv_LT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
+    return [pair.unbind(0) for pair in kv_L2KCTD.unbind(0)]
+
+
+def _attend_one(
+    q_MQD: Tensor, kv: tuple[Tensor, ...], mask_11WT: Tensor, num_rows: int, scale: float
+) -> Tensor:
+    """One request: kv heads take the place of the batch."""
+    k_KCTD, v_KCTD = kv
+    num_kv, shared, _, head_dim = k_KCTD.shape
+    q_KCWD = _pad_rows(q_MQD.view(-1, num_kv, shared, head_dim).permute(1, 2, 0, 3), num_rows)
+    out_KCWD = F.scaled_dot_product_attention(q_KCWD, k_KCTD, v_KCTD, attn_mask=mask_11WT, scale=scale)
+    return out_KCWD[:, :, : len(q_MQD)].permute(2, 0, 1, 3).reshape(q_MQD.shape)
+
+
+def _pad_rows(q: Tensor, num_rows: int) -> Tensor:
+    """Repeat the last but one dimension's last row up to `num_rows`."""
+    missing = num_rows - q.shape[-2]
+    if missing == 0:
+        return q
+    # Copied: a row stride of 0 takes the slow way through the product.
+    return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
+
+
+def _attend_many(q_MQD: Tensor, kv_GT2KD: Tensor, mask_G1WT: Tensor, num_rows: int, scale: float) -> Tensor:
     """Several requests: the heads that share a kv head become further query rows of it (C * W in all)."""
-    num_requests, width, num_heads, head_dim = q_GWQD.shape
-    num_kv = kv_GT2KD.shape[3]
-    shared = num_heads // num_kv
-    q = q_GWQD.view(num_requests, width, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(num_requests, num_kv, shared * width, head_dim)
-    k, v = kv_GT2KD.permute(2, 0, 3, 1, 4).unbind(0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_G1WT, scale=scale)
-    out = out.view(num_requests, num_kv, shared, width, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(num_requests, width, num_heads, head_dim)
+    num_requests, _, _, num_kv, head_dim = kv_GT2KD.shape
+    shared, rows_each = q_MQD.shape[1] // num_kv, len(q_MQD) // num_requests
+    q_GKCWD = q_MQD.view(num_requests, rows_each, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
+    q_GKMD = _pad_rows(q_GKCWD, num_rows).reshape(num_requests, num_kv, shared * num_rows, head_dim)
+    k_GKTD, v_GKTD = kv_GT2KD.permute(2, 0, 3, 1, 4).unbind(0)
+    out_GKMD = F.scaled_dot_product_attention(q_GKMD, k_GKTD, v_GKTD, attn_mask=mask_G1WT, scale=scale)
+    out_GKCWD = out_GKMD.view(num_requests, num_kv, shared, num_rows, head_dim)
+    return out_GKCWD[..., :rows_each, :].permute(0, 3, 1, 2, 4).reshape(q_MQD.shape)

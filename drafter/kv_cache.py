@@ -42,8 +42,8 @@ class PagedKVCache:
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.device = self.kv.device
         # Views made once: indexing a tensor costs a microsecond, and there are many layers.
-        self._slots_LN2KD = self.kv.view(num_layers, -1, 2, num_kv_heads, head_dim)
-        self._layer_slots = tuple(self._slots_LN2KD.unbind(0))
+        self.slots_LN2KD = self.kv.view(num_layers, -1, 2, num_kv_heads, head_dim)
+        self._layer_slots = tuple(self.slots_LN2KD.split(1))
         self._layer_pages = tuple(self.kv.unbind(0))
 
     @property
@@ -54,13 +54,17 @@ class PagedKVCache:
         """[P + 1, S, 2, K, D] of a layer."""
         return self._layer_pages[layer]
 
+    def slots(self, layer: int) -> Tensor:
+        """[1, slots, 2, K, D] of a layer: its part of `slots_LN2KD`."""
+        return self._layer_slots[layer]
+
     def write(self, layer: int, slots_N: Tensor, kv_N2KD: Tensor) -> None:
         """Write rows of one layer. `slots` int64; unwanted rows carry `skip_slot`."""
-        self._layer_slots[layer].index_copy_(0, slots_N, kv_N2KD)
+        self._layer_slots[layer][0].index_copy_(0, slots_N, kv_N2KD)
 
     def write_all(self, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
         """Write rows of all layers at once."""
-        self._slots_LN2KD.index_copy_(1, slots_N, kv_LN2KD)
+        self.slots_LN2KD.index_copy_(1, slots_N, kv_LN2KD)
 
     @staticmethod
     def bytes_per_page(

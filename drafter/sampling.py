@@ -14,19 +14,15 @@ Legend: N rows to sample, M rows with temperature > 0, V vocabulary, F forbidden
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_LOW32 = 0xFFFFFFFF
-# A two-round 32-bit mixer with low bias (hash-prospector). Both factors are below 2^31, so that a product
-# with a 32-bit value never leaves int64: the integers are the same wherever int64 is.
-_FACTOR_1, _FACTOR_2 = 0x21F0AAAD, 0x735A2D97
-_CHAINS = (0x243F6A88, 0x13198A2E)  # digits of pi: two independent keys per row
+from .cpu import noise as cpu_noise
+from .noise import negative_gumbel, noise_keys
+
 _NUCLEUS_FIRST_LOOK = 256
 
 
@@ -108,9 +104,9 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.noisy_M is None:
         return _argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:
-        return _noisy_scores(logits_NV.float(), batch).argmax(dim=-1)
+        return _noisy_argmax(logits_NV.float(), batch)
     ids_N = _argmax(logits_NV)
-    chosen_M = _noisy_scores(logits_NV.index_select(0, batch.noisy_M).float(), batch).argmax(dim=-1)
+    chosen_M = _noisy_argmax(logits_NV.index_select(0, batch.noisy_M).float(), batch)
     return ids_N.index_copy_(0, batch.noisy_M, chosen_M)
 
 
@@ -119,12 +115,14 @@ def _argmax(logits_NV: Tensor) -> Tensor:
     return (logits_NV.float() if logits_NV.device.type == "cpu" else logits_NV).argmax(dim=-1)
 
 
-def _noisy_scores(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
-    """z + T g on what the filters keep, else -inf: the argmax of z / T + g, and sound for T -> 0."""
+def _noisy_argmax(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
+    """argmax of z + T g over what the filters keep: that of z / T + g, and sound for T -> 0."""
     kept_MV = filter_logits(logits_MV, batch)
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
+    if kept_MV.device.type == "cpu":
+        return cpu_noise.noisy_argmax(kept_MV.contiguous(), batch.temperature_M1, batch.key_2M1)
     negative_g_MV = negative_gumbel(batch.key_2M1, kept_MV.shape[-1])
-    return torch.addcmul(kept_MV, batch.temperature_M1, negative_g_MV, value=-1)
+    return torch.addcmul(kept_MV, batch.temperature_M1, negative_g_MV, value=-1).argmax(dim=-1)
 
 
 def filter_logits(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
@@ -171,41 +169,3 @@ def _nucleus_floor(sorted_Mk: Tensor, top_p_M1: Tensor) -> Tensor:
     before_Mk = sorted_Mk.double().cumsum(dim=-1) - sorted_Mk
     last_M1 = (before_Mk < top_p_M1).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
     return sorted_Mk.gather(-1, last_M1).masked_fill_(top_p_M1 >= 1, 0.0)
-
-
-def noise_keys(seed: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Two 32-bit keys of each (64-bit seed, absolute position), int64 [2, N]."""
-    low, high = seed & _LOW32, (seed >> 32) & _LOW32
-    chains = [_mix(_mix(_mix(low ^ chain) ^ high) ^ position) for chain in _CHAINS]
-    return np.stack(chains)
-
-
-def _mix(x: Any) -> Any:  # Any: NumPy arrays and tensors, whose operators are the same
-    """A bijection of 32-bit values (held in int64) that spreads every bit over all of them."""
-    x = x ^ (x >> 16)
-    x = (x * _FACTOR_1) & _LOW32
-    x = x ^ (x >> 15)
-    x = (x * _FACTOR_2) & _LOW32
-    return x ^ (x >> 15)
-
-
-@lru_cache(maxsize=8)
-def _mixed_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """mix(token id) for every token: the part of the hash that no row changes."""
-    return _mix(torch.arange(vocab_size, dtype=torch.int64, device=device))
-
-
-def noise_bits(key_2M1: Tensor, vocab_size: int) -> Tensor:
-    """The hash itself: 32 random bits per (row, token), int64 [M, V], the same integers on every device."""
-    bits_MV = _mixed_tokens(vocab_size, key_2M1.device) ^ key_2M1[0]
-    bits_MV.mul_(_FACTOR_1).bitwise_and_(_LOW32)
-    bits_MV.bitwise_xor_(bits_MV >> 15).bitwise_xor_(key_2M1[1])
-    bits_MV.mul_(_FACTOR_2).bitwise_and_(_LOW32)
-    return bits_MV.bitwise_xor_(bits_MV >> 15)
-
-
-def negative_gumbel(key_2M1: Tensor, vocab_size: int) -> Tensor:
-    """-g = log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32: precise at small u, the winning tail."""
-    minus_u_MV = noise_bits(key_2M1, vocab_size).to(torch.float32).mul_(-(2.0**-32)).sub_(2.0**-33)
-    minus_u_MV.clamp_(min=-1.0 + 2.0**-24)  # a rounded u of 1 would be minus infinity
-    return minus_u_MV.log1p_().neg_().log_()

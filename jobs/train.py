@@ -201,8 +201,9 @@ class _PairJob:
     ) -> TrainableDrafter:
         """The target changes once more here, and is exported again."""
         drafter = new_drafter(target)
-        # Twice, for the corpus has more to tell than there is time to write.
-        mixed = Continuations.join([data, data, corpus_sequences(store, 2 * len(data), seed=2)])
+        # By tokens about as much of each, by sequences four to one. The corpus keeps the target honest;
+        # its own sure answers, which are what the drafter will have to foretell, make it decided.
+        mixed = Continuations.join([data, data, corpus_sequences(store, len(data) // 2, seed=2)])
         ids = special_id(tokenizer, MASK), special_id(tokenizer, END_OF_TEXT)
         snapshot, budget_s = self._work / TOGETHER_SNAPSHOT, self._budget_s * Shares.together
         train_together(target, drafter, mixed, *ids, snapshot, budget_s, self._device, self._report)

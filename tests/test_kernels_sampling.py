@@ -16,7 +16,8 @@ from manta.drafter.kernels.filters import find_floors
 from manta.drafter.kernels.noise import negative_gumbel as negative_gumbel_in_kernel
 from manta.drafter.kernels.noise import noise_keys as noise_keys_in_kernel
 from manta.drafter.kernels.sampling import SamplingState, SamplingWorkspace, choose_tokens
-from manta.drafter.sampling import SamplingBatch, filter_logits, negative_gumbel, noise_keys, sample_rows
+from manta.drafter.noise import negative_gumbel, noise_keys
+from manta.drafter.sampling import SamplingBatch, filter_logits, sample_rows
 
 if os.environ["TRITON_INTERPRET"] != "1":
     pytest.skip("these tests run kernels on the CPU", allow_module_level=True)

@@ -150,9 +150,9 @@ def _runs_ahead(plan: LoadPlan) -> bool:
 
 
 def make_backend(plan: LoadPlan) -> Backend:
-    """The plan's; Triton is imported only if it was chosen."""
+    """The plan's; Triton and Numba are imported only if they are needed."""
     if plan.attention_backend == "torch":
-        return TorchBackend()
+        return _cpu_backend(plan.dtype) if plan.device.type == "cpu" else TorchBackend()
     from ...drafter.kernels.backend import TritonBackend
 
     if plan.attention_backend == "triton":
@@ -161,6 +161,13 @@ def make_backend(plan: LoadPlan) -> Backend:
 
     head_dims = {plan.target.head_dim, *([plan.drafter.head_dim] if plan.drafter else [])}
     return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
+
+
+def _cpu_backend(dtype: torch.dtype) -> Backend:
+    from ...drafter.cpu.backend import CpuBackend
+    from ...drafter.cpu.kernels import DTYPES
+
+    return CpuBackend() if dtype in DTYPES else TorchBackend()
 
 
 def _attention_batch(plan: LoadPlan) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The keyed noise of `drafter/sampling.py` in kernels: the same integers, and precise logarithms.
+"""The keyed noise of `drafter/noise.py` in kernels: the same integers, and precise logarithms.
 
 A GPU's fast logarithm is coarse near 1, just where the winning noise lies; so log is a polynomial of our own,
 within about one unit in the last place everywhere. Used by `sampling.py` and `filters.py`.
@@ -11,15 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..sampling import _CHAINS, _FACTOR_1, _FACTOR_2
+from ..noise import CHAINS, FACTOR_1, FACTOR_2
 
-_FACTOR_A, _FACTOR_B = tl.constexpr(_FACTOR_1), tl.constexpr(_FACTOR_2)
-_CHAIN_0, _CHAIN_1 = tl.constexpr(_CHAINS[0]), tl.constexpr(_CHAINS[1])
+_FACTOR_A, _FACTOR_B = tl.constexpr(FACTOR_1), tl.constexpr(FACTOR_2)
+_CHAIN_0, _CHAIN_1 = tl.constexpr(CHAINS[0]), tl.constexpr(CHAINS[1])
 
 
 @triton.jit
 def noise_keys(seed, position):
-    """`noise_keys` of drafter/sampling.py: unsigned 32-bit products wrap to the same low bits."""
+    """`noise_keys` of drafter/noise.py: unsigned 32-bit products wrap to the same low bits."""
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     position = position.to(tl.uint32)
     key_0 = _mix(_mix(_mix(low ^ _CHAIN_0) ^ high) ^ position)
@@ -29,7 +29,7 @@ def noise_keys(seed, position):
 
 @triton.jit
 def negative_gumbel(key_0, key_1, tokens):
-    """log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32, as `negative_gumbel` of drafter/sampling.py."""
+    """log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32, as `negative_gumbel` of drafter/noise.py."""
     bits = _mix(tokens.to(tl.uint32)) ^ key_0
     bits = bits * _FACTOR_A
     bits = bits ^ (bits >> 15) ^ key_1

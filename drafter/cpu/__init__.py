@@ -1,0 +1,1 @@
+"""A layer's small operations on a CPU, compiled by Numba."""

@@ -1,0 +1,179 @@
+"""The compiled loops of the CPU's backend against PyTorch's operators, and row by row against themselves.
+
+Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, D head dim, L layers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from manta.drafter.attention import AttentionBatch
+from manta.drafter.backend import AttentionShape, PlacedRows, TorchBackend
+from manta.drafter.cpu import kernels
+from manta.drafter.cpu.backend import CpuBackend
+from manta.drafter.cpu.noise import noisy_argmax
+from manta.drafter.kv_cache import PagedKVCache
+from manta.drafter.layers import RMSNorm, RopeConfig, RotaryEmbedding
+from manta.drafter.noise import negative_gumbel, noise_keys
+from torch import Tensor
+
+EPS = 1e-6
+MAX_POSITIONS, NUM_PAGES, PAGE_SIZE = 300, 20, 16
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = [(4, 2, 64), (6, 1, 64), (8, 8, 32), (2, 1, 128)]  # Q, K, D
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def weights(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.rand(shape) + 0.5).to(dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor):
+    """Equal to 2e-6 in fp32; in bf16 a few ulp, for PyTorch rounds between its operators."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    tolerance = 2e-6 if actual.dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
+    return RotaryEmbedding(RopeConfig(head_dim, 1e4, "default", {}), MAX_POSITIONS, dtype, "cpu")
+
+
+def placed(first: int, count: int) -> PlacedRows:
+    """Rows at positions first, first + 1, ... of one request whose pages are 0, 1, 2, ..."""
+    positions_N = torch.arange(first, first + count)
+    pages_RP = np.arange(NUM_PAGES)[None]
+    batch = AttentionBatch.build(np.array([first]), np.array([count]), pages_RP, PAGE_SIZE, "cpu")
+    return PlacedRows(positions_N, positions_N.clone(), batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 192), (16, 64), (5, 1000), (0, 64)])
+def test_norms_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
+    x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=dtype), EPS)
+    assert_same(CpuBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(dtype: torch.dtype):
+    gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
+    gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
+    assert_same(CpuBackend().silu_mul(gate_up_NI), TorchBackend().silu_mul(gate_up_NI.clone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("heads", SHAPES)
+def test_attention_writes_and_answers_as_pytorch(
+    heads: tuple[int, int, int], normed: bool, dtype: torch.dtype
+):
+    num_heads, num_kv, head_dim = heads
+    norms = [weights(head_dim, dtype=dtype) if normed else None for _ in range(2)]
+    shape = AttentionShape(num_heads, num_kv, head_dim, *norms, EPS)
+    garbage = torch.randn(2, NUM_PAGES + 1, PAGE_SIZE, 2, num_kv, head_dim).to(dtype)
+    qkv_NO = torch.randn(9, (num_heads + 2 * num_kv) * head_dim).to(dtype)
+    rope, rows = rotary(head_dim, dtype), placed(100, 9)
+    answers: list[tuple[Tensor, Tensor]] = []
+    for backend in (CpuBackend(), TorchBackend()):
+        cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu")
+        cache.kv.copy_(garbage)
+        step = backend.begin(rope, rows)
+        answers.append((backend.attention(shape)(qkv_NO.clone(), step, cache, 1), cache.kv))
+    (ours, our_kv), (theirs, their_kv) = answers
+    assert_same(ours, theirs)
+    assert_same(our_kv, their_kv)
+    changed = (our_kv != garbage).flatten(3).any(-1)  # [L, P + 1, S]
+    assert torch.equal(changed.flatten(1).nonzero()[:, 1], torch.arange(100, 109)), "other slots were written"
+    assert not changed[0].any(), "another layer was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype):
+    num_layers, num_kv, head_dim = 3, 2, 64
+    norms_LD = weights(num_layers, head_dim, dtype=dtype)
+    kv_NO = torch.randn(5, 2 * num_layers * num_kv * head_dim).to(dtype)
+    rows = placed(40, 5)
+    rows.kv_slots_N[2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
+    written: list[Tensor] = []
+    for backend in (CpuBackend(), TorchBackend()):
+        cache = PagedKVCache(num_layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu")
+        write = backend.context_writer(norms_LD, EPS, num_kv)
+        write(kv_NO.clone(), rotary(head_dim, dtype), rows, cache)
+        written.append(cache.kv)
+    assert_same(*written)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
+    """`invariance.py` looks at products and attention; the rest of what a row depends on is here."""
+    x_NH, norm = torch.randn(33, 192).to(dtype), RMSNorm(weights(192, dtype=dtype), EPS)
+    gate_up_NI, qkv_NO = torch.randn(33, 1024).to(dtype), torch.randn(33, 512).to(dtype)
+    norm_JD, rope = weights(6, 64, dtype=dtype), rotary(64, dtype)
+
+    def heads(rows: slice) -> Tensor:
+        cache, out_NO = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, 2, 64, dtype, "cpu"), qkv_NO[rows].clone()
+        at_N = torch.arange(50, 83)[rows]
+        kernels.norm_rotate_write(out_NO, 4, 2, norm_JD, EPS, rope, at_N, at_N, cache.slots(0))
+        return torch.cat((out_NO, cache.slots(0)[0, at_N].flatten(1)), dim=1)
+
+    everything = slice(0, 33)
+    for compute in (
+        lambda rows: kernels.rms_norm(x_NH[rows], norm.weight_H, EPS),
+        lambda rows: kernels.silu_mul(gate_up_NI[rows]),
+        heads,
+    ):
+        together = compute(everything)
+        for rows in (slice(0, 1), slice(7, 8), slice(3, 19), slice(32, 33)):
+            assert torch.equal(compute(rows), together[rows])
+
+
+def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():
+    """To nearest even, infinities and NaNs included: a norm by ones of rows whose mean square is one."""
+    bits = torch.randint(0, 2**16, (4096,), dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    gate_N1 = torch.full((4096, 1), 1.5, dtype=torch.bfloat16)
+    got = kernels.silu_mul(torch.cat((gate_N1, bits.view(-1, 1)), dim=1).contiguous())
+    silu = torch.nn.functional.silu(torch.tensor(1.5))
+    exact = silu * bits.float()
+    same = (got.flatten() == exact.to(torch.bfloat16)) | (got.flatten().isnan() & exact.isnan())
+    assert same.float().mean() > 0.999, "more than a rare difference in the last place of silu(1.5)"
+    assert torch.equal(got.flatten().isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 4096, 50_001])
+def test_a_noisy_row_chooses_the_largest_of_logits_and_noise(vocab_size: int):
+    """PyTorch's noise differs by units in the last place: its best score is ours, but for that."""
+    num_rows = 12
+    logits_MV = 3 * torch.randn(num_rows, vocab_size)
+    logits_MV[3, : vocab_size // 2] = float("-inf")
+    temperature_M1 = torch.linspace(0.01, 3.0, num_rows).unsqueeze(1)
+    keys = torch.from_numpy(noise_keys(np.arange(num_rows) * 7919, np.arange(num_rows))).unsqueeze(-1)
+    score_MV = logits_MV - temperature_M1 * negative_gumbel(keys, vocab_size)
+    chosen_M = noisy_argmax(logits_MV, temperature_M1, keys)
+    best_M1 = score_MV.gather(1, chosen_M.unsqueeze(1))
+    assert (best_M1.squeeze(1) >= score_MV.amax(dim=1) - 1e-4).all()
+    assert (chosen_M == score_MV.argmax(dim=1)).float().mean() > 0.9
+    alone = [
+        noisy_argmax(logits_MV[m : m + 1], temperature_M1[m : m + 1], keys[:, m : m + 1].contiguous())
+        for m in range(num_rows)
+    ]
+    assert torch.equal(torch.cat(alone), chosen_M)
+
+
+def test_the_loop_draws_the_very_bits_of_the_noise():
+    """With nothing but noise the choice follows it."""
+    rows = np.arange(300)
+    keys = torch.from_numpy(noise_keys(rows * 104729 - 5, rows)).unsqueeze(-1)
+    expected_M = negative_gumbel(keys, 3000).double().argmin(dim=1)
+    assert torch.equal(noisy_argmax(torch.zeros(300, 3000), torch.ones(300, 1), keys), expected_M)
+
+
+def test_of_rows_that_can_be_nothing_the_first_token_is_chosen():
+    """As by `argmax`."""
+    keys = torch.from_numpy(noise_keys(np.zeros(2, dtype=np.int64), np.arange(2))).unsqueeze(-1)
+    logits_MV = torch.full((2, 9), float("-inf"))
+    assert noisy_argmax(logits_MV, torch.ones(2, 1), keys).tolist() == [0, 0]
