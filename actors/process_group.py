@@ -9,7 +9,8 @@ drafter one with target rank 0:
               joint group ─────┤            drafts come by broadcast from the drafter
               └ rank 0 ─ link ─┘            tokens and features go by broadcast from rank 0
 
-A group of one process needs no torch.distributed: its communicator does nothing. Plans and results do not go
+A group of one process needs no torch.distributed: its communicator does nothing. Small sums between GPUs may
+take a shorter way (`peer_memory.py`). Plans and results do not go
 this way: that is `channel.py`. Used by `target/worker.py` and `drafter_worker.py`.
 """
 
@@ -25,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from .peer_memory import PeerSum
+
 Store = TCPStore
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -38,10 +41,18 @@ class Communicator:
         self._group = group
         self.rank = dist.get_rank(group) if group else 0
         self.world_size = dist.get_world_size(group) if group else 1
+        self._peers: PeerSum | None = None
+
+    def use_peer_memory(self, dtype: torch.dtype) -> None:
+        """Between GPUs: sum small tensors of this dtype through peer memory from now on, if it works."""
+        if self._group:
+            self._peers = PeerSum.of(self._group, self.device, dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
-        if self._group:
+        if self._peers and self._peers.takes(tensor):
+            self._peers.add_up(tensor)
+        elif self._group:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 

@@ -28,6 +28,7 @@ if fault and rank == 1:
 own = torch.arange(6.0).reshape(2, 3) + 10 * rank
 out = {"joint": [groups.joint.rank, groups.joint.world_size]}
 if groups.target:
+    groups.target.use_peer_memory(torch.float32)  # between GPUs alone: nothing changes here
     out["target"] = [groups.target.rank, groups.target.world_size]
     out["sum"] = groups.target.all_reduce(own.clone()).tolist()
     out["rows"] = groups.target.all_gather(own, dim=0).tolist()

@@ -19,11 +19,16 @@ class TargetWorker(Worker):
 
     def _load(self) -> ExecutorInfo:
         from ..split_drafter import RemoteDrafts, tell_num_pages
-        from .loading import load_runner
+        from .load_plan import plan_load
+        from .loading import Checkpoints, start_runner
 
         groups, split = self.groups, self.setting.topology.split_drafter
-        self._runner, info = load_runner(
-            self.setting.config,
+        assert groups.target is not None, "a rank of the target"
+        plan = plan_load(self.setting.config)
+        groups.target.use_peer_memory(plan.dtype)
+        self._runner, info = start_runner(
+            plan,
+            Checkpoints(),
             groups.target,
             remote_drafts=(lambda plan: RemoteDrafts(plan, groups)) if split else None,
         )
