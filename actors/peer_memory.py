@@ -1,10 +1,10 @@
 """Small sums between GPUs through each other's memory, where it works; the rest is NCCL's.
 
-A decoding step of a split target sums a few KB twice per layer. NCCL's latency, 20 to 30 microseconds, is
-twice that of one kernel that reads the peers' buffers (`one_shot_all_reduce` of torch's symmetric memory), and
-that puts no node of the host into a CUDA graph. It needs all ranks' devices visible in every process and peer
-access between them; where anything is missing, or a sum comes out wrong, no rank uses it. Used by
-`process_group.py`.
+A decoding step of a split target sums a few KB twice per layer. NCCL takes 20 to 30 microseconds for each,
+one kernel that reads the peers' buffers half of that (`one_shot_all_reduce` of torch's symmetric memory),
+and that kernel puts no node of the host into a CUDA graph. It needs all ranks' devices visible in every
+process and peer access between them; where anything is missing, or a sum comes out wrong, no rank uses it.
+Used by `process_group.py`.
 """
 
 from __future__ import annotations
