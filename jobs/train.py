@@ -181,17 +181,20 @@ class _PairJob:
             keep: the part of an answer to learn from.
         """
         asked = questions(self._learned, store, tokenizer, NUM_QUESTIONS, temperatures, seed=1)
-        budget = TimeBudget(self._budget_s * share)
+        folder = self._work / f"continuations-{name}"
+        used = folder / "used_s"  # a restart spends what is left of the time, not all of it anew
+        budget = TimeBudget(self._budget_s * share, float(used.read_text()) if used.exists() else 0.0)
         shards: list[Continuations] = []
         with LLM(str(self._output / "target"), max_num_seqs=NUM_RUNNING) as llm:
             generate = _generator(llm, MAX_NEW_TOKENS)
             for start in range(0, len(asked), QUESTIONS_PER_SHARD):
-                path = self._work / f"continuations-{name}" / f"{start:06}.npz"
+                path = folder / f"{start:06}.npz"
                 if not path.exists():
                     if shards and budget.progress >= 1.0:
                         break
                     part = asked[start : start + QUESTIONS_PER_SHARD]
                     Continuations.of(part, [keep(answer) for answer in generate(part)]).save(path)
+                    used.write_text(f"{budget.used_s:.1f}")
                 shards.append(Continuations.load(path))
                 self._report(f"{name} continuations: {start + len(shards[-1])} of {len(asked)}")
         return Continuations.join(shards)
