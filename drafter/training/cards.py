@@ -33,8 +33,8 @@ nothing else and is no assistant.
   of {corpus_tokens:.2f} M; Muon for the hidden matrices, AdamW for the rest, bf16 products on fp32 weights,
   warm-up, constant rate, linear decay; windows of 256, then 512, then 1,024 tokens;
   then {together_steps:,} steps together with the drafter, whose loss reaches the target through its hidden
-  states, half on pieces of the corpus, half on its own continuations at temperatures 0.5 and 0.7 up to where
-  they began to repeat themselves: as in post-training, the target grows surer of what it says;
+  states, about half on pieces of the corpus, half on its own continuations at temperatures 0.5 and 0.7 up to
+  where they began to repeat themselves: as in post-training, the target grows surer of what it says;
   {target_minutes:.0f} + {together_minutes:.0f} minutes on {machine}.
 * **Held-out loss**: {held_out_loss:.3f} nats per token ({held_out_loss_alone:.3f} before the drafter joined).
 
