@@ -103,7 +103,6 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
-        self._first_R = np.zeros(0, dtype=np.int64)  # position of each request's first row in the step
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in admissions and new pages; comes first in a step."""
@@ -111,7 +110,6 @@ class RequestStates:
             self._admit(request)
         if len(plan.page_slots):
             self.page_table[plan.page_slots, plan.page_indices] = plan.page_ids
-        self._first_R = np.where(plan.num_computed < 0, self._num_computed[plan.slots], plan.num_computed)
 
     def _admit(self, request: AdmittedRequest) -> None:
         slot, sampling = request.slot, request.sampling
@@ -130,7 +128,8 @@ class RequestStates:
     def rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
         slots_R, rows_R = _as_int64(plan.slots, plan.num_rows)
-        owner_N, positions_N = _lay_out(self._first_R, rows_R)
+        first_R = self._first(plan)
+        owner_N, positions_N = _lay_out(first_R, rows_R)
         counts_R = np.where(plan.samples, 1 + plan.num_drafts.astype(np.int64), 0)
         ends_R = np.cumsum(rows_R)
         owner_X, sampled_X = _lay_out(ends_R - counts_R, counts_R)
@@ -138,7 +137,7 @@ class RequestStates:
             token_ids_N=self._tokens(slots_R[owner_N], positions_N),
             positions_N=self._put(positions_N),
             kv_slots_N=self._put(self._kv_slots(slots_R[owner_N], positions_N)),
-            batch=self._attention(slots_R, self._first_R, rows_R),
+            batch=self._attention(slots_R, first_R, rows_R),
             sampled_X=self._put(sampled_X),
             counts_R=self._put(counts_R),
             sampling=self._sampling(slots_R[owner_X], positions_N[sampled_X] + 1),
@@ -151,7 +150,7 @@ class RequestStates:
             return None
         who_B = np.flatnonzero(plan.num_drafts)
         slots_B, rows_B = _as_int64(plan.slots[who_B], plan.num_drafts[who_B] + 1)
-        anchor_B = self._first_R[who_B]
+        anchor_B = self._first(plan)[who_B]
         owner_N, positions_N = _lay_out(anchor_B, rows_B)
         anchor_rows_B = np.cumsum(rows_B) - rows_B
         is_mask_N = np.ones(len(positions_N), dtype=bool)
@@ -181,12 +180,16 @@ class RequestStates:
         columns_W = torch.arange(token_ids_RW.shape[1], device=self.device)
         self._write(plan, token_ids_RW, columns_W < num_tokens_R.unsqueeze(1))
         accepted_R = np.maximum(num_tokens_R.cpu().numpy() - 1, 0)
-        self._num_computed[plan.slots] = self._first_R + plan.num_rows - plan.num_drafts + accepted_R
+        self._num_computed[plan.slots] = self._first(plan) + plan.num_rows - plan.num_drafts + accepted_R
+
+    def _first(self, plan: SchedulerOutput) -> Ints:
+        """Absolute position of each request's first row; before `append`."""
+        return np.where(plan.num_computed < 0, self._num_computed[plan.slots], plan.num_computed)
 
     def _write(self, plan: SchedulerOutput, values_RW: Tensor, wanted_RW: Tensor) -> None:
         """Write behind each request's known tokens; what is not wanted lands in the last column."""
         slots_R, rows_R, drafts_R = _as_int64(plan.slots, plan.num_rows, plan.num_drafts)
-        begin_R = self._put(self._first_R + rows_R - drafts_R)
+        begin_R = self._put(self._first(plan) + rows_R - drafts_R)
         columns_RW = begin_R.unsqueeze(1) + torch.arange(values_RW.shape[1], device=self.device)
         columns_RW = torch.where(wanted_RW, columns_RW, self._max_len)
         self.token_ids[self._put(slots_R).unsqueeze(1), columns_RW] = values_RW

@@ -141,7 +141,7 @@ def test_the_fastest_way_of_a_trial_is_measured(
         together = "one by one" if side["at_once"] == 1 else f"{side['at_once']} at once"
         assert fastest == ", ".join(filter(None, (side["dtype"], side["detail"], together)))
     by_name = {side["name"]: side for side in sides}
-    assert len(by_name["Hugging Face generate"]["trial_tokens_per_s"]) == 8
+    assert len(by_name["Hugging Face generate"]["trial_tokens_per_s"]) == 4, "no static caches on a CPU"
 
 
 def test_every_way_of_generate_gives_the_same_tokens(pair: tuple[Path, Path]) -> None:

@@ -10,7 +10,7 @@ head dim, T positions, S slots of a layer's K/V.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

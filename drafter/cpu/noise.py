@@ -8,7 +8,7 @@ Legend: M rows, V vocabulary.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
