@@ -5,6 +5,9 @@ Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, D head dim, L
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -177,3 +180,14 @@ def test_of_rows_that_can_be_nothing_the_first_token_is_chosen():
     keys = torch.from_numpy(noise_keys(np.zeros(2, dtype=np.int64), np.arange(2))).unsqueeze(-1)
     logits_MV = torch.full((2, 9), float("-inf"))
     assert noisy_argmax(logits_MV, torch.ones(2, 1), keys).tolist() == [0, 0]
+
+
+def test_loops_run_where_no_folder_can_keep_them():
+    """A read-only image without a home: Numba finds no place for its cache."""
+    script = (
+        "import torch; from numba.core import caching; caching.CacheImpl._locator_classes = []\n"
+        "from manta.drafter.cpu import kernels\n"
+        "print(kernels.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[[1.0, 1.0, 1.0, 1.0]]", done.stderr

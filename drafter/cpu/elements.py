@@ -11,19 +11,38 @@ NUMBA_CACHE_DIR says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-_options = {"cache": True, "nogil": True, "error_model": "numpy"}
+
+
+def _loop(
+    fastmath: set[str], inline: str = "never"
+) -> Callable[[Callable[..., Any]], Any]:  # Any: Numba's own
+    """A decorator: compiles a function when it is first called, with these freedoms of floating-point."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, "inline": inline}
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # there is no folder to keep it in: every process compiles anew
+            return njit(**options)(function)
+
+    return compiled
+
+
 # A sum may be taken in any order (the same for every row); nothing else may be reordered. A maximum is one of
 # its values in any order, but for NaNs, which it may skip.
-elements = njit(**_options, fastmath={"contract"})
-inlined = njit(**_options, fastmath={"contract"}, inline="always")  # into a loop that must be vectorised
-sums = njit(**_options, fastmath={"reassoc", "nsz", "contract"})
-maxima = njit(**_options, fastmath={"reassoc", "nsz", "nnan"})
+elements = _loop({"contract"})
+inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorised
+sums = _loop({"reassoc", "nsz", "contract"})
+maxima = _loop({"reassoc", "nsz", "nnan"})
 
 
 @intrinsic
