@@ -40,11 +40,7 @@ class PeerSum:
         try:
             peers = cls(group, device, dtype)
             works_1 += peers._is_right(group)
-        except (
-            RuntimeError,
-            ImportError,
-            AttributeError,
-        ) as error:  # an alpha interface: it may also be gone
+        except (RuntimeError, ImportError, AttributeError) as error:  # an alpha interface may also be gone
             why = str(error).split("\n", 1)[0]
         dist.all_reduce(works_1, op=dist.ReduceOp.MIN, group=group)
         if works_1.item():

@@ -10,8 +10,8 @@ drafter one with target rank 0:
               └ rank 0 ─ link ─┘            tokens and features go by broadcast from rank 0
 
 A group of one process needs no torch.distributed: its communicator does nothing. Small sums between GPUs may
-take a shorter way (`peer_memory.py`). Plans and results do not go
-this way: that is `channel.py`. Used by `target/worker.py` and `drafter_worker.py`.
+take a shorter way (`peer_memory.py`). Plans and results do not go this way: that is `channel.py`. Used by
+`target/worker.py` and `drafter_worker.py`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ..drafter.propose import Proposer
 from ..drafter.states import RequestStates, StepRows
 from .process_group import Communicator, ProcessGroups
 from .target.load_plan import LoadPlan, plan_load
-from .target.loading import lent_weights
+from .target.loading import attention_batch, lent_weights, make_backend
 from .target.memory import gpu_budget_bytes
 
 
@@ -75,13 +75,14 @@ class DrafterRunner:
         assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
         assert groups.link is not None, "the drafter speaks with target rank 0"
         self._joint, self._link = groups.joint, groups.link
-        drafter = load_drafter(plan.drafter_folder, plan.facts, lent_weights(plan), plan.dtype, plan.device)
+        drafter = load_drafter(
+            plan.drafter_folder, plan.facts, lent_weights(plan), plan.dtype, plan.device, make_backend(plan)
+        )
         num_pages = int(self._link.broadcast(torch.zeros(1, dtype=torch.int64, device=plan.device)))
         _check_pages_fit(plan, num_pages)
         self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size))
-        self._states = RequestStates(
-            config.max_num_seqs, plan.max_model_len, num_pages, config.page_size, plan.device
-        )
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        self._states = RequestStates(*size, plan.device, attention_batch(plan))
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:

@@ -19,6 +19,8 @@ from ...cluster.executor import ExecutorInfo
 from ...drafter.attention import AttentionBatch
 from ...drafter.backend import Backend, TorchBackend
 from ...drafter.checkpoint import load_drafter
+from ...drafter.cpu.backend import CpuBackend
+from ...drafter.cpu.kernels import DTYPES as LOOP_DTYPES
 from ...drafter.features import LentWeights, TargetLends
 from ...drafter.invariance import rows_are_invariant
 from ...drafter.kv_cache import PagedKVCache
@@ -33,7 +35,16 @@ from .runner import DraftSource, LocalDrafts, Runner, StepRunner
 from .warm_up import largest_prefill, measure_activations, warm_up
 from .weights import TargetWeights
 
-__all__ = ["LoadPlan", "ModelSource", "lent_weights", "load_runner", "plan_load", "start_runner"]
+__all__ = [
+    "LoadPlan",
+    "ModelSource",
+    "attention_batch",
+    "lent_weights",
+    "load_runner",
+    "make_backend",
+    "plan_load",
+    "start_runner",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +161,10 @@ def _runs_ahead(plan: LoadPlan) -> bool:
 
 
 def make_backend(plan: LoadPlan) -> Backend:
-    """The plan's; Triton and Numba are imported only if they are needed."""
+    """The plan's; Triton is imported only if it was chosen."""
     if plan.attention_backend == "torch":
-        return _cpu_backend(plan.dtype) if plan.device.type == "cpu" else TorchBackend()
+        has_loops = plan.device.type == "cpu" and plan.dtype in LOOP_DTYPES
+        return CpuBackend() if has_loops else TorchBackend()
     from ...drafter.kernels.backend import TritonBackend
 
     if plan.attention_backend == "triton":
@@ -163,14 +175,7 @@ def make_backend(plan: LoadPlan) -> Backend:
     return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
 
 
-def _cpu_backend(dtype: torch.dtype) -> Backend:
-    from ...drafter.cpu.backend import CpuBackend
-    from ...drafter.cpu.kernels import DTYPES
-
-    return CpuBackend() if dtype in DTYPES else TorchBackend()
-
-
-def _attention_batch(plan: LoadPlan) -> Callable[..., Any]:
+def attention_batch(plan: LoadPlan) -> Callable[..., Any]:
     """What the backend wants to know of a step whose places the host knows."""
     if plan.attention_backend == "torch":
         return AttentionBatch.build
@@ -239,7 +244,7 @@ class _Rank:
             proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size))
             drafts = LocalDrafts(proposer, self._communicator)
         size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
-        states = RequestStates(*size, plan.device, _attention_batch(plan))
+        states = RequestStates(*size, plan.device, attention_batch(plan))
         cache = self._model.new_cache(num_pages, page_size)
         return StepRunner(self._model, cache, states, drafts, self._communicator)
 
