@@ -34,12 +34,17 @@ class InProcessExecutor:
         torch.set_num_threads(config.num_threads or owned_cores())
         runner, self._info = load_runner(config)
         self._runner: Runner | None = runner
+        self._num_threads = torch.get_num_threads()  # what the backend left to PyTorch
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
 
     def submit(self, plan: SchedulerOutput) -> None:
+        import torch
+
+        if torch.get_num_threads() != self._num_threads:  # another engine of this process, or its user
+            torch.set_num_threads(self._num_threads)
         self._alive().submit(plan)
 
     def collect(self) -> StepResult:

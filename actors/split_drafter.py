@@ -22,6 +22,7 @@ from torch import Tensor
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
 from ..cluster.plan import SchedulerOutput
+from ..drafter.backend import Backend
 from ..drafter.checkpoint import TensorFolder, load_drafter
 from ..drafter.kv_cache import PagedKVCache
 from ..drafter.model import ContextFeatures
@@ -29,18 +30,18 @@ from ..drafter.propose import Proposer
 from ..drafter.states import RequestStates, StepRows
 from .process_group import Communicator, ProcessGroups
 from .target.load_plan import LoadPlan, plan_load
-from .target.loading import attention_batch, lent_weights, make_backend
+from .target.loading import lent_weights, make_backend
 from .target.memory import gpu_budget_bytes
 
 
 class RemoteDrafts:
     """A target rank's source of drafts; see `target.runner.DraftSource`."""
 
-    def __init__(self, plan: LoadPlan, groups: ProcessGroups) -> None:
+    def __init__(self, plan: LoadPlan, backend: Backend, groups: ProcessGroups) -> None:
         self._joint = groups.joint
         self._link = groups.link  # target rank 0 alone speaks with the drafter
         if self._link is not None:
-            self._features = _context_features(plan)
+            self._features = _context_features(plan, backend)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
         """Wait for the drafter's proposals."""
@@ -75,14 +76,15 @@ class DrafterRunner:
         assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
         assert groups.link is not None, "the drafter speaks with target rank 0"
         self._joint, self._link = groups.joint, groups.link
+        backend = make_backend(plan)
         drafter = load_drafter(
-            plan.drafter_folder, plan.facts, lent_weights(plan), plan.dtype, plan.device, make_backend(plan)
+            plan.drafter_folder, plan.facts, lent_weights(plan, backend), plan.dtype, plan.device, backend
         )
         num_pages = int(self._link.broadcast(torch.zeros(1, dtype=torch.int64, device=plan.device)))
         _check_pages_fit(plan, num_pages)
         self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size))
         size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
-        self._states = RequestStates(*size, plan.device, attention_batch(plan))
+        self._states = RequestStates(*size, plan.device, backend.attention_batch)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
@@ -130,11 +132,11 @@ def _check_pages_fit(plan: LoadPlan, num_pages: int) -> None:
         )
 
 
-def _context_features(plan: LoadPlan) -> ContextFeatures:
+def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
     assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
     folder = TensorFolder(plan.drafter_folder)
     fc, norm = (
         folder.get(name).to(device=plan.device, dtype=plan.dtype)
         for name in ("fc.weight", "hidden_norm.weight")
     )
-    return ContextFeatures(fc, norm, plan.drafter.rms_norm_eps)
+    return ContextFeatures(fc, norm, plan.drafter.rms_norm_eps, backend)

@@ -16,7 +16,7 @@ from .errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
-AttentionBackend = Literal["auto", "torch", "triton", "flash_attn"]
+AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split"]
 
 T = TypeVar("T")
@@ -56,8 +56,9 @@ class EngineConfig:
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where the CPU multiplies it natively.
         device: "auto" takes CUDA if there is a device.
         attention_backend: "triton" runs fused kernels and CUDA graphs; "flash_attn" the same with that
-            package's attention (page_size 256); "torch" PyTorch's own kernels, driven from the host. "auto"
-            takes triton on a GPU where it is installed, else torch.
+            package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a CPU with
+            instructions for it; "torch" PyTorch's own kernels, driven from the host. "auto" takes triton on a
+            GPU where it is installed, compiled on a CPU where it runs, else torch.
         tensor_parallel_size: ranks over which the target is sharded.
         max_model_len: longest sequence in tokens; the checkpoint's limit if absent. Bounds page-table size.
         max_num_seqs: most requests that run at once; each costs a slot of device memory.

@@ -1,12 +1,11 @@
-"""How a layer's small operations are computed: PyTorch's kernels one by one, or a few fused ones.
+"""How a model's blocks are computed: the seam between what a model is and what a machine is good at.
 
-`TorchBackend` is the CPU's, and the fallback elsewhere; `kernels/backend.py` holds the GPU's, of the same
-meaning. Matrix products are not here (`layers.Linear`), nor is the order of operations (`block.py`).
-
-    begin(rope, rows)     once per pass of a model: what all its layers share
-    attention(shape)      once per layer at load; called: head norm, rotation, K/V into pages, attention
-    context_writer(...)   once per drafter at load; called: norm, rotation, context K/V of all layers
-    norm, residual_norm, silu_mul
+    Backend      what models ask for, at load: a stack of blocks, a norm, the drafter's context writer
+      TorchBackend    PyTorch's operators, anywhere           torch_backend.py
+      CpuBackend      compiled loops around the products      cpu/backend.py
+      CompiledBackend a whole pass in one call, bf16 on a CPU  cpu/backend.py
+      TritonBackend   fused kernels, on a GPU                 kernels/backend.py
+    Operators    what a stack of blocks is made of where Python drives it (`stack.py`): all but the compiled one
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
 size.
@@ -14,19 +13,22 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from .attention import AttentionBatch, paged_attention
 from .kv_cache import PagedKVCache
-from .layers import HeadNorm, RMSNorm, RotaryEmbedding, Rotation, silu_mul
+from .layers import RMSNorm, RotaryEmbedding
 
-# A projection back to the hidden state: y [N, H] of x, plus the residual if one is given.
-Projection = Callable[[Tensor, "Tensor | None"], Tensor]
+
+class Projection(Protocol):
+    """A matrix product with weights: `layers.Linear` or its kin."""
+
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        """y [N, O] of x, plus the residual if one is given."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,25 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """The products and norms of a block; q, k and v are one product, gate and up another."""
+
+    input_norm: RMSNorm
+    qkv: Projection
+    o: Projection
+    post_norm: RMSNorm
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedRows:
     """The rows of a pass and their places.
 
     Attributes:
         positions_N: absolute positions.
         kv_slots_N: where each row's K and V go.
-        batch: what the backend's attention wants to know of the step: an `AttentionBatch`, or its kin.
+        batch: what the backend wants to know of the step: an `AttentionBatch`, or its kin.
     """
 
     positions_N: Tensor
@@ -80,14 +94,56 @@ class ContextWriter(Protocol):
         ...
 
 
+class Stack(Protocol):
+    """A model's blocks between its embedding and its head."""
+
+    def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
+        """Run a step's rows, writing their K/V.
+
+        Args:
+            x_NH: input embeddings; may be overwritten.
+
+        Returns:
+            normed hidden states [N, H]; taps [N, m, H], or None without taps.
+        """
+        ...
+
+
 class Backend(Protocol):
     """See the module's text."""
 
-    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> Any: ...
+    @property
+    def attention_batch(self) -> Callable[..., Any]:
+        """Makes `PlacedRows.batch` of rows whose places the host knows; see `AttentionBatch.build`."""
+        ...
 
-    def attention(self, shape: AttentionShape) -> Attention: ...
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...
+
+    def stack(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        """The blocks in order, and the norm behind the last one; taps are 0-based blocks, in the drafter's order."""
+        ...
+
+    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter: ...
+
+
+class Operators(Protocol):
+    """What `stack.BlockStack` calls, layer by layer."""
+
+    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> Any:
+        """Once per pass: what its layers share."""
+        ...
+
+    def attention(self, shape: AttentionShape) -> Attention:
+        """Once per layer, at load."""
+        ...
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
@@ -98,84 +154,3 @@ class Backend(Protocol):
         ...
 
     def silu_mul(self, gate_up_NI: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _TorchPass:
-    """What the layers of a pass share: indices and masks, and the rotation of its rows."""
-
-    rotation: Rotation
-    kv_slots_N: Tensor
-    batch: AttentionBatch
-
-
-class TorchBackend:
-    """PyTorch's own operators; residuals are added by the products themselves."""
-
-    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _TorchPass:
-        return _TorchPass(rope.at(rows.positions_N), rows.kv_slots_N, rows.batch)
-
-    def attention(self, shape: AttentionShape) -> Attention:
-        return _TorchAttention(shape)
-
-    def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
-        return _TorchContextWriter(k_norm_LD, eps, num_kv_heads)
-
-    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
-        return norm(x_NH)
-
-    def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm
-    ) -> tuple[Tensor, Tensor]:
-        x_NH = project(x_NI, residual_NH)
-        return x_NH, norm(x_NH)
-
-    def silu_mul(self, gate_up_NI: Tensor) -> Tensor:
-        return silu_mul(gate_up_NI)
-
-
-class _TorchAttention:
-    __slots__ = ("_causal", "_head_norm", "_num_kv", "_num_q", "_scale", "_shape", "_window")
-
-    def __init__(self, shape: AttentionShape) -> None:
-        self._num_q, self._num_kv = shape.num_heads, shape.num_kv_heads
-        self._head_norm: HeadNorm | None = None
-        if shape.q_norm_D is not None and shape.k_norm_D is not None:
-            q_JD, k_JD = shape.q_norm_D.expand(self._num_q, -1), shape.k_norm_D.expand(self._num_kv, -1)
-            self._head_norm = HeadNorm(torch.cat((q_JD, k_JD)), shape.eps)
-        self._shape = (self._num_q + 2 * self._num_kv, shape.head_dim)
-        self._scale = shape.head_dim**-0.5
-        self._causal, self._window = shape.causal, shape.window
-
-    def __call__(self, qkv_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        num_q, num_kv = self._num_q, self._num_kv
-        qkv_NJD = qkv_NO.unflatten(-1, self._shape)
-        qk = qkv_NJD[:, : num_q + num_kv]
-        step.rotation.rotate(qk if self._head_norm is None else self._head_norm(qk), out_NJD=qk)
-        cache.write(layer, step.kv_slots_N, qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
-        return paged_attention(
-            qkv_NJD[:, :num_q],
-            cache,
-            layer,
-            step.batch,
-            self._scale,
-            causal=self._causal,
-            window=self._window,
-        )
-
-
-class _TorchContextWriter:
-    __slots__ = ("_head_dim", "_k_norm", "_num_kv", "_num_layers")
-
-    def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
-        self._num_layers, self._head_dim = k_norm_LD.shape
-        self._num_kv = num_kv_heads
-        self._k_norm = HeadNorm(k_norm_LD.repeat_interleave(num_kv_heads, dim=0), eps)
-
-    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
-        num_keys = self._num_layers * self._num_kv
-        kv_NJD = kv_NO.unflatten(-1, (2 * num_keys, self._head_dim))
-        keys = kv_NJD[:, :num_keys]
-        rope.at(rows.positions_N).rotate(self._k_norm(keys), out_NJD=keys)
-        kv_LN2KD = kv_NJD.unflatten(1, (2, self._num_layers, self._num_kv)).permute(2, 0, 1, 3, 4)
-        cache.write_all(rows.kv_slots_N, kv_LN2KD)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .layers import Linear
+from .backend import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class TargetLends(Protocol):
 
 
 class LentWeights:
-    """Embedding and head from plain weights [V, H]: for a drafter that lives apart, tools, tests."""
+    """Embedding and head from plain weights, [V, H] and a product with such: for a drafter that lives apart, tools, tests."""
 
-    def __init__(self, embedding_VH: Tensor, head_VH: Tensor) -> None:
+    def __init__(self, embedding_VH: Tensor, head: Projection) -> None:
         self._embedding_VH = embedding_VH
-        self._head = Linear(head_VH)
+        self._head = head
 
     def embed(self, token_ids_N: Tensor) -> Tensor:
         return self._embedding_VH.index_select(0, token_ids_N)

@@ -1,4 +1,4 @@
-"""Whether this machine's products give a row the same bits whatever rows stand beside it.
+"""Whether this machine gives a row the same bits whatever rows stand beside it.
 
 Measured at start, not assumed: it depends on the CPU, the dtype and the libraries. Where it holds, greedy and
 seeded outputs are the same to the last token with speculation on or off and in any batch; where it does not,
@@ -9,57 +9,77 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from .attention import AttentionBatch, paged_attention
+from .backend import AttentionShape, Backend, BlockWeights, PlacedRows, Stack
 from .kv_cache import PagedKVCache
-from .layers import Linear
+from .layers import RMSNorm, RopeConfig, RotaryEmbedding
 
-_ROWS = (1, 2, 3, 5, 8, 16, 17, 32)
-_LINEAR_SHAPES = ((384, 192), (768, 256), (256, 768))
-
-
-def rows_are_invariant(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Compare rows of linear layers and of attention, alone and among others, bit by bit (a few ms)."""
-    generator = torch.Generator().manual_seed(0)
-    return _linear_is(dtype, device, generator) and _attention_is(dtype, device, generator)
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 192, 512, 4, 2, 64
+_BLOCK, _PAGE, _PAGES = 16, 16, 64
+_COMPANION = 900  # context of the longer request beside the block
+_LENGTHS = (16, 100, 200, 330, 450, 730)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, g: torch.Generator):
-    return torch.randn(shape, generator=g).to(device=device, dtype=dtype)
+def rows_are_invariant(backend: Backend, dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Compare the rows of a block, alone and among others, bit by bit at several context lengths."""
+    return _Trial(backend, dtype, device).passes()
 
 
-def _linear_is(dtype: torch.dtype, device: torch.device | str, g: torch.Generator) -> bool:
-    for shape in _LINEAR_SHAPES:
-        linear = Linear(_random(shape, dtype, device, g))
-        x = _random((max(_ROWS), shape[1]), dtype, device, g)
-        full = linear(x)
-        if not all(torch.equal(linear(x[:rows]), full[:rows]) for rows in _ROWS):
-            return False
-    return True
+class _Trial:
+    """One transformer block with random weights, and pages of random K and V."""
 
+    def __init__(self, backend: Backend, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._backend, self._dtype, self._device = backend, dtype, device
+        self._stack = self._make_stack()
+        self._cache = PagedKVCache(1, 2 * _PAGES, _PAGE, _KV_HEADS, _HEAD_DIM, dtype, device)
+        self._cache.kv.copy_(self._random(*self._cache.kv.shape))
+        self._pages = np.stack((np.arange(0, 2 * _PAGES, 2), np.arange(1, 2 * _PAGES, 2)))
 
-def _attention_is(dtype: torch.dtype, device: torch.device | str, g: torch.Generator) -> bool:
-    """A block of 16 rows, its rows alone, and it beside a long companion, at several context lengths."""
-    cache = PagedKVCache(1, 128, 16, 2, 64, dtype, device)
-    cache.kv.copy_(_random(tuple(cache.kv.shape), dtype, device, g))
-    pages = np.stack((np.arange(0, 128, 2), np.arange(1, 128, 2)))
-    for length in (16, 100, 200, 330, 450, 730):
-        q = _random((16, 4, 64), dtype, device, g)
-        block = _attend(q, cache, [length - 16], [16], pages[:1], device)
-        beside = _attend(torch.cat((q, q[:1])), cache, [length - 16, 900], [16, 1], pages, device)
-        alone = [_attend(q[i : i + 1], cache, [length - 16 + i], [1], pages[:1], device) for i in range(16)]
-        if not (torch.equal(block, beside[:16]) and torch.equal(block, torch.cat(alone))):
-            return False
-    return True
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(device=self._device, dtype=self._dtype)
 
+    def _make_stack(self) -> Stack:
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(1 + 0.1 * self._random(size), 1e-6)
 
-def _attend(
-    q: torch.Tensor,
-    cache: PagedKVCache,
-    first: list[int],
-    rows: list[int],
-    pages: np.ndarray,
-    device: torch.device | str,
-) -> torch.Tensor:
-    batch = AttentionBatch.build(np.array(first), np.array(rows), pages, cache.page_size, device)
-    return paged_attention(q, cache, 0, batch, 0.125)
+        def linear(outputs: int, inputs: int):
+            return self._backend.linear(self._random(outputs, inputs) * inputs**-0.5)
+
+        heads = (_HEADS, _KV_HEADS, _HEAD_DIM)
+        shape = AttentionShape(*heads, norm(_HEAD_DIM).weight_H, norm(_HEAD_DIM).weight_H, 1e-6)
+        weights = BlockWeights(
+            input_norm=norm(_HIDDEN),
+            qkv=linear((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN),
+            o=linear(_HIDDEN, _HEADS * _HEAD_DIM),
+            post_norm=norm(_HIDDEN),
+            gate_up=linear(2 * _INNER, _HIDDEN),
+            down=linear(_HIDDEN, _INNER),
+        )
+        rope = RotaryEmbedding(
+            RopeConfig(_HEAD_DIM, 1e4, "default", {}), _PAGE * _PAGES, self._dtype, self._device
+        )
+        return self._backend.stack([(shape, weights)], norm(_HIDDEN), rope)
+
+    def passes(self) -> bool:
+        for length in _LENGTHS:
+            x_NH, first = self._random(_BLOCK, _HIDDEN), length - _BLOCK
+            block = self._run(x_NH, [first], [_BLOCK])
+            alone = [self._run(x_NH[i : i + 1], [first + i], [1]) for i in range(_BLOCK)]
+            beside = self._run(torch.cat((x_NH, x_NH[:1])), [first, _COMPANION], [_BLOCK, 1])
+            if not (torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])):
+                return False
+        return True
+
+    def _run(self, x_NH: Tensor, first: list[int], counts: list[int]) -> Tensor:
+        positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
+        slots = [self._pages[r][at // _PAGE] * _PAGE + at % _PAGE for r, at in enumerate(positions)]
+        batch = self._backend.attention_batch(
+            np.array(first), np.array(counts), self._pages[: len(first)], _PAGE, self._device
+        )
+        rows = PlacedRows(self._ints(positions), self._ints(slots), batch)
+        return self._stack(x_NH.clone(), rows, self._cache)[0]
+
+    def _ints(self, parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self._device)

@@ -20,13 +20,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .backend import AttentionShape, Backend, PlacedRows, TorchBackend
-from .block import BlockWeights, DecoderBlock
+from .backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from .config import DrafterConfig, DraftLayer
 from .features import TargetLends
 from .kv_cache import PagedKVCache
-from .layers import Linear, RMSNorm, RotaryEmbedding
+from .layers import RMSNorm, RotaryEmbedding
 from .states import BlockRows
+from .torch_backend import TorchBackend
 
 
 class DFlashDrafter:
@@ -48,20 +48,18 @@ class DFlashDrafter:
         backend: Backend | None = None,
     ) -> None:
         self.config = config
-        self._backend = backend = backend or TorchBackend()
+        backend = backend or TorchBackend()
         self._lends = lends
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
-        self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps)
-        self._final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
+        self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps, backend)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
-        self._blocks = [
-            _block(config, kind, weights, f"layers.{i}.", backend) for i, kind in enumerate(config.layers)
-        ]
-        self._next_norms = [*(block.input_norm for block in self._blocks[1:]), self._final_norm]
+        blocks = [_block(config, kind, weights, f"layers.{i}.", backend) for i, kind in enumerate(config.layers)]
+        final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
+        self._stack = backend.stack(blocks, final_norm, self._rope)
         self._context = _ContextProjection(config, weights, backend)
         self._embedding_VH = weights.get("embed_tokens.weight")
-        self._own_head = Linear(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
+        self._own_head = backend.linear(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
         self._target_ids_V: Tensor | None = None
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
@@ -100,11 +98,7 @@ class DFlashDrafter:
 
     def forward(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> Tensor:
         """Normed hidden states [N, H] of a block's rows, writing their K/V behind the context."""
-        normed_NH = self._backend.norm(self._blocks[0].input_norm, x_NH)
-        step = self._backend.begin(self._rope, rows)
-        for i, (block, next_norm) in enumerate(zip(self._blocks, self._next_norms, strict=True)):
-            x_NH, normed_NH = block(x_NH, normed_NH, step, cache, i, next_norm)
-        return normed_NH
+        return self._stack(x_NH, rows, cache)[0]
 
     def block_logits(self, block: BlockRows, cache: PagedKVCache) -> Tensor:
         """Logits [X, V] of the target's vocabulary for every mask row, request after request."""
@@ -141,20 +135,21 @@ class DFlashDrafter:
 class ContextFeatures:
     """fc and norm: taps [N, m, H] -> C [N, H]. All that a split drafter leaves with the target."""
 
-    __slots__ = ("_dtype", "_fc", "_norm")
+    __slots__ = ("_backend", "_dtype", "_fc", "_norm")
 
-    def __init__(self, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> None:
-        self._fc = Linear(fc_weight)
+    def __init__(self, fc_weight: Tensor, norm_weight: Tensor, eps: float, backend: Backend) -> None:
+        self._backend = backend
+        self._fc = backend.linear(fc_weight)
         self._norm = RMSNorm(norm_weight, eps)
         self._dtype = fc_weight.dtype
 
     def __call__(self, taps_NmH: Tensor) -> Tensor:
-        return self._norm(self._fc(taps_NmH.flatten(1).to(self._dtype)))
+        return self._backend.norm(self._norm, self._fc(taps_NmH.flatten(1).to(self._dtype)))
 
 
 def _block(
     config: DrafterConfig, kind: DraftLayer, weights: Mapping[str, Tensor], at: str, backend: Backend
-) -> DecoderBlock:
+) -> tuple[AttentionShape, BlockWeights]:
     eps = config.rms_norm_eps
     shape = AttentionShape(
         num_heads=config.num_heads,
@@ -170,13 +165,13 @@ def _block(
     gate_up_IH = torch.cat([weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     parts = BlockWeights(
         input_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
-        qkv=Linear(qkv_OH),
-        o=Linear(weights[f"{at}self_attn.o_proj.weight"]),
+        qkv=backend.linear(qkv_OH),
+        o=backend.linear(weights[f"{at}self_attn.o_proj.weight"]),
         post_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
-        gate_up=Linear(gate_up_IH),
-        down=Linear(weights[f"{at}mlp.down_proj.weight"]),
+        gate_up=backend.linear(gate_up_IH),
+        down=backend.linear(weights[f"{at}mlp.down_proj.weight"]),
     )
-    return DecoderBlock(backend, shape, parts)
+    return shape, parts
 
 
 class _ContextProjection:
@@ -187,7 +182,7 @@ class _ContextProjection:
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], backend: Backend) -> None:
         layers = range(config.num_layers)
         rows = [weights[f"layers.{i}.self_attn.{kind}_proj.weight"] for kind in "kv" for i in layers]
-        self._kv = Linear(torch.cat(rows))  # all keys first, so that norm and rotation see one slice
+        self._kv = backend.linear(torch.cat(rows))  # all keys first, so that norm and rotation see one slice
         norms_LD = torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
         self._write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from manta.drafter.attention import AttentionBatch
-from manta.drafter.backend import AttentionShape, PlacedRows, TorchBackend
+from manta.drafter.backend import AttentionShape, PlacedRows
 from manta.drafter.cpu import kernels
 from manta.drafter.cpu.backend import CpuBackend
 from manta.drafter.cpu.noise import noisy_argmax

@@ -1,7 +1,7 @@
 """The target: a pre-norm decoder over paged K/V, one implementation for every family.
 
-Stateless: requests' K/V are in the cache it is given. Its blocks are `drafter/block.py`'s, over products that
-are split between ranks. Called by the runners; the drafter borrows its embedding and head.
+Stateless: requests' K/V are in the cache it is given. Its blocks are a backend's (`drafter/backend.py`), over
+products that are split between ranks. Called by the runners; the drafter borrows its embedding and head.
 
     token ids --embedding--> x --blocks, some tapped behind them--> norm --head--> logits
 
@@ -14,13 +14,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...drafter.backend import AttentionShape, Backend, PlacedRows, TorchBackend
-from ...drafter.block import BlockWeights, DecoderBlock
-from ...drafter.features import stack_taps
+from ...drafter.backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from ...drafter.kv_cache import PagedKVCache
-from ...drafter.layers import Linear, RMSNorm, RotaryEmbedding
+from ...drafter.layers import RMSNorm, RotaryEmbedding
+from ...drafter.torch_backend import TorchBackend
 from .config import TargetConfig
-from .parallel import Communicator, RowLinear, Sharding, VocabEmbedding, VocabHead
+from .parallel import Communicator, Sharding, VocabEmbedding, VocabHead, row_linear
 from .weights import LayerWeights, TargetWeights
 
 
@@ -43,22 +42,21 @@ class Decoder:
         backend: Backend | None = None,
     ) -> None:
         config, sharding = weights.config, weights.sharding
-        self._backend = backend or TorchBackend()
         self.config = config
         self._sharding = sharding
-        self._tap_ids = tuple(tap_ids)
         embedding_UH = weights.embedding()
         self.dtype, self.device = embedding_UH.dtype, embedding_UH.device
         head_UH = embedding_UH if config.tied_head else weights.head()
         self._embedding = VocabEmbedding(embedding_UH, sharding, communicator)
-        self._head = VocabHead(head_UH, config.vocab_size, sharding, communicator)
-        self._blocks = [
-            _block(config, sharding, weights.layer(i), window, communicator, self._backend)
+        backend = backend or TorchBackend()
+        self._head = VocabHead(backend.linear(head_UH), config.vocab_size, sharding, communicator)
+        rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
+        blocks = [
+            _block(config, sharding, weights.layer(i), window, communicator, backend)
             for i, window in enumerate(config.windows)
         ]
-        self._final_norm = RMSNorm(weights.final_norm(), config.rms_norm_eps)
-        self._next_norms = [*(block.input_norm for block in self._blocks[1:]), self._final_norm]
-        self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
+        final_norm = RMSNorm(weights.final_norm(), config.rms_norm_eps)
+        self._stack = backend.stack(blocks, final_norm, rope, tap_ids)
 
     @property
     def vocab_range(self) -> slice:
@@ -104,15 +102,7 @@ class Decoder:
         Returns:
             normed hidden states [N, H]; taps [N, m, H], or None without taps.
         """
-        x_NH = self._embedding(token_ids_N)
-        normed_NH = self._backend.norm(self._blocks[0].input_norm, x_NH)
-        step = self._backend.begin(self._rope, rows)
-        tapped: dict[int, Tensor] = {}
-        for i, (block, next_norm) in enumerate(zip(self._blocks, self._next_norms, strict=True)):
-            x_NH, normed_NH = block(x_NH, normed_NH, step, cache, i, next_norm)
-            if i in self._tap_ids:
-                tapped[i] = x_NH
-        return normed_NH, stack_taps([tapped[i] for i in self._tap_ids]) if tapped else None
+        return self._stack(self._embedding(token_ids_N), rows, cache)
 
 
 def _block(
@@ -122,7 +112,7 @@ def _block(
     window: int | None,
     communicator: Communicator,
     backend: Backend,
-) -> DecoderBlock:
+) -> tuple[AttentionShape, BlockWeights]:
     eps = config.rms_norm_eps
     shape = AttentionShape(
         num_heads=sharding.num_heads,
@@ -135,10 +125,10 @@ def _block(
     )
     parts = BlockWeights(
         input_norm=RMSNorm(weights.input_norm_H, eps),
-        qkv=Linear(weights.qkv_OH, weights.qkv_bias_O),
-        o=RowLinear(weights.o_HO, weights.o_bias_H, communicator),
+        qkv=backend.linear(weights.qkv_OH, weights.qkv_bias_O),
+        o=row_linear(weights.o_HO, weights.o_bias_H, communicator, backend),
         post_norm=RMSNorm(weights.post_norm_H, eps),
-        gate_up=Linear(weights.gate_up_IH, weights.gate_up_bias_I),
-        down=RowLinear(weights.down_HI, weights.down_bias_H, communicator),
+        gate_up=backend.linear(weights.gate_up_IH, weights.gate_up_bias_I),
+        down=row_linear(weights.down_HI, weights.down_bias_H, communicator, backend),
     )
-    return DecoderBlock(backend, shape, parts)
+    return shape, parts

@@ -19,11 +19,15 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import CheckpointError, ConfigError
 from ...drafter.checkpoint import check_drafter
 from ...drafter.config import DrafterConfig
+from ...drafter.cpu.machine import bf16_instructions
+from ...drafter.cpu.stack import can_compile
 from ...drafter.features import TargetFacts
 from ..checkpoints import resolve_checkpoint
 from .config import TargetConfig
 from .parallel import Sharding
 from .weights import open_checkpoint
+
+_Backend = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class LoadPlan:
     device: torch.device
     dtype: torch.dtype
     num_speculative_tokens: int
-    attention_backend: Literal["torch", "triton", "flash_attn"]
+    attention_backend: _Backend
 
     @property
     def max_model_len(self) -> int:
@@ -91,6 +95,7 @@ def plan_models(
 ) -> LoadPlan:
     """The plan for models whose shapes are known; of the folders nothing is read."""
     device = _device(config)
+    dtype = _dtype(config, target, device)
     return LoadPlan(
         config=config,
         target_folder=target_folder,
@@ -99,9 +104,9 @@ def plan_models(
         drafter=drafter,
         facts=TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, max_model_len),
         device=device,
-        dtype=_dtype(config, target, device),
+        dtype=dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
-        attention_backend=_attention_backend(config, target, drafter, device),
+        attention_backend=_attention_backend(config, target, drafter, dtype, device),
     )
 
 
@@ -169,14 +174,25 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DrafterConfig | None)
 
 
 def _attention_backend(
-    config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, device: torch.device
-) -> Literal["torch", "triton", "flash_attn"]:
+    config: EngineConfig,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Backend:
     """What was asked for, if it can run here."""
     wanted = config.attention_backend
     has_triton = find_spec("triton") is not None
     if wanted == "auto":
-        return "triton" if device.type == "cuda" and has_triton else "torch"
+        if device.type == "cuda" and has_triton:
+            return "triton"
+        return "torch" if _why_not_compiled(config, target, drafter, dtype, device) else "compiled"
     if wanted == "torch":
+        return wanted
+    if wanted == "compiled":
+        reason = _why_not_compiled(config, target, drafter, dtype, device)
+        if reason is not None:
+            raise _no_backend(wanted, reason, "Leave it out")
         return wanted
     if not has_triton:
         raise _no_backend(wanted, "needs the package triton", "Install manta[gpu]")
@@ -186,6 +202,26 @@ def _attention_backend(
         if dim is not None and dim & (dim - 1):
             raise _no_backend(wanted, f"needs a head_dim that is a power of two, the {name}'s is {dim}")
     return wanted
+
+
+def _why_not_compiled(
+    config: EngineConfig,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """What a pass in one call on the CPU lacks."""
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return "computes bfloat16 on CPUs"
+    if bf16_instructions() is None:
+        return "needs a CPU with AVX512_BF16 or AMX"
+    if config.tensor_parallel_size > 1:
+        return "needs tensor_parallel_size=1"
+    for name, model in (("target", target), ("drafter", drafter)):
+        if model is not None and not can_compile(model.hidden_size, model.head_dim, model.intermediate_size):
+            return f"needs sizes that are multiples of 32, not all of the {name}'s are"
+    return None
 
 
 def _no_backend(wanted: str, reason: str, remedy: str = "Set attention_backend to torch") -> ConfigError:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ...cluster.config import EngineConfig
 from ...cluster.executor import ExecutorInfo
-from ...drafter.attention import AttentionBatch
-from ...drafter.backend import Backend, TorchBackend
+from ...drafter.backend import Backend
 from ...drafter.checkpoint import load_drafter
-from ...drafter.cpu.backend import CpuBackend
+from ...drafter.cpu.backend import CompiledBackend, CpuBackend
 from ...drafter.cpu.kernels import DTYPES as LOOP_DTYPES
 from ...drafter.features import LentWeights, TargetLends
 from ...drafter.invariance import rows_are_invariant
@@ -27,6 +26,7 @@ from ...drafter.kv_cache import PagedKVCache
 from ...drafter.model import DFlashDrafter
 from ...drafter.propose import Proposer
 from ...drafter.states import RequestStates
+from ...drafter.torch_backend import TorchBackend
 from .decoder import Decoder
 from .load_plan import LoadPlan, plan_load
 from .memory import affordable_pages, gpu_budget_bytes
@@ -38,7 +38,6 @@ from .weights import TargetWeights
 __all__ = [
     "LoadPlan",
     "ModelSource",
-    "attention_batch",
     "lent_weights",
     "load_runner",
     "make_backend",
@@ -49,7 +48,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # Makes a rank's source of drafts where the drafter is split off.
-RemoteDrafts = Callable[[LoadPlan], DraftSource]
+RemoteDrafts = Callable[[LoadPlan, Backend], DraftSource]
 
 
 class ModelSource(Protocol):
@@ -112,17 +111,18 @@ def start_runner(
     runner.prepare()
     info = _info(plan, num_pages)
     logger.info("%s; backend %s", info, plan.attention_backend)
-    if plan.attention_backend == "torch":
-        logger.info("rows are batch-invariant: %s", rows_are_invariant(plan.dtype, plan.device))
+    if not _runs_on_device(plan):
+        logger.info("rows are batch-invariant: %s", rows_are_invariant(rank.backend, plan.dtype, plan.device))
     return runner, info
 
 
-def lent_weights(plan: LoadPlan) -> LentWeights:
+def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
     """The target's whole embedding and head, for a drafter that lives apart."""
     whole = Sharding.of(plan.target, 0, 1)
     weights = TargetWeights(plan.target_folder, plan.target, whole, plan.dtype, plan.device)
     embedding_VH = weights.embedding()
-    return LentWeights(embedding_VH, embedding_VH if plan.target.tied_head else weights.head())
+    head_VH = embedding_VH if plan.target.tied_head else weights.head()
+    return LentWeights(embedding_VH, backend.linear(head_VH))
 
 
 def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
@@ -142,7 +142,7 @@ def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
 
 def _runs_on_device(plan: LoadPlan) -> bool:
     """Whether requests' state lives on the device; a split drafter's target is driven from the host."""
-    return plan.attention_backend != "torch" and not plan.split
+    return plan.attention_backend in ("triton", "flash_attn") and not plan.split
 
 
 def _max_stop_token_ids(plan: LoadPlan) -> int | None:
@@ -161,7 +161,11 @@ def _runs_ahead(plan: LoadPlan) -> bool:
 
 
 def make_backend(plan: LoadPlan) -> Backend:
-    """The plan's; Triton is imported only if it was chosen."""
+    """The plan's, which may take over PyTorch's threads; Triton is imported only if it was chosen."""
+    if plan.attention_backend == "compiled":
+        backend = CompiledBackend(torch.get_num_threads())
+        torch.set_num_threads(1)
+        return backend
     if plan.attention_backend == "torch":
         has_loops = plan.device.type == "cpu" and plan.dtype in LOOP_DTYPES
         return CpuBackend() if has_loops else TorchBackend()
@@ -175,15 +179,6 @@ def make_backend(plan: LoadPlan) -> Backend:
     return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
 
 
-def attention_batch(plan: LoadPlan) -> Callable[..., Any]:
-    """What the backend wants to know of a step whose places the host knows."""
-    if plan.attention_backend == "torch":
-        return AttentionBatch.build
-    from ...drafter.kernels.tiles import rows_from_host
-
-    return rows_from_host
-
-
 class _Rank:
     """A rank's models, on the way to a runner: what is missing are pages."""
 
@@ -191,7 +186,7 @@ class _Rank:
         self._plan, self._communicator = plan, communicator
         sharding = Sharding.of(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
-        backend = make_backend(plan)
+        self.backend = backend = make_backend(plan)
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
@@ -239,12 +234,12 @@ class _Rank:
         plan, page_size = self._plan, self._plan.config.page_size
         drafts: DraftSource | None = None
         if remote_drafts is not None:
-            drafts = remote_drafts(plan)
+            drafts = remote_drafts(plan, self.backend)
         elif self._drafter is not None:
             proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size))
             drafts = LocalDrafts(proposer, self._communicator)
         size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
-        states = RequestStates(*size, plan.device, attention_batch(plan))
+        states = RequestStates(*size, plan.device, self.backend.attention_batch)
         cache = self._model.new_cache(num_pages, page_size)
         return StepRunner(self._model, cache, states, drafts, self._communicator)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...cluster.errors import ConfigError
-from ...drafter.layers import Linear
+from ...drafter.backend import Backend, Projection
 from .config import TargetConfig
 
 
@@ -129,22 +129,24 @@ def _does_not_divide(name: str, size: int, world_size: int) -> ConfigError:
     )
 
 
-class RowLinear:
-    """A projection back to the hidden state whose inputs are split: partial products are summed.
+def row_linear(
+    weight_OH: Tensor, bias_O: Tensor | None, communicator: Communicator, backend: Backend
+) -> Projection:
+    """A projection back to the hidden state, whose inputs are split; `bias` is given to rank 0 alone."""
+    linear = backend.linear(weight_OH, bias_O)
+    return linear if communicator.world_size == 1 else _RowLinear(linear, communicator)
 
-    `bias` is given to rank 0 alone.
-    """
 
-    __slots__ = ("_communicator", "_linear", "_split")
+class _RowLinear:
+    """Partial products are summed."""
 
-    def __init__(self, weight_OH: Tensor, bias_O: Tensor | None, communicator: Communicator) -> None:
-        self._linear = Linear(weight_OH, bias_O)
+    __slots__ = ("_communicator", "_linear")
+
+    def __init__(self, linear: Projection, communicator: Communicator) -> None:
+        self._linear = linear
         self._communicator = communicator
-        self._split = communicator.world_size > 1
 
     def __call__(self, x_NH: Tensor, residual_NO: Tensor | None = None) -> Tensor:
-        if not self._split:
-            return self._linear(x_NH, residual_NO)
         y_NO = self._communicator.all_reduce(self._linear(x_NH))
         return y_NO if residual_NO is None else y_NO.add_(residual_NO)
 
@@ -175,9 +177,9 @@ class VocabHead:
     __slots__ = ("_communicator", "_linear", "_sharding", "_vocab_size")
 
     def __init__(
-        self, weight_UH: Tensor, vocab_size: int, sharding: Sharding, communicator: Communicator
+        self, linear: Projection, vocab_size: int, sharding: Sharding, communicator: Communicator
     ) -> None:
-        self._linear = Linear(weight_UH)
+        self._linear = linear
         self._vocab_size = vocab_size
         self._sharding = sharding
         self._communicator = communicator

@@ -30,7 +30,7 @@ class TargetWorker(Worker):
             plan,
             Checkpoints(),
             groups.target,
-            remote_drafts=(lambda plan: RemoteDrafts(plan, groups)) if split else None,
+            remote_drafts=(lambda plan, backend: RemoteDrafts(plan, backend, groups)) if split else None,
         )
         tell_num_pages(info.num_pages, groups)
         self.max_in_flight = info.max_in_flight

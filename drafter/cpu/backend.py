@@ -1,22 +1,36 @@
-"""`CpuBackend`: what `TorchBackend` means, with compiled loops around PyTorch's products and attention.
+"""What `TorchBackend` means, compiled for CPUs: loops around products and attention, or a whole pass at once.
 
-Chosen at load for a CPU (`actors/target/loading.py`).
+`CpuBackend` serves fp32 and a target's rank of several; `CompiledBackend` bf16 where one process has the model
+and its CPU has instructions for it. Chosen at load (`actors/target/loading.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..attention import paged_attention
-from ..backend import Attention, AttentionShape, ContextWriter, PlacedRows, Projection
+from ..attention import AttentionBatch, paged_attention
+from ..backend import (
+    Attention,
+    AttentionShape,
+    BlockWeights,
+    ContextWriter,
+    PlacedRows,
+    Projection,
+    Stack,
+)
 from ..kv_cache import PagedKVCache
-from ..layers import RMSNorm, RotaryEmbedding
+from ..layers import Linear, RMSNorm, RotaryEmbedding
+from ..stack import BlockStack
 from . import kernels
+from .attention import PagedContexts
+from .products import PackedLinear, can_pack
+from .stack import CompiledStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,20 @@ class _Pass:
 
 class CpuBackend:
     """Compiled loops for fp32 and bf16; residuals are added by the products themselves."""
+
+    attention_batch = staticmethod(AttentionBatch.build)
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return Linear(weight_OH, bias_O)
+
+    def stack(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        return BlockStack(self, blocks, final_norm, rope, tap_ids)
 
     def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _Pass:
         return _Pass(rope, rows)
@@ -52,6 +80,33 @@ class CpuBackend:
         return kernels.silu_mul(gate_up_NI)
 
 
+class CompiledBackend(CpuBackend):
+    """A pass is one call (`stack.py`); a step's rows come with `attention.PagedContexts`.
+
+    Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work take
+    each other's cores).
+    """
+
+    attention_batch = staticmethod(PagedContexts.build)
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        if not can_pack(weight_OH.shape[1]):
+            return Linear(weight_OH, bias_O)
+        return PackedLinear(weight_OH, bias_O, self._num_threads)
+
+    def stack(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        return CompiledStack(blocks, final_norm, rope, tap_ids, self._num_threads)
+
+
 class _CpuAttention:
     __slots__ = ("_norm_JD", "_scale", "_shape")
 
@@ -71,7 +126,8 @@ class _CpuAttention:
             shape.num_kv_heads,
             self._norm_JD,
             shape.eps,
-            step.rope,
+            step.rope.cos_TD,
+            step.rope.sin_TD,
             rows.positions_N,
             rows.kv_slots_N,
             cache.slots(layer),
@@ -96,7 +152,8 @@ class _CpuContextWriter:
             self._num_kv,
             self._norm_JD,
             self._eps,
-            rope,
+            rope.cos_TD,
+            rope.sin_TD,
             rows.positions_N,
             rows.kv_slots_N,
             cache.slots_LN2KD,

@@ -11,37 +11,75 @@ NUMBA_CACHE_DIR says.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import carray, njit, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
+
+from .machine import bf16_instructions
 
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
 
-def _loop(
-    fastmath: set[str], inline: str = "never"
-) -> Callable[[Callable[..., Any]], Any]:  # Any: Numba's own
-    """A decorator: compiles a function when it is first called, with these freedoms of floating-point."""
+class _KeptCode(FunctionCache):
+    """Numba's store on the disk, of code that is as old as the folder: a loop is made of other files' too."""
 
-    def compiled(function: Callable[..., Any]) -> Any:
-        options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, "inline": inline}
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # there is no folder to keep it in: every process compiles anew
-            return njit(**options)(function)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, _sources())
 
+
+@cache
+def _sources() -> tuple[str, str]:
+    """What compiled code depends on, beside what Numba looks at itself."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(text).hexdigest(), str(bf16_instructions())
+
+
+def _kept(compiled: Any) -> Any:  # Any: Numba's own, here and below
+    try:
+        compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
+    except RuntimeError:  # there is no folder to keep it in: every process compiles anew
+        pass
     return compiled
+
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+def _loop(fastmath: set[str], inline: str = "never") -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: compiles a function when it is first called, with these freedoms of floating-point."""
+    return lambda function: _kept(njit(**_OPTIONS, fastmath=fastmath, inline=inline)(function))
+
+
+class Task:
+    """A function of (args, thread, num_threads) for `team.run`, compiled when its address is first asked for."""
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        options = {**_OPTIONS, "fastmath": _SUMS}
+        self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, options))
+
+    @property
+    def address(self) -> int:
+        if self._code.address is None:
+            self._code.compile()
+        return self._code.address
 
 
 # A sum may be taken in any order (the same for every row); nothing else may be reordered. A maximum is one of
 # its values in any order, but for NaNs, which it may skip.
 elements = _loop({"contract"})
 inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorised
-sums = _loop({"reassoc", "nsz", "contract"})
+_SUMS = {"reassoc", "nsz", "contract"}
+sums = _loop(_SUMS)
 maxima = _loop({"reassoc", "nsz", "nnan"})
 
 
@@ -53,6 +91,20 @@ def pointer(context, address, like):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like)(address, like), generate
+
+
+@intrinsic
+def _void_pointer(context, address):
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@inlined
+def records(address, count, dtype):
+    """The array of `count` structures that begins there; `dtype` is a constant."""
+    return carray(_void_pointer(address), (count,), dtype)
 
 
 def float_of(element):

@@ -9,19 +9,29 @@ Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, PlacedRows, Projection
+from ..backend import (
+    Attention,
+    AttentionShape,
+    BlockWeights,
+    ContextWriter,
+    PlacedRows,
+    Projection,
+    Stack,
+)
 from ..kv_cache import PagedKVCache
-from ..layers import RMSNorm, RotaryEmbedding
+from ..layers import Linear, RMSNorm, RotaryEmbedding
+from ..stack import BlockStack
 from .activations import silu_mul
 from .attention import verify_attention
 from .norms import add_rms_norm, rms_norm
-from .tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows
+from .tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows, rows_from_host
 from .write_kv import norm_rotate_write, write_context
 
 
@@ -58,10 +68,24 @@ class TritonBackend:
         attend: what attends.
     """
 
+    attention_batch = staticmethod(rows_from_host)
+
     def __init__(self, device: torch.device | str, attend: PagedAttention = verify_attention) -> None:
         self._device = device
         self._attend = attend
         self._workspaces: dict[int, AttentionWorkspace] = {}  # by head dim; layers take turns
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return Linear(weight_OH, bias_O)
+
+    def stack(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        return BlockStack(self, blocks, final_norm, rope, tap_ids)
 
     def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _Pass:
         return _Pass(rope, rows)

@@ -1,0 +1,269 @@
+"""Products of bf16 rows with packed weights, for CPUs with instructions for them (`machine.py`).
+
+oneDNN's call costs 20 to 30 microseconds whatever it computes; this one two, and a model's pass may call it
+from compiled code (`stack.py`). A weight is read once, 32 columns at a time, for all rows; columns are shared
+out among the threads. One order of sums for every row, whatever stands beside it: batch-invariant.
+
+Legend: N rows, K inputs, O outputs.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+from torch.nn import functional as F
+
+from .elements import Task, elements, float_of, pointer, rounded
+from .kernels import gated
+from .machine import Instructions, bf16_instructions
+from .team import process_team, run
+from .vectors import TILE_BYTES, amx_product, avx512_product, configure_tiles, release_tiles
+
+COLUMNS = 32  # of a panel: what is computed at once
+ROWS = 32
+SUMS_BYTES = ROWS * COLUMNS * 4
+_STRIDE = COLUMNS * 4  # of the sums
+_BF16, _FP32 = np.uint16(0), np.float32(0)
+
+
+class PackedLinear:
+    """`layers.Linear` of bf16 where `can_pack` says so: summed in fp32, rounded once.
+
+    Attributes:
+        tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of inputs.
+            Rows of zeros are added until O is a multiple of 32.
+    """
+
+    __slots__ = ("_num_threads", "bias_O", "in_features", "out_features", "tiles")
+
+    def __init__(self, weight_OK: Tensor, bias_O: Tensor | None, num_threads: int) -> None:
+        self.out_features, self.in_features = weight_OK.shape
+        self.bias_O = bias_O
+        self._num_threads = num_threads
+        padded = F.pad(weight_OK, (0, 0, 0, -self.out_features % COLUMNS))
+        pairs = padded.view(-1, 16, self.in_features // 32, 16, 2)
+        self.tiles = pairs.permute(0, 2, 3, 1, 4).contiguous()
+
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        x_NK = x_NK.contiguous()
+        y_NO = x_NK.new_empty(len(x_NK), self.out_features)
+        _run_product(
+            process_team().of(self._num_threads),
+            _PRODUCT.address,
+            self._num_threads,
+            x_NK.data_ptr(),
+            self.tiles.data_ptr(),
+            0 if self.bias_O is None else self.bias_O.data_ptr(),
+            0 if residual_NO is None else residual_NO.contiguous().data_ptr(),
+            y_NO.data_ptr(),
+            len(x_NK),
+            self.in_features,
+            self.out_features,
+        )
+        return y_NO
+
+
+def can_pack(num_inputs: int) -> bool:
+    """Whether the tiles fit a weight of so many inputs."""
+    return num_inputs % 32 == 0
+
+
+def halves_taking_turns(tiles: Tensor) -> Tensor:
+    """The outputs' two halves in turns of 16: what `project_gated` wants of a gate and an up projection."""
+    return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+
+
+@elements
+def _run_product(team, task, num_threads, x, weight, bias, residual, y, num_rows, inputs, outputs):
+    args = np.empty(8, dtype=np.int64)
+    args[0], args[1], args[2], args[3], args[4] = x, weight, bias, residual, y
+    args[5], args[6], args[7] = num_rows, inputs, outputs
+    run(team, task, args.ctypes.data, num_threads)
+
+
+def _product_task(args, thread, num_threads):
+    a = carray(pointer(args, np.int64(0)), (8,))
+    sums = np.empty(SUMS_BYTES, dtype=np.uint8)
+    begin_products(min(a[5], 16))
+    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], sums.ctypes.data, thread, num_threads)
+    end_products()
+
+
+if bf16_instructions() is Instructions.AMX:
+    _amx_2x2, _amx_1x2, _amx_2x1 = amx_product(2, 2), amx_product(1, 2), amx_product(2, 1)
+
+    @elements
+    def begin_products(rows):
+        """Before this thread's first product, of blocks of at least so many rows (at most 16)."""
+        tiles = np.zeros(64, dtype=np.uint8)
+        tiles[0] = 1  # the palette: eight tiles of up to 16 rows of 64 bytes
+        for i in range(8):
+            tiles[16 + 2 * i] = 64
+            tiles[48 + i] = 16
+        for i in (0, 1, 2):  # C and A of `_amx_1x2`
+            tiles[48 + i] = rows
+        configure_tiles(tiles.ctypes.data)
+
+    @elements
+    def end_products():
+        """After its last one."""
+        release_tiles()
+
+    @elements
+    def multiply(a, a_stride, w, w_stride, sums, blocks, rows):
+        """Sums [rows, 32] of 32, 16 or the configured number of rows of A with two columns of tiles."""
+        if rows == ROWS:
+            _amx_2x2(a, a_stride, w, w_stride, sums, np.int64(_STRIDE), blocks)
+        else:
+            _amx_1x2(a, a_stride, w, w_stride, sums, np.int64(_STRIDE), blocks)
+
+    @elements
+    def multiply_narrow(a, a_stride, w, sums, blocks):
+        """Sums [32, 16] of 32 rows of A with one column of tiles."""
+        _amx_2x1(a, a_stride, w, np.int64(0), sums, np.int64(_STRIDE // 2), blocks)
+
+else:
+    _avx512_8x2, _avx512_1x2, _avx512_8x1 = avx512_product(8, 2), avx512_product(1, 2), avx512_product(8, 1)
+
+    @elements
+    def begin_products(rows):
+        pass
+
+    @elements
+    def end_products():
+        pass
+
+    @elements
+    def multiply(a, a_stride, w, w_stride, sums, blocks, rows):
+        done = 0
+        while done + 8 <= rows:
+            _avx512_8x2(
+                a + done * a_stride, a_stride, w, w_stride, sums + done * _STRIDE, np.int64(_STRIDE), blocks
+            )
+            done += 8
+        while done < rows:
+            _avx512_1x2(
+                a + done * a_stride, a_stride, w, w_stride, sums + done * _STRIDE, np.int64(_STRIDE), blocks
+            )
+            done += 1
+
+    @elements
+    def multiply_narrow(a, a_stride, w, sums, blocks):
+        for row in range(0, ROWS, 8):
+            at = sums + row * (_STRIDE // 2)
+            _avx512_8x1(a + row * a_stride, a_stride, w, np.int64(0), at, np.int64(_STRIDE // 2), blocks)
+
+
+@elements
+def block_of_rows(begin, num_rows, room):
+    """The block of rows at `begin`: where it starts, and its rows; whole blocks wherever there is room.
+
+    A last block that would be short starts earlier, over rows that are done: they come out the same.
+    """
+    left = room - begin
+    if left >= ROWS and num_rows - begin > 16:
+        return begin, ROWS
+    if left >= 16:
+        return begin, 16
+    return (room - 16, 16) if room > 16 else (begin, left)
+
+
+@elements
+def project(x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums, thread, num_threads):
+    """This thread's columns of y = x W^T (+ bias) (+ residual), rows of y being `outputs` long.
+
+    Args:
+        num_rows, room: rows that count, and rows of x that may be read. `residual` may be `y` if the room is
+            a multiple of 16.
+        sums: address of SUMS_BYTES.
+    """
+    blocks = inputs // 32
+    panel_bytes = blocks * TILE_BYTES
+    x_stride = inputs * 2
+    y_1 = carray(pointer(y, _BF16), (num_rows * outputs,))
+    sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
+    num_panels = (outputs + COLUMNS - 1) // COLUMNS
+    for panel in range(thread, num_panels, num_threads):
+        column = panel * COLUMNS
+        width = min(COLUMNS, outputs - column)
+        tiles = weight + 2 * panel * panel_bytes
+        begin = 0
+        while begin < num_rows:
+            first, rows = block_of_rows(begin, num_rows, room)
+            multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
+            last = min(first + rows, num_rows)
+            if bias != 0:
+                _add_bias(sums_1, bias + 2 * column, last - first, width)
+            if residual != 0:
+                _add(sums_1, residual + 2 * column, first, last, outputs, width)
+            for n in range(first, last):
+                _round(sums_1[(n - first) * COLUMNS :], y_1[n * outputs + column :], width)
+            begin = first + rows
+
+
+@elements
+def project_gated(x, weight, bias, y, num_rows, room, inputs, inner, sums, thread, num_threads):
+    """This thread's columns of silu(gate) * up, where weight and bias hold 16 of gate, 16 of up, and so on.
+
+    Args:
+        inner: columns of y, a multiple of 16. The others as in `project`.
+    """
+    blocks = inputs // 32
+    panel_bytes = blocks * TILE_BYTES
+    x_stride = inputs * 2
+    y_1 = carray(pointer(y, _BF16), (num_rows * inner,))
+    sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
+    for panel in range(thread, inner // 16, num_threads):
+        tiles = weight + 2 * panel * panel_bytes
+        begin = 0
+        while begin < num_rows:
+            first, rows = block_of_rows(begin, num_rows, room)
+            multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
+            last = min(first + rows, num_rows)
+            if bias != 0:
+                _add_bias(sums_1, bias + 2 * panel * COLUMNS, last - first, COLUMNS)
+            for n in range(first, last):
+                _gate(sums_1[(n - first) * COLUMNS :], y_1[n * inner + panel * 16 :], 16)
+            begin = first + rows
+
+
+@elements
+def _gate(sums, y, half):
+    for j in range(half):
+        y[j] = rounded(gated(sums[j], sums[half + j]), _BF16)
+
+
+@elements
+def _round(sums, y, width):
+    if width == COLUMNS:
+        for j in range(COLUMNS):
+            y[j] = rounded(sums[j], _BF16)
+    else:
+        for j in range(width):
+            y[j] = rounded(sums[j], _BF16)
+
+
+@elements
+def _add_bias(sums, bias, rows, width):
+    bias_O = carray(pointer(bias, _BF16), (width,))
+    for n in range(rows):
+        for j in range(width):
+            sums[n * COLUMNS + j] += float_of(bias_O[j])
+
+
+@elements
+def _add(sums, residual, first, last, outputs, width):
+    for n in range(first, last):
+        row_O = carray(pointer(residual + 2 * n * outputs, _BF16), (width,))
+        for j in range(width):
+            sums[(n - first) * COLUMNS + j] += float_of(row_O[j])
+
+
+_PRODUCT = Task(_product_task)

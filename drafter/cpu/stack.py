@@ -1,0 +1,279 @@
+"""A model's blocks in one compiled call, on all of the process's threads: the pass of bf16 models on a CPU.
+
+A small model's pass is a few hundred calls when it is driven from Python, and each costs more than what it
+computes. Here a pass is one task of the team (`team.py`); the threads share each phase's columns, rows or
+contexts and meet at a barrier behind it:
+
+    x ─▶ norm ─▶ q,k,v ─▶ norm, rotate, write ─▶ attend ─▶ o + x ─▶ norm ─▶ gate,up,silu ─▶ down + x ─▶ ..
+
+Rounds to bf16 where PyTorch's operators would keep a tensor, and sums in fp32. A row's result depends neither
+on its companions nor on the number of threads. Made by `backend.py`.
+
+Legend: L layers, N rows, H hidden, I inner size, J = Q + 2 K heads of a row, D head dim, m taps.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ..backend import AttentionShape, BlockWeights, PlacedRows, Projection
+from ..kv_cache import PagedKVCache
+from ..layers import RMSNorm, RotaryEmbedding
+from .attention import PagedContexts, attend, scratch_bytes
+from .elements import Task, elements, pointer, records
+from .kernels import norm_row, norm_rotate_row
+from .products import PackedLinear, begin_products, end_products, halves_taking_turns, project, project_gated
+from .team import barrier, process_team, run
+
+_BF16, _INT64 = np.uint16(0), np.int64(0)
+_ROOM = 16  # rows come in tiles of so many
+
+# What a task finds at its address; addresses and sizes.
+_PASS_WORDS = (
+    *("team", "layers", "num_layers", "hidden", "num_heads", "num_kv", "inner", "first_norm", "num_taps"),
+    *("cos", "sin", "num_positions", "num_rows", "x", "normed", "taps", "positions", "slots"),
+    *("kv", "layer_bytes", "page_size", "num_requests", "first", "rows", "pages", "num_pages"),
+    *("qkv", "attended", "gated", "scratch", "scratch_bytes"),
+)
+_LAYER_WORDS = (
+    *("qkv", "qkv_bias", "head_norm", "causal", "window", "o", "o_bias", "post_norm"),
+    *("gate_up", "gate_up_bias", "down", "down_bias", "next_norm", "tap"),
+)
+_PASS = np.dtype([(name, np.int64) for name in _PASS_WORDS] + [("eps", np.float32), ("scale", np.float32)])
+_LAYER = np.dtype([(name, np.int64) for name in _LAYER_WORDS])
+
+
+def can_compile(hidden: int, head_dim: int, inner: int) -> bool:
+    """Whether a model of these sizes fits the tiles."""
+    return hidden % 32 == 0 and head_dim % 32 == 0 and inner % 32 == 0
+
+
+class CompiledStack:
+    """`block.BlockStack` in one call; the weights are those of one rank that has them all."""
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int],
+        num_threads: int,
+    ) -> None:
+        shape = blocks[0][0]
+        self._num_threads = num_threads
+        self._shape, self._rope = shape, rope
+        self._num_taps = len(tap_ids)
+        self._kept: list[Tensor] = []  # what the addresses point to
+        self._layers = np.zeros(len(blocks), dtype=_LAYER)
+        norms = [*(parts.input_norm for _, parts in blocks), final_norm]
+        for i, (layer_shape, parts) in enumerate(blocks):
+            tap = tap_ids.index(i) if i in tap_ids else -1
+            self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
+        self._inner = _packed(blocks[0][1].gate_up).out_features // 2
+        self._widths = (
+            (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
+            shape.num_heads * shape.head_dim,
+            self._inner,
+        )
+        self._pass = np.zeros(1, dtype=_PASS)
+        self._set_constants(norms[0])
+        self._task = _pass_task(shape.head_dim, shape.q_norm_D is not None)
+
+    def _layer(self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int) -> tuple[int, ...]:
+        """A record of _LAYER."""
+        head_norm_JD = None
+        if shape.q_norm_D is not None and shape.k_norm_D is not None:
+            q_JD = shape.q_norm_D.expand(shape.num_heads, -1)
+            head_norm_JD = torch.cat((q_JD, shape.k_norm_D.expand(shape.num_kv_heads, -1)))
+        gate_up = _packed(parts.gate_up)
+        gate_up_bias = gate_up.bias_O
+        if gate_up_bias is not None:
+            gate_up_bias = gate_up_bias.view(2, -1, 16).transpose(0, 1).contiguous()
+        return (
+            *self._linear(parts.qkv),
+            self._address(head_norm_JD),
+            int(shape.causal),
+            -1 if shape.window is None else shape.window,
+            *self._linear(parts.o),
+            self._address(parts.post_norm.weight_H),
+            self._address(halves_taking_turns(gate_up.tiles)),
+            self._address(gate_up_bias),
+            *self._linear(parts.down),
+            self._address(next_norm.weight_H),
+            tap,
+        )
+
+    def _linear(self, projection: Projection) -> tuple[int, int]:
+        linear = _packed(projection)
+        return self._address(linear.tiles), self._address(linear.bias_O)
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _set_constants(self, first_norm: RMSNorm) -> None:
+        p, shape, rope = self._pass[0], self._shape, self._rope
+        p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
+        p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps
+        p["num_heads"], p["num_kv"] = shape.num_heads, shape.num_kv_heads
+        p["first_norm"], p["eps"] = self._address(first_norm.weight_H), first_norm.eps
+        p["scale"] = shape.head_dim**-0.5
+        p["cos"], p["sin"] = self._address(rope.cos_TD), self._address(rope.sin_TD)
+        p["num_positions"] = len(rope.cos_TD)
+
+    def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
+        """See `BlockStack`; `x` is overwritten, `rows.batch` is a `PagedContexts`."""
+        contexts: PagedContexts = rows.batch
+        num_rows, hidden = x_NH.shape
+        room = -(-num_rows // _ROOM) * _ROOM
+        normed_NH = x_NH.new_empty(room, hidden)
+        taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
+        parts = [x_NH.new_empty(room, width) for width in self._widths]
+        num_threads = self._num_threads
+        scratch = scratch_bytes(contexts.longest, self._shape.head_dim)
+        scratch_1 = torch.empty(scratch * num_threads, dtype=torch.uint8)
+        _run_pass(
+            process_team().of(num_threads),
+            self._task.address,
+            num_threads,
+            self._pass.ctypes.data,
+            num_rows,
+            x_NH.data_ptr(),
+            normed_NH.data_ptr(),
+            0 if taps_NmH is None else taps_NmH.data_ptr(),
+            rows.positions_N.data_ptr(),
+            rows.kv_slots_N.data_ptr(),
+            cache.kv.data_ptr(),
+            cache.kv[0].nbytes,
+            contexts.page_size,
+            len(contexts.first_R),
+            contexts.first_R.ctypes.data,
+            contexts.rows_R.ctypes.data,
+            contexts.pages_RP.ctypes.data,
+            contexts.pages_RP.shape[1],
+            parts[0].data_ptr(),
+            parts[1].data_ptr(),
+            parts[2].data_ptr(),
+            scratch_1.data_ptr(),
+            scratch,
+        )
+        return normed_NH[:num_rows], taps_NmH
+
+
+def _packed(projection: Projection) -> PackedLinear:
+    assert isinstance(projection, PackedLinear), "made by the same backend"
+    return projection
+
+
+@elements
+def _run_pass(
+    team, task, num_threads, args, num_rows, x, normed, taps, positions, slots, kv, layer_bytes, page_size,
+    num_requests, first, rows, pages, num_pages, qkv, attended, gated, scratch, scratch_bytes,
+):  # fmt: skip
+    p = records(args, 1, _PASS)[0]
+    p.team, p.num_rows, p.x, p.normed, p.taps = team, num_rows, x, normed, taps
+    p.positions, p.slots, p.kv, p.layer_bytes, p.page_size = positions, slots, kv, layer_bytes, page_size
+    p.num_requests, p.first, p.rows, p.pages, p.num_pages = num_requests, first, rows, pages, num_pages
+    p.qkv, p.attended, p.gated, p.scratch, p.scratch_bytes = qkv, attended, gated, scratch, scratch_bytes
+    run(team, task, args, num_threads)
+
+
+@cache
+def _pass_task(head_dim: int, has_norm: bool) -> Task:
+    """The pass of models with this head dim: loops as short as a head are fast where their length is known."""
+
+    def decoder_pass(args, thread, num_threads):
+        p = records(args, 1, _PASS)[0]
+        layers = records(p.layers, p.num_layers, _LAYER)
+        room = (p.num_rows + _ROOM - 1) // _ROOM * _ROOM
+        num_heads, num_kv, hidden, num_rows = p.num_heads, p.num_kv, p.hidden, p.num_rows
+        heads = num_heads + 2 * num_kv
+        slot_size = 2 * num_kv * head_dim
+        scratch = p.scratch + thread * p.scratch_bytes
+        qkv_NJD = carray(pointer(p.qkv, _BF16), (num_rows, heads, head_dim))
+        cos_TD = carray(pointer(p.cos, _BF16), (p.num_positions, head_dim))
+        sin_TD = carray(pointer(p.sin, _BF16), (p.num_positions, head_dim))
+        positions_N = carray(pointer(p.positions, _INT64), (num_rows,))
+        slots_N = carray(pointer(p.slots, _INT64), (num_rows,))
+        head_D = np.empty(head_dim, dtype=np.float32)
+        begin_products(_ROOM)
+        _norm_rows(p.x, p.first_norm, p.normed, num_rows, hidden, p.eps, thread, num_threads)
+        barrier(p.team, num_threads)
+        for i in range(p.num_layers):
+            layer = layers[i]
+            project(
+                p.normed, layer.qkv, layer.qkv_bias, 0, p.qkv, num_rows, room, hidden, heads * head_dim, scratch,
+                thread, num_threads,
+            )  # fmt: skip
+            barrier(p.team, num_threads)
+            kv = p.kv + i * p.layer_bytes
+            norm_JD = carray(pointer(layer.head_norm, _BF16), (num_heads + num_kv, head_dim))
+            for n in range(thread, num_rows, num_threads):
+                t = positions_N[n]
+                norm_rotate_row(
+                    qkv_NJD[n], norm_JD, cos_TD[t], sin_TD[t], head_D, num_heads + num_kv, head_dim, has_norm,
+                    p.eps, _BF16,
+                )  # fmt: skip
+                slot_1 = carray(pointer(kv + 2 * slots_N[n] * slot_size, _BF16), (slot_size,))
+                qkv_1 = qkv_NJD[n].reshape(heads * head_dim)
+                for d in range(slot_size):
+                    slot_1[d] = qkv_1[num_heads * head_dim + d]
+            barrier(p.team, num_threads)
+            attend(
+                p.qkv, p.attended, kv, p.first, p.rows, p.pages, p.num_requests, p.num_pages, p.page_size,
+                num_heads, num_kv, head_dim, p.scale, layer.causal != 0, layer.window, scratch, thread, num_threads,
+            )  # fmt: skip
+            barrier(p.team, num_threads)
+            project(
+                p.attended, layer.o, layer.o_bias, p.x, p.x, num_rows, room, num_heads * head_dim, hidden, scratch,
+                thread, num_threads,
+            )  # fmt: skip
+            barrier(p.team, num_threads)
+            _norm_rows(p.x, layer.post_norm, p.normed, num_rows, hidden, p.eps, thread, num_threads)
+            barrier(p.team, num_threads)
+            project_gated(
+                p.normed, layer.gate_up, layer.gate_up_bias, p.gated, num_rows, room, hidden, p.inner, scratch,
+                thread, num_threads,
+            )  # fmt: skip
+            barrier(p.team, num_threads)
+            project(
+                p.gated, layer.down, layer.down_bias, p.x, p.x, num_rows, room, p.inner, hidden, scratch,
+                thread, num_threads,
+            )  # fmt: skip
+            barrier(p.team, num_threads)
+            if layer.tap >= 0:
+                _tap_rows(p.x, p.taps, num_rows, hidden, layer.tap, p.num_taps, thread, num_threads)
+            _norm_rows(p.x, layer.next_norm, p.normed, num_rows, hidden, p.eps, thread, num_threads)
+            barrier(p.team, num_threads)
+        end_products()
+
+    return Task(decoder_pass)
+
+
+@elements
+def _norm_rows(x, weight, y, num_rows, hidden, eps, thread, num_threads):
+    x_NH = carray(pointer(x, _BF16), (num_rows, hidden))
+    y_NH = carray(pointer(y, _BF16), (num_rows, hidden))
+    weight_H = carray(pointer(weight, _BF16), (hidden,))
+    for n in range(thread, num_rows, num_threads):
+        norm_row(x_NH[n], weight_H, y_NH[n], eps, _BF16)
+
+
+@elements
+def _tap_rows(x, taps, num_rows, hidden, tap, num_taps, thread, num_threads):
+    x_NH = carray(pointer(x, _BF16), (num_rows, hidden))
+    taps_NmH = carray(pointer(taps, _BF16), (num_rows, num_taps, hidden))
+    for n in range(thread, num_rows, num_threads):
+        taps_NmH[n, tap] = x_NH[n]
