@@ -54,7 +54,9 @@ class DFlashDrafter:
         self.dtype, self.device = fc.dtype, fc.device
         self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps, backend)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
-        blocks = [_block(config, kind, weights, f"layers.{i}.", backend) for i, kind in enumerate(config.layers)]
+        blocks = [
+            _block(config, kind, weights, f"layers.{i}.", backend) for i, kind in enumerate(config.layers)
+        ]
         final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
         self._stack = backend.stack(blocks, final_norm, self._rope)
         self._context = _ContextProjection(config, weights, backend)

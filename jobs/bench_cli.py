@@ -159,7 +159,10 @@ def step(
     device: Annotated[DeviceKind, typer.Option("--device", help="Where the models run.")] = "auto",
     attention_backend: Annotated[
         AttentionBackend,
-        typer.Option("--attention-backend", help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can."),
+        typer.Option(
+            "--attention-backend",
+            help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
+        ),
     ] = "auto",
     page_size: Annotated[int, typer.Option("--block-size", "--page-size", help="Tokens per K/V page.")] = 16,
     device_rates: Annotated[

@@ -66,7 +66,9 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     "dtype": _engine(DType, "--dtype", help="Of weights and K/V."),
     "device": _engine(DeviceKind, "--device", help="Where the models run."),
     "attention_backend": _engine(
-        AttentionBackend, "--attention-backend", help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can."
+        AttentionBackend,
+        "--attention-backend",
+        help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
     ),
     "tensor_parallel_size": _engine(
         int, "--tensor-parallel-size", "-tp", help="Ranks that share the target; more than 1 runs under Ray."

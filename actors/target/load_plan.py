@@ -20,7 +20,7 @@ from ...cluster.errors import CheckpointError, ConfigError
 from ...drafter.checkpoint import check_drafter
 from ...drafter.config import DrafterConfig
 from ...drafter.cpu.machine import bf16_instructions
-from ...drafter.cpu.stack import can_compile
+from ...drafter.cpu.stack import can_compile, fits_pages
 from ...drafter.features import TargetFacts
 from ..checkpoints import resolve_checkpoint
 from .config import TargetConfig
@@ -218,6 +218,8 @@ def _why_not_compiled(
         return "needs a CPU with AVX512_BF16 or AMX"
     if config.tensor_parallel_size > 1:
         return "needs tensor_parallel_size=1"
+    if not fits_pages(config.page_size):
+        return "needs a page_size that is a multiple of 16"
     for name, model in (("target", target), ("drafter", drafter)):
         if model is not None and not can_compile(model.hidden_size, model.head_dim, model.intermediate_size):
             return f"needs sizes that are multiples of 32, not all of the {name}'s are"

@@ -1,7 +1,7 @@
-"""Attention over paged K/V in compiled code: bf16 tiles, no gathered copy of a step's contexts, no masks.
+"""Attention over paged K/V in compiled code: nothing gathered, nothing masked but where a row cannot see.
 
 One *item* is 16 query rows (several: `_TILES`) of one K/V head of one request; heads that share it are stacked
-as further rows. Keys and values of the item's context are brought together once per group of tiles, in cache:
+as further rows.
 
     S^T [T, 16] = K [T, D] Q^T        keys as rows, queries as lanes: maxima and sums go lane by lane
     P [16, T]   = exp(S - max)^T      fp32, then bf16
@@ -9,6 +9,8 @@ as further rows. Keys and values of the item's context are brought together once
 
 Every query row has its own lane, sums run over keys in order, and keys that a row does not see add zeros: a
 row's result does not depend on its companions nor on how far the context is padded.
+
+K and V lie in the cache as `heads.py` writes them, so that products read them where they are.
 
 Legend: R requests, N rows, Q query heads, K kv heads, C = Q / K, D head dim, T keys, P pages, S page size.
 """
@@ -25,17 +27,29 @@ import torch
 from numba import carray
 from numpy.typing import NDArray
 
-from .elements import elements, maxima, pointer, rounded
-from .kernels import exp_of_negative
-from .products import COLUMNS, SUMS_BYTES, multiply, multiply_narrow
-from .vectors import TILE_BYTES, copy_lines, interleave, transpose, transpose_rounded
+from .elements import elements, pointer
+from .heads import BLOCK
+from .machine import Instructions, bf16_instructions
+from .vectors import (
+    TILE_BYTES,
+    amx_combination,
+    amx_scores,
+    avx512_combination,
+    avx512_product,
+    configure_tiles,
+    copy_lines,
+    scale_rounded,
+    soften,
+    transpose,
+    transpose_rounded,
+)
 
 Ints = NDArray[np.integer]
 _TILE = 16  # query rows
 _TILES = 16  # of a group
-_KEYS = 32  # a context is padded to a multiple
-_BF16, _FP32, _INT64 = np.uint16(0), np.float32(0), np.int64(0)
-_HIDDEN = np.float32(-np.inf)
+_QUAD = 4  # blocks that are scored at once
+_BF16, _INT32, _INT64, _FP32 = np.uint16(0), np.int32(0), np.int64(0), np.float32(0)
+_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,12 @@ class PagedContexts:
 
     @classmethod
     def build(
-        cls, first_position_R: Ints, num_rows_R: Ints, pages_RP: Ints, page_size: int, device: torch.device | str
+        cls,
+        first_position_R: Ints,
+        num_rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: torch.device | str,
     ) -> PagedContexts:
         """As `AttentionBatch.build`."""
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
@@ -66,10 +85,10 @@ class PagedContexts:
 
 def scratch_bytes(longest: int, head_dim: int) -> int:
     """What `attend` needs per thread."""
-    keys = -(-longest // _KEYS) * _KEYS
-    per_key = 2 * head_dim * 2 + _TILE * 4 + _TILE * 2  # K, V, S^T, P
-    size = keys * per_key + 2 * _TILE * head_dim + max(SUMS_BYTES, 2 * _TILE * head_dim)
-    return -(-size // 64) * 64  # every thread's begins a cache line
+    keys = -(-longest // (_QUAD * BLOCK)) * _QUAD * BLOCK
+    per_key = 1 + _TILE * 4 + _TILE * 2  # addresses of blocks, S^T, P
+    rows = _TILE * head_dim * (2 + 2 + 4)  # Q, Q^T, O
+    return -(-(keys * per_key + rows + 1024) // 64) * 64  # every thread's begins a cache line
 
 
 @elements
@@ -81,10 +100,11 @@ def attend(
 
     Args:
         qkv: rows of [Q + 2 K, D], q and k normed and rotated. `out`: rows of [Q, D].
-        kv: the layer's slots, [slots, 2, K, D]. A step's own K and V are there already.
+        kv: the layer's blocks. A step's own K and V are there already.
         first, rows, pages: addresses of the arrays of `PagedContexts`; num_pages is the width of `pages`.
         window: as `paged_attention`; -1 sees all.
     """
+    begin_attention()
     first_R = carray(pointer(first, _INT64), (num_requests,))
     rows_R = carray(pointer(rows, _INT64), (num_requests,))
     shared = num_heads // num_kv
@@ -111,130 +131,123 @@ def _attend_group(
     """Tiles of one request's one K/V head."""
     shared = num_heads // num_kv
     num_keys = first + num_rows
-    padded = (num_keys + _KEYS - 1) // _KEYS * _KEYS
-    keys = scratch
-    values = keys + 2 * padded * head_dim
-    scores = values + 2 * padded * head_dim
-    weights = scores + padded * _TILE * 4
-    queries = weights + padded * _TILE * 2
-    sums = queries + 2 * _TILE * head_dim
-    slots = scores  # free until there are scores
-    _bring(kv, pages, slots, keys, values, num_keys, padded, page_size, num_kv, head_dim, head)
+    num_blocks = (num_keys + _QUAD * BLOCK - 1) // (_QUAD * BLOCK) * _QUAD
     row_bytes = (num_heads + 2 * num_kv) * head_dim * 2
-    positions = np.empty(_TILE, dtype=np.int64)
-    totals = np.empty(_TILE, dtype=np.float32)
+    head_bytes = 2 * BLOCK * head_dim
+    # In `scratch`: two rows of int32, scale and sums of lanes; then Q, Q^T, O, addresses of blocks, S^T, P.
+    low, high, factor, totals = scratch, scratch + 64, scratch + 128, scratch + 192
+    queries = scratch + 256
+    packed = queries + _TILE * head_dim * 2
+    result = packed + _TILE * head_dim * 2
+    scores = result + _TILE * head_dim * 4
+    weights = scores + num_blocks * BLOCK * 64
+    blocks = weights + num_blocks * BLOCK * 32
+    low_L, high_L = carray(pointer(low, _INT32), (_TILE,)), carray(pointer(high, _INT32), (_TILE,))
+    carray(pointer(factor, _FP32), (1,))[0] = scale * np.float32(_LOG2_E)
+    _find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, 2 * num_kv * head_bytes)
     for at in range(tile * _TILE, last_tile * _TILE, _TILE):
         count = min(_TILE, num_rows * shared - at)
+        lowest, highest = num_keys, 0
         for i in range(_TILE):  # lanes behind the last one repeat it
-            positions[i] = first + (at + min(i, count - 1)) % num_rows
-        _take_queries(qkv, row_bytes, queries, sums, num_rows, head * shared, head_dim, at, count)
-        for t in range(0, padded, 32):
-            multiply_narrow(
-                keys + 2 * t * head_dim, 2 * head_dim, queries, scores + t * _TILE * 4, head_dim // 32
-            )
-        _soften(scores, positions, totals, num_keys, padded, scale, causal, window, _TILE)
-        for t in range(0, padded, 16):
-            transpose_rounded(scores + t * _TILE * 4, weights + 2 * t, 2 * padded)
-        _combine(
-            weights, values, sums, totals, out, padded, num_rows, num_heads, head * shared, head_dim, at, count
-        )
-
-
-@elements
-def _bring(kv, pages, slots, keys, values, num_keys, padded, page_size, num_kv, head_dim, head):
-    """K and V of a head from their pages: K as rows, V as a packed weight [D, T], zeros behind the last key.
-
-    `slots` is room for an address per key.
-    """
-    row_bytes = 2 * head_dim
-    slots_T = carray(pointer(slots, _INT64), (padded,))
-    zeros = np.zeros(head_dim, dtype=np.uint16)
-    _find_slots(kv + head * row_bytes, pages, slots_T, num_keys, page_size, 2 * num_kv * row_bytes)
-    for t in range(num_keys):
-        copy_lines(slots_T[t], keys + t * row_bytes, head_dim // 32)
-        slots_T[t] += num_kv * row_bytes
-    for t in range(num_keys, padded):
-        slots_T[t] = zeros.ctypes.data
-    for t in range(0, padded, 2):
-        target = values + t // 32 * TILE_BYTES + t % 32 // 2 * 64
-        for c in range(head_dim // 16):
-            interleave(slots_T[t] + 32 * c, slots_T[t + 1] + 32 * c, target + c * padded * 32)
-
-
-@elements
-def _find_slots(kv, pages, slots_T, num_keys, page_size, slot_bytes):
-    num_pages = (num_keys + page_size - 1) // page_size
-    pages_P = carray(pointer(pages, _INT64), (num_pages,))
-    t = 0
-    for p in range(num_pages):
-        slot = kv + pages_P[p] * page_size * slot_bytes
-        for _ in range(min(page_size, num_keys - t)):
-            slots_T[t] = slot
-            slot += slot_bytes
-            t += 1
-
-
-@elements
-def _take_queries(qkv, row_bytes, queries, rows, num_rows, first_head, head_dim, at, count):
-    """Q^T of 16 rows from `at` on, as a packed weight; `rows` is room for them."""
-    for i in range(_TILE):
-        row = at + min(i, count - 1)
-        source = qkv + row % num_rows * row_bytes + 2 * (first_head + row // num_rows) * head_dim
-        copy_lines(source, rows + 2 * i * head_dim, head_dim // 32)
-    for block in range(head_dim // 32):
-        transpose(rows + 64 * block, 2 * head_dim, queries + TILE_BYTES * block)
-
-
-@maxima
-def _top(scores_TL, low_L, high_L, top_L, num_lanes):
-    """The largest score that each lane sees; what it does not see becomes -inf."""
-    seen_by_all = low_L.max(), high_L.min()
-    for i in range(num_lanes):
-        top_L[i] = _HIDDEN
-    for t in range(len(scores_TL)):
-        if t < seen_by_all[0] or t >= seen_by_all[1]:
-            for i in range(num_lanes):
-                scores_TL[t, i] = scores_TL[t, i] if low_L[i] <= t and t < high_L[i] else _HIDDEN
-        for i in range(num_lanes):
-            top_L[i] = max(top_L[i], scores_TL[t, i])
-
-
-@elements
-def _soften(scores, positions_L, totals_L, num_keys, padded, scale, causal, window, num_lanes):
-    """exp(scale * (s - max)) of what a lane sees, 0 of the rest, in place; and their sums."""
-    scores_TL = carray(pointer(scores, _FP32), (padded, num_lanes))
-    low_L = np.zeros(num_lanes, dtype=np.int32)
-    high_L = np.empty(num_lanes, dtype=np.int32)
-    top_L = np.empty(num_lanes, dtype=np.float32)
-    for i in range(num_lanes):
-        high_L[i] = positions_L[i] + 1 if causal else num_keys
-        if window >= 0:
-            low_L[i] = max(positions_L[i] - window + 1, 0)
-            high_L[i] = min(high_L[i], positions_L[i] + window)
-        totals_L[i] = 0
-    _top(scores_TL, low_L, high_L, top_L, num_lanes)
-    for t in range(padded):
-        for i in range(num_lanes):
-            p = exp_of_negative((scores_TL[t, i] - top_L[i]) * scale)
-            scores_TL[t, i] = p
-            totals_L[i] += p
-
-
-@elements
-def _combine(
-    weights, values, sums, totals_L, out, padded, num_rows, num_heads, first_head, head_dim, at, count
-):  # fmt: skip
-    """P V / sum of P, 32 columns at a time."""
-    sums_LC = carray(pointer(sums, _FP32), (_TILE, COLUMNS))
-    for column in range(0, head_dim, COLUMNS):
-        multiply(
-            weights, 2 * padded, values + column * 2 * padded, padded * 32, sums, padded // 32, _TILE
-        )
+            position = first + (at + min(i, count - 1)) % num_rows
+            begin, end = 0, position + 1 if causal else num_keys
+            if window >= 0:
+                begin, end = max(position - window + 1, 0), min(end, position + window)
+            low_L[i], high_L[i] = begin, end
+            lowest, highest = min(lowest, begin), max(highest, end)
+        # Only blocks that a lane sees; what stands before or behind would add zeros.
+        begin = lowest // BLOCK
+        seen = (highest + BLOCK - 1) // BLOCK - begin
+        for i in range(_TILE):
+            low_L[i] -= begin * BLOCK
+            high_L[i] -= begin * BLOCK
+        for i in range(_TILE):
+            row = at + min(i, count - 1)
+            source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
+            copy_lines(source, queries + 2 * i * head_dim, head_dim // 32)
+        for step in range(head_dim // 32):
+            transpose(queries + 64 * step, 2 * head_dim, packed + TILE_BYTES * step)
+        quads = (seen + _QUAD - 1) // _QUAD * _QUAD
+        _score(blocks + 8 * begin, quads, head * head_bytes, 2 * head_dim, packed, scores, head_dim // 32)
+        soften(scores, seen * BLOCK, low, high, factor, totals)
+        for t in range(seen):
+            transpose_rounded(scores + t * TILE_BYTES, weights + 32 * t, seen * 32)
+        _combine(blocks + 8 * begin, seen, (num_kv + head) * head_bytes, weights, seen * 32, result, head_dim)
         for i in range(count):
             row = at + i
-            q = first_head + row // num_rows
-            target = out + 2 * ((row % num_rows * num_heads + q) * head_dim + column)
-            out_C = carray(pointer(target, _BF16), (COLUMNS,))
-            inverse = np.float32(1) / totals_L[i]
-            for c in range(COLUMNS):
-                out_C[c] = rounded(sums_LC[i, c] * inverse, _BF16)
+            q = head * shared + row // num_rows
+            target = out + 2 * (row % num_rows * num_heads + q) * head_dim
+            scale_rounded(result + 4 * i * head_dim, totals + 4 * i, target, head_dim // 16)
+
+
+@elements
+def _find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, block_bytes):
+    """Addresses of the context's blocks; the last one stands for those behind it."""
+    per_page = page_size // BLOCK
+    used = (num_keys + BLOCK - 1) // BLOCK
+    pages_P = carray(pointer(pages, _INT64), ((used + per_page - 1) // per_page,))
+    blocks_B = carray(pointer(blocks, _INT64), (num_blocks + _QUAD,))
+    b = 0
+    for p in range(len(pages_P)):
+        address = kv + pages_P[p] * per_page * block_bytes
+        for _ in range(min(per_page, used - b)):
+            blocks_B[b] = address
+            address += block_bytes
+            b += 1
+    for behind in range(used, num_blocks + _QUAD):
+        blocks_B[behind] = blocks_B[used - 1]
+
+
+if bf16_instructions() is Instructions.AMX:
+    _amx_scores, _amx_combination_4, _amx_combination_2 = amx_scores(), amx_combination(4), amx_combination(2)
+
+    @elements
+    def begin_attention():
+        """Shape the tiles: sums 0 to 3, keys and queries 4 and 5, weights and values of 16 keys 6 and 7."""
+        tiles = np.zeros(64, dtype=np.uint8)
+        tiles[0] = 1
+        for i in range(8):
+            tiles[16 + 2 * i] = 32 if i == 6 else 64
+            tiles[48 + i] = 8 if i == 7 else 16
+        configure_tiles(tiles.ctypes.data)
+
+    @elements
+    def _score(blocks, count, offset, stride, queries, scores, steps):
+        _amx_scores(blocks, count, offset, stride, queries, scores, steps)
+
+    @elements
+    def _combine(blocks, count, offset, weights, stride, result, head_dim):
+        column = 0
+        while column < head_dim:
+            at, target = offset + column * 32, result + 4 * column
+            if head_dim - column >= 64:
+                _amx_combination_4(blocks, count, at, weights, stride, target, 4 * head_dim)
+                column += 64
+            else:
+                _amx_combination_2(blocks, count, at, weights, stride, target, 4 * head_dim)
+                column += 32
+
+else:
+    _avx512_8x1, _avx512_combination = avx512_product(8, 1), avx512_combination(8, 2)
+
+    @elements
+    def begin_attention():
+        pass
+
+    @elements
+    def _score(blocks, count, offset, stride, queries, scores, steps):
+        blocks_B = carray(pointer(blocks, _INT64), (count,))
+        for b in range(count):
+            keys, target = blocks_B[b] + offset, scores + b * TILE_BYTES
+            _avx512_8x1(keys, stride, queries, np.int64(0), target, np.int64(64), steps)
+            keys, target = keys + 8 * stride, target + 8 * 64
+            _avx512_8x1(keys, stride, queries, np.int64(0), target, np.int64(64), steps)
+
+    @elements
+    def _combine(blocks, count, offset, weights, stride, result, head_dim):
+        for column in range(0, head_dim, 32):
+            for row in range(0, _TILE, 8):
+                _avx512_combination(
+                    blocks, count, offset + column * 32, weights + row * stride, stride,
+                    result + 4 * (column + row * head_dim), 4 * head_dim,
+                )  # fmt: skip

@@ -29,6 +29,7 @@ from ..layers import Linear, RMSNorm, RotaryEmbedding
 from ..stack import BlockStack
 from . import kernels
 from .attention import PagedContexts
+from .heads import BlockedContextWriter
 from .products import PackedLinear, can_pack
 from .stack import CompiledStack
 
@@ -106,6 +107,9 @@ class CompiledBackend(CpuBackend):
     ) -> Stack:
         return CompiledStack(blocks, final_norm, rope, tap_ids, self._num_threads)
 
+    def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
+        return BlockedContextWriter(k_norm_LD, eps, num_kv_heads)
+
 
 class _CpuAttention:
     __slots__ = ("_norm_JD", "_scale", "_shape")
@@ -126,8 +130,7 @@ class _CpuAttention:
             shape.num_kv_heads,
             self._norm_JD,
             shape.eps,
-            step.rope.cos_TD,
-            step.rope.sin_TD,
+            step.rope,
             rows.positions_N,
             rows.kv_slots_N,
             cache.slots(layer),
@@ -152,8 +155,7 @@ class _CpuContextWriter:
             self._num_kv,
             self._norm_JD,
             self._eps,
-            rope.cos_TD,
-            rope.sin_TD,
+            rope,
             rows.positions_N,
             rows.kv_slots_N,
             cache.slots_LN2KD,

@@ -21,7 +21,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from .elements import LIKE, elements, float_of, inlined, pointer, rounded, sums
+from ..layers import RotaryEmbedding
+from .elements import LIKE, elements, float_of, pointer, rounded, sums
 
 DTYPES = tuple(LIKE)
 
@@ -40,8 +41,7 @@ def norm_rotate_write(
     num_kv_heads: int,
     norm_JD: Tensor | None,
     eps: float,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    rope: RotaryEmbedding,
     positions_N: Tensor,
     slots_N: Tensor,
     kv_LS2KD: Tensor,
@@ -52,7 +52,6 @@ def norm_rotate_write(
         x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous.
         num_heads, num_kv_heads: Q and K.
         norm_JD: RMSNorm's weights of the heads of q and k, [Q + L * K, D]; None norms nothing.
-        cos_TD, sin_TD: of all positions, as `layers.RotaryEmbedding` has them.
         positions_N: absolute positions, int64.
         slots_N: where K and V go in every layer, int64.
         kv_LS2KD: the layers' K/V, contiguous.
@@ -66,9 +65,9 @@ def norm_rotate_write(
         num_kv_heads,
         0 if norm_JD is None else norm_JD.data_ptr(),
         eps,
-        cos_TD.data_ptr(),
-        sin_TD.data_ptr(),
-        len(cos_TD),
+        rope.cos_TD.data_ptr(),
+        rope.sin_TD.data_ptr(),
+        len(rope.cos_TD),
         positions_N.data_ptr(),
         slots_N.data_ptr(),
         kv_LS2KD.data_ptr(),
@@ -99,20 +98,15 @@ def _rms_norm(x, weight, y, num_rows, width, eps, like):
     y_NH = carray(pointer(y, like), (num_rows, width))
     weight_H = carray(pointer(weight, like), (width,))
     for n in range(num_rows):
-        norm_row(x_NH[n], weight_H, y_NH[n], eps, like)
-
-
-@sums
-def norm_row(x_H, weight_H, y_H, eps, like):
-    """One row's RMSNorm."""
-    scale = _inverse_rms(x_H, eps)
-    for h in range(len(x_H)):
-        y_H[h] = rounded(float_of(x_H[h]) * scale * float_of(weight_H[h]), like)
+        scale = _inverse_rms(x_NH[n], eps)
+        for h in range(width):
+            y_NH[n, h] = rounded(float_of(x_NH[n, h]) * scale * float_of(weight_H[h]), like)
 
 
 @cache
 def _norm_rotate_write(head_dim, has_norm):
     """The kernel for one head dim: loops as short as a head are fast only where their length is known."""
+    half = head_dim // 2
 
     @sums
     def kernel(
@@ -143,18 +137,23 @@ def _norm_rotate_write(head_dim, has_norm):
         head_D = np.empty(head_dim, dtype=np.float32)
         for n in range(num_rows):
             t, slot = positions_N[n], slots_N[n]
-            norm_rotate_row(
-                x_NJD[n],
-                norm_JD,
-                cos_TD[t],
-                sin_TD[t],
-                head_D,
-                num_heads + num_keys,
-                head_dim,
-                has_norm,
-                eps,
-                like,
-            )
+            for j in range(num_heads + num_keys):
+                if has_norm:
+                    total = np.float32(0)
+                    for d in range(head_dim):
+                        total += float_of(x_NJD[n, j, d]) * float_of(x_NJD[n, j, d])
+                    scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + np.float32(eps))
+                    for d in range(head_dim):
+                        head_D[d] = float_of(x_NJD[n, j, d]) * scale * float_of(norm_JD[j, d])
+                else:
+                    for d in range(head_dim):
+                        head_D[d] = float_of(x_NJD[n, j, d])
+                for d in range(half):
+                    swapped = head_D[d + half] * float_of(sin_TD[t, d])
+                    x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                for d in range(half, head_dim):
+                    swapped = head_D[d - half] * float_of(sin_TD[t, d])
+                    x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
             for layer in range(num_layers):
                 for k in range(num_kv):
                     j = num_heads + layer * num_kv + k
@@ -165,31 +164,8 @@ def _norm_rotate_write(head_dim, has_norm):
     return kernel
 
 
-@inlined
-def norm_rotate_row(x_JD, norm_JD, cos_D, sin_D, head_D, num_normed, head_dim, has_norm, eps, like):
-    """Norm and rotate the first heads of a row, in place. Fast where the caller's `head_dim` is a constant."""
-    half = head_dim // 2
-    for j in range(num_normed):
-        if has_norm:
-            total = np.float32(0)
-            for d in range(head_dim):
-                total += float_of(x_JD[j, d]) * float_of(x_JD[j, d])
-            scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + np.float32(eps))
-            for d in range(head_dim):
-                head_D[d] = float_of(x_JD[j, d]) * scale * float_of(norm_JD[j, d])
-        else:
-            for d in range(head_dim):
-                head_D[d] = float_of(x_JD[j, d])
-        for d in range(half):
-            swapped = head_D[d + half] * float_of(sin_D[d])
-            x_JD[j, d] = rounded(head_D[d] * float_of(cos_D[d]) + swapped, like)
-        for d in range(half, head_dim):
-            swapped = head_D[d - half] * float_of(sin_D[d])
-            x_JD[j, d] = rounded(head_D[d] * float_of(cos_D[d]) + swapped, like)
-
-
 @elements
-def exp_of_negative(x):
+def _exp(x):
     """e^x of x <= 0 to an ulp or two, in operations that are computed many at a time (Cephes' expf)."""
     is_normal = x > np.float32(-87.0)
     x = x if is_normal else np.float32(0)
@@ -211,12 +187,7 @@ def _silu_mul(gate_up, y, num_rows, inner, like):
     y_NI = carray(pointer(y, like), (num_rows, inner))
     for n in range(num_rows):
         for i in range(inner):
-            y_NI[n, i] = rounded(gated(float_of(gate_up_N2I[n, 0, i]), float_of(gate_up_N2I[n, 1, i])), like)
-
-
-@elements
-def gated(gate, up):
-    """silu(gate) * up."""
-    e = exp_of_negative(-abs(gate))  # of the magnitude: nothing overflows
-    sigmoid = (np.float32(1) if gate > 0 else e) / (np.float32(1) + e)
-    return gate * sigmoid * up
+            gate = float_of(gate_up_N2I[n, 0, i])
+            e = _exp(-abs(gate))  # of the magnitude: nothing overflows
+            sigmoid = (np.float32(1) if gate > 0 else e) / (np.float32(1) + e)
+            y_NI[n, i] = rounded(gate * sigmoid * float_of(gate_up_N2I[n, 1, i]), like)

@@ -28,11 +28,11 @@ class Instructions(Enum):
 def bf16_instructions() -> Instructions | None:
     """The best that Numba may compile for and the system lets us use; None: leave products to oneDNN."""
     features = _features()
-    if not {"avx512f", "avx512bw", "avx512vl"} <= features:
+    if not {"avx512f", "avx512bw", "avx512vl", "avx512bf16"} <= features:
         return None
     if {"amx-tile", "amx-bf16"} <= features and _may_use_tiles():
         return Instructions.AMX
-    return Instructions.AVX512 if "avx512bf16" in features else None
+    return Instructions.AVX512
 
 
 def _features() -> set[str]:

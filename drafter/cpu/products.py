@@ -12,19 +12,24 @@ Legend: N rows, K inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 from torch.nn import functional as F
 
 from .elements import Task, elements, float_of, pointer, rounded
-from .kernels import gated
 from .machine import Instructions, bf16_instructions
 from .team import process_team, run
-from .vectors import TILE_BYTES, amx_product, avx512_product, configure_tiles, release_tiles
+from .vectors import (
+    TILE_BYTES,
+    amx_product,
+    avx512_product,
+    configure_tiles,
+    finish,
+    finish_added,
+    finish_gated,
+    release_tiles,
+)
 
 COLUMNS = 32  # of a panel: what is computed at once
 ROWS = 32
@@ -97,7 +102,7 @@ def _product_task(args, thread, num_threads):
 
 
 if bf16_instructions() is Instructions.AMX:
-    _amx_2x2, _amx_1x2, _amx_2x1 = amx_product(2, 2), amx_product(1, 2), amx_product(2, 1)
+    _amx_2x2, _amx_1x2 = amx_product(2, 2), amx_product(1, 2)
 
     @elements
     def begin_products(rows):
@@ -124,13 +129,8 @@ if bf16_instructions() is Instructions.AMX:
         else:
             _amx_1x2(a, a_stride, w, w_stride, sums, np.int64(_STRIDE), blocks)
 
-    @elements
-    def multiply_narrow(a, a_stride, w, sums, blocks):
-        """Sums [32, 16] of 32 rows of A with one column of tiles."""
-        _amx_2x1(a, a_stride, w, np.int64(0), sums, np.int64(_STRIDE // 2), blocks)
-
 else:
-    _avx512_8x2, _avx512_1x2, _avx512_8x1 = avx512_product(8, 2), avx512_product(1, 2), avx512_product(8, 1)
+    _avx512_8x2, _avx512_1x2 = avx512_product(8, 2), avx512_product(1, 2)
 
     @elements
     def begin_products(rows):
@@ -153,12 +153,6 @@ else:
                 a + done * a_stride, a_stride, w, w_stride, sums + done * _STRIDE, np.int64(_STRIDE), blocks
             )
             done += 1
-
-    @elements
-    def multiply_narrow(a, a_stride, w, sums, blocks):
-        for row in range(0, ROWS, 8):
-            at = sums + row * (_STRIDE // 2)
-            _avx512_8x1(a + row * a_stride, a_stride, w, np.int64(0), at, np.int64(_STRIDE // 2), blocks)
 
 
 @elements
@@ -187,7 +181,6 @@ def project(x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums,
     blocks = inputs // 32
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
-    y_1 = carray(pointer(y, _BF16), (num_rows * outputs,))
     sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
     num_panels = (outputs + COLUMNS - 1) // COLUMNS
     for panel in range(thread, num_panels, num_threads):
@@ -201,10 +194,14 @@ def project(x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums,
             last = min(first + rows, num_rows)
             if bias != 0:
                 _add_bias(sums_1, bias + 2 * column, last - first, width)
-            if residual != 0:
-                _add(sums_1, residual + 2 * column, first, last, outputs, width)
             for n in range(first, last):
-                _round(sums_1[(n - first) * COLUMNS :], y_1[n * outputs + column :], width)
+                row, at = sums + (n - first) * _STRIDE, 2 * (n * outputs + column)
+                if width < COLUMNS:
+                    _finish_narrow(row, residual + at if residual != 0 else 0, y + at, width)
+                elif residual != 0:
+                    finish_added(row, residual + at, y + at)
+                else:
+                    finish(row, y + at)
             begin = first + rows
 
 
@@ -218,7 +215,6 @@ def project_gated(x, weight, bias, y, num_rows, room, inputs, inner, sums, threa
     blocks = inputs // 32
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
-    y_1 = carray(pointer(y, _BF16), (num_rows * inner,))
     sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
     for panel in range(thread, inner // 16, num_threads):
         tiles = weight + 2 * panel * panel_bytes
@@ -230,24 +226,20 @@ def project_gated(x, weight, bias, y, num_rows, room, inputs, inner, sums, threa
             if bias != 0:
                 _add_bias(sums_1, bias + 2 * panel * COLUMNS, last - first, COLUMNS)
             for n in range(first, last):
-                _gate(sums_1[(n - first) * COLUMNS :], y_1[n * inner + panel * 16 :], 16)
+                finish_gated(sums + (n - first) * _STRIDE, y + 2 * (n * inner + panel * 16))
             begin = first + rows
 
 
 @elements
-def _gate(sums, y, half):
-    for j in range(half):
-        y[j] = rounded(gated(sums[j], sums[half + j]), _BF16)
-
-
-@elements
-def _round(sums, y, width):
-    if width == COLUMNS:
-        for j in range(COLUMNS):
-            y[j] = rounded(sums[j], _BF16)
-    else:
-        for j in range(width):
-            y[j] = rounded(sums[j], _BF16)
+def _finish_narrow(sums, residual, y, width):
+    """A row of a last panel that is not whole."""
+    sums_C = carray(pointer(sums, _FP32), (width,))
+    y_C = carray(pointer(y, _BF16), (width,))
+    for j in range(width):
+        value = sums_C[j]
+        if residual != 0:
+            value += float_of(carray(pointer(residual, _BF16), (width,))[j])
+        y_C[j] = rounded(value, _BF16)
 
 
 @elements
@@ -256,14 +248,6 @@ def _add_bias(sums, bias, rows, width):
     for n in range(rows):
         for j in range(width):
             sums[n * COLUMNS + j] += float_of(bias_O[j])
-
-
-@elements
-def _add(sums, residual, first, last, outputs, width):
-    for n in range(first, last):
-        row_O = carray(pointer(residual + 2 * n * outputs, _BF16), (width,))
-        for j in range(width):
-            sums[(n - first) * COLUMNS + j] += float_of(row_O[j])
 
 
 _PRODUCT = Task(_product_task)

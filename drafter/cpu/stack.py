@@ -18,7 +18,6 @@ Legend: L layers, N rows, H hidden, I inner size, J = Q + 2 K heads of a row, D 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import torch
@@ -30,16 +29,36 @@ from ..kv_cache import PagedKVCache
 from ..layers import RMSNorm, RotaryEmbedding
 from .attention import PagedContexts, attend, scratch_bytes
 from .elements import Task, elements, pointer, records
-from .kernels import norm_row, norm_rotate_row
-from .products import PackedLinear, begin_products, end_products, halves_taking_turns, project, project_gated
+from .heads import BLOCK, place_heads, write_slot
+from .products import (
+    SUMS_BYTES,
+    PackedLinear,
+    begin_products,
+    end_products,
+    halves_taking_turns,
+    project,
+    project_gated,
+)
 from .team import barrier, process_team, run
+from .vectors import norm
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows come in tiles of so many
 
 # What a task finds at its address; addresses and sizes.
 _PASS_WORDS = (
-    *("team", "layers", "num_layers", "hidden", "num_heads", "num_kv", "inner", "first_norm", "num_taps"),
+    *(
+        "team",
+        "layers",
+        "num_layers",
+        "hidden",
+        "num_heads",
+        "num_kv",
+        "head_dim",
+        "inner",
+        "first_norm",
+        "num_taps",
+    ),
     *("cos", "sin", "num_positions", "num_rows", "x", "normed", "taps", "positions", "slots"),
     *("kv", "layer_bytes", "page_size", "num_requests", "first", "rows", "pages", "num_pages"),
     *("qkv", "attended", "gated", "scratch", "scratch_bytes"),
@@ -50,6 +69,11 @@ _LAYER_WORDS = (
 )
 _PASS = np.dtype([(name, np.int64) for name in _PASS_WORDS] + [("eps", np.float32), ("scale", np.float32)])
 _LAYER = np.dtype([(name, np.int64) for name in _LAYER_WORDS])
+
+
+def fits_pages(page_size: int) -> bool:
+    """Whether pages are made of whole blocks of slots."""
+    return page_size % BLOCK == 0
 
 
 def can_compile(hidden: int, head_dim: int, inner: int) -> bool:
@@ -86,9 +110,10 @@ class CompiledStack:
         )
         self._pass = np.zeros(1, dtype=_PASS)
         self._set_constants(norms[0])
-        self._task = _pass_task(shape.head_dim, shape.q_norm_D is not None)
 
-    def _layer(self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int) -> tuple[int, ...]:
+    def _layer(
+        self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
+    ) -> tuple[int, ...]:
         """A record of _LAYER."""
         head_norm_JD = None
         if shape.q_norm_D is not None and shape.k_norm_D is not None:
@@ -127,7 +152,7 @@ class CompiledStack:
         p, shape, rope = self._pass[0], self._shape, self._rope
         p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
         p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps
-        p["num_heads"], p["num_kv"] = shape.num_heads, shape.num_kv_heads
+        p["num_heads"], p["num_kv"], p["head_dim"] = shape.num_heads, shape.num_kv_heads, shape.head_dim
         p["first_norm"], p["eps"] = self._address(first_norm.weight_H), first_norm.eps
         p["scale"] = shape.head_dim**-0.5
         p["cos"], p["sin"] = self._address(rope.cos_TD), self._address(rope.sin_TD)
@@ -142,11 +167,11 @@ class CompiledStack:
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
         parts = [x_NH.new_empty(room, width) for width in self._widths]
         num_threads = self._num_threads
-        scratch = scratch_bytes(contexts.longest, self._shape.head_dim)
+        scratch = max(scratch_bytes(contexts.longest, self._shape.head_dim), SUMS_BYTES)
         scratch_1 = torch.empty(scratch * num_threads, dtype=torch.uint8)
         _run_pass(
             process_team().of(num_threads),
-            self._task.address,
+            _TASK.address,
             num_threads,
             self._pass.ctypes.data,
             num_rows,
@@ -190,85 +215,71 @@ def _run_pass(
     run(team, task, args, num_threads)
 
 
-@cache
-def _pass_task(head_dim: int, has_norm: bool) -> Task:
-    """The pass of models with this head dim: loops as short as a head are fast where their length is known."""
-
-    def decoder_pass(args, thread, num_threads):
-        p = records(args, 1, _PASS)[0]
-        layers = records(p.layers, p.num_layers, _LAYER)
-        room = (p.num_rows + _ROOM - 1) // _ROOM * _ROOM
-        num_heads, num_kv, hidden, num_rows = p.num_heads, p.num_kv, p.hidden, p.num_rows
-        heads = num_heads + 2 * num_kv
-        slot_size = 2 * num_kv * head_dim
-        scratch = p.scratch + thread * p.scratch_bytes
-        qkv_NJD = carray(pointer(p.qkv, _BF16), (num_rows, heads, head_dim))
-        cos_TD = carray(pointer(p.cos, _BF16), (p.num_positions, head_dim))
-        sin_TD = carray(pointer(p.sin, _BF16), (p.num_positions, head_dim))
-        positions_N = carray(pointer(p.positions, _INT64), (num_rows,))
-        slots_N = carray(pointer(p.slots, _INT64), (num_rows,))
-        head_D = np.empty(head_dim, dtype=np.float32)
-        begin_products(_ROOM)
-        _norm_rows(p.x, p.first_norm, p.normed, num_rows, hidden, p.eps, thread, num_threads)
+def _decoder_pass(args, thread, num_threads):
+    p = records(args, 1, _PASS)[0]
+    layers = records(p.layers, p.num_layers, _LAYER)
+    room = (p.num_rows + _ROOM - 1) // _ROOM * _ROOM
+    num_heads, num_kv, head_dim, hidden = p.num_heads, p.num_kv, p.head_dim, p.hidden
+    num_rows = p.num_rows
+    heads = num_heads + 2 * num_kv
+    scratch = p.scratch + thread * p.scratch_bytes
+    positions_N = carray(pointer(p.positions, _INT64), (num_rows,))
+    slots_N = carray(pointer(p.slots, _INT64), (num_rows,))
+    eps_1 = np.empty(1, dtype=np.float32)
+    eps_1[0], eps = p.eps, eps_1.ctypes.data
+    begin_products(_ROOM)
+    _norm_rows(p.x, p.first_norm, p.normed, num_rows, hidden, eps, thread, num_threads)
+    barrier(p.team, num_threads)
+    for i in range(p.num_layers):
+        layer = layers[i]
+        project(
+            p.normed, layer.qkv, layer.qkv_bias, 0, p.qkv, num_rows, room, hidden, heads * head_dim, scratch,
+            thread, num_threads,
+        )  # fmt: skip
         barrier(p.team, num_threads)
-        for i in range(p.num_layers):
-            layer = layers[i]
-            project(
-                p.normed, layer.qkv, layer.qkv_bias, 0, p.qkv, num_rows, room, hidden, heads * head_dim, scratch,
-                thread, num_threads,
+        kv = p.kv + i * p.layer_bytes
+        for n in range(thread, num_rows, num_threads):
+            row = p.qkv + 2 * n * heads * head_dim
+            place_heads(
+                row, layer.head_norm, p.cos, p.sin, positions_N[n], num_heads + num_kv, head_dim, eps,
             )  # fmt: skip
-            barrier(p.team, num_threads)
-            kv = p.kv + i * p.layer_bytes
-            norm_JD = carray(pointer(layer.head_norm, _BF16), (num_heads + num_kv, head_dim))
-            for n in range(thread, num_rows, num_threads):
-                t = positions_N[n]
-                norm_rotate_row(
-                    qkv_NJD[n], norm_JD, cos_TD[t], sin_TD[t], head_D, num_heads + num_kv, head_dim, has_norm,
-                    p.eps, _BF16,
-                )  # fmt: skip
-                slot_1 = carray(pointer(kv + 2 * slots_N[n] * slot_size, _BF16), (slot_size,))
-                qkv_1 = qkv_NJD[n].reshape(heads * head_dim)
-                for d in range(slot_size):
-                    slot_1[d] = qkv_1[num_heads * head_dim + d]
-            barrier(p.team, num_threads)
-            attend(
-                p.qkv, p.attended, kv, p.first, p.rows, p.pages, p.num_requests, p.num_pages, p.page_size,
-                num_heads, num_kv, head_dim, p.scale, layer.causal != 0, layer.window, scratch, thread, num_threads,
-            )  # fmt: skip
-            barrier(p.team, num_threads)
-            project(
-                p.attended, layer.o, layer.o_bias, p.x, p.x, num_rows, room, num_heads * head_dim, hidden, scratch,
-                thread, num_threads,
-            )  # fmt: skip
-            barrier(p.team, num_threads)
-            _norm_rows(p.x, layer.post_norm, p.normed, num_rows, hidden, p.eps, thread, num_threads)
-            barrier(p.team, num_threads)
-            project_gated(
-                p.normed, layer.gate_up, layer.gate_up_bias, p.gated, num_rows, room, hidden, p.inner, scratch,
-                thread, num_threads,
-            )  # fmt: skip
-            barrier(p.team, num_threads)
-            project(
-                p.gated, layer.down, layer.down_bias, p.x, p.x, num_rows, room, p.inner, hidden, scratch,
-                thread, num_threads,
-            )  # fmt: skip
-            barrier(p.team, num_threads)
-            if layer.tap >= 0:
-                _tap_rows(p.x, p.taps, num_rows, hidden, layer.tap, p.num_taps, thread, num_threads)
-            _norm_rows(p.x, layer.next_norm, p.normed, num_rows, hidden, p.eps, thread, num_threads)
-            barrier(p.team, num_threads)
-        end_products()
-
-    return Task(decoder_pass)
+            k = row + 2 * num_heads * head_dim
+            write_slot(kv, slots_N[n], k, k + 2 * num_kv * head_dim, num_kv, head_dim)
+        barrier(p.team, num_threads)
+        attend(
+            p.qkv, p.attended, kv, p.first, p.rows, p.pages, p.num_requests, p.num_pages, p.page_size,
+            num_heads, num_kv, head_dim, p.scale, layer.causal != 0, layer.window, scratch, thread, num_threads,
+        )  # fmt: skip
+        begin_products(_ROOM)
+        barrier(p.team, num_threads)
+        project(
+            p.attended, layer.o, layer.o_bias, p.x, p.x, num_rows, room, num_heads * head_dim, hidden, scratch,
+            thread, num_threads,
+        )  # fmt: skip
+        barrier(p.team, num_threads)
+        _norm_rows(p.x, layer.post_norm, p.normed, num_rows, hidden, eps, thread, num_threads)
+        barrier(p.team, num_threads)
+        project_gated(
+            p.normed, layer.gate_up, layer.gate_up_bias, p.gated, num_rows, room, hidden, p.inner, scratch,
+            thread, num_threads,
+        )  # fmt: skip
+        barrier(p.team, num_threads)
+        project(
+            p.gated, layer.down, layer.down_bias, p.x, p.x, num_rows, room, p.inner, hidden, scratch,
+            thread, num_threads,
+        )  # fmt: skip
+        barrier(p.team, num_threads)
+        if layer.tap >= 0:
+            _tap_rows(p.x, p.taps, num_rows, hidden, layer.tap, p.num_taps, thread, num_threads)
+        _norm_rows(p.x, layer.next_norm, p.normed, num_rows, hidden, eps, thread, num_threads)
+        barrier(p.team, num_threads)
+    end_products()
 
 
 @elements
 def _norm_rows(x, weight, y, num_rows, hidden, eps, thread, num_threads):
-    x_NH = carray(pointer(x, _BF16), (num_rows, hidden))
-    y_NH = carray(pointer(y, _BF16), (num_rows, hidden))
-    weight_H = carray(pointer(weight, _BF16), (hidden,))
     for n in range(thread, num_rows, num_threads):
-        norm_row(x_NH[n], weight_H, y_NH[n], eps, _BF16)
+        norm(x + 2 * n * hidden, weight, y + 2 * n * hidden, hidden // 16, eps)
 
 
 @elements
@@ -277,3 +288,6 @@ def _tap_rows(x, taps, num_rows, hidden, tap, num_taps, thread, num_threads):
     taps_NmH = carray(pointer(taps, _BF16), (num_rows, num_taps, hidden))
     for n in range(thread, num_rows, num_threads):
         taps_NmH[n, tap] = x_NH[n]
+
+
+_TASK = Task(_decoder_pass)
