@@ -17,6 +17,7 @@ from manta.drafter.cpu import kernels
 from manta.drafter.cpu.backend import CpuBackend
 from manta.drafter.cpu.noise import noisy_argmax
 from manta.drafter.kv_cache import PagedKVCache
+from manta.drafter.torch_backend import TorchBackend
 from manta.drafter.layers import RMSNorm, RopeConfig, RotaryEmbedding
 from manta.drafter.noise import negative_gumbel, noise_keys
 from torch import Tensor

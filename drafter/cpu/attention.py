@@ -40,6 +40,7 @@ from .vectors import (
     copy_lines,
     scale_rounded,
     soften,
+    stack_memory,
     transpose,
     transpose_rounded,
 )
@@ -200,16 +201,19 @@ def _find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, block_bytes
 
 if bf16_instructions() is Instructions.AMX:
     _amx_scores, _amx_combination_4, _amx_combination_2 = amx_scores(), amx_combination(4), amx_combination(2)
+    _tiles_memory = stack_memory(64)
 
     @elements
     def begin_attention():
         """Shape the tiles: sums 0 to 3, keys and queries 4 and 5, weights and values of 16 keys 6 and 7."""
-        tiles = np.zeros(64, dtype=np.uint8)
+        memory = _tiles_memory()
+        tiles = carray(pointer(memory, np.uint8(0)), (64,))
+        tiles[:] = 0
         tiles[0] = 1
         for i in range(8):
             tiles[16 + 2 * i] = 32 if i == 6 else 64
             tiles[48 + i] = 8 if i == 7 else 16
-        configure_tiles(tiles.ctypes.data)
+        configure_tiles(memory)
 
     @elements
     def _score(blocks, count, offset, stride, queries, scores, steps):

@@ -29,6 +29,7 @@ from .vectors import (
     finish_added,
     finish_gated,
     release_tiles,
+    stack_memory,
 )
 
 COLUMNS = 32  # of a panel: what is computed at once
@@ -36,6 +37,7 @@ ROWS = 32
 SUMS_BYTES = ROWS * COLUMNS * 4
 _STRIDE = COLUMNS * 4  # of the sums
 _BF16, _FP32 = np.uint16(0), np.float32(0)
+_args_memory, _tiles_memory, _sums_memory = stack_memory(64), stack_memory(64), stack_memory(SUMS_BYTES)
 
 
 class PackedLinear:
@@ -87,17 +89,18 @@ def halves_taking_turns(tiles: Tensor) -> Tensor:
 
 @elements
 def _run_product(team, task, num_threads, x, weight, bias, residual, y, num_rows, inputs, outputs):
-    args = np.empty(8, dtype=np.int64)
-    args[0], args[1], args[2], args[3], args[4] = x, weight, bias, residual, y
-    args[5], args[6], args[7] = num_rows, inputs, outputs
-    run(team, task, args.ctypes.data, num_threads)
+    args = _args_memory()
+    a = carray(pointer(args, np.int64(0)), (8,))
+    a[0], a[1], a[2], a[3], a[4] = x, weight, bias, residual, y
+    a[5], a[6], a[7] = num_rows, inputs, outputs
+    run(team, task, args, num_threads)
 
 
 def _product_task(args, thread, num_threads):
     a = carray(pointer(args, np.int64(0)), (8,))
-    sums = np.empty(SUMS_BYTES, dtype=np.uint8)
+    sums = _sums_memory()
     begin_products(min(a[5], 16))
-    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], sums.ctypes.data, thread, num_threads)
+    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], sums, thread, num_threads)
     end_products()
 
 
@@ -107,14 +110,14 @@ if bf16_instructions() is Instructions.AMX:
     @elements
     def begin_products(rows):
         """Before this thread's first product, of blocks of at least so many rows (at most 16)."""
-        tiles = np.zeros(64, dtype=np.uint8)
+        memory = _tiles_memory()
+        tiles = carray(pointer(memory, np.uint8(0)), (64,))
+        tiles[:] = 0
         tiles[0] = 1  # the palette: eight tiles of up to 16 rows of 64 bytes
         for i in range(8):
             tiles[16 + 2 * i] = 64
-            tiles[48 + i] = 16
-        for i in (0, 1, 2):  # C and A of `_amx_1x2`
-            tiles[48 + i] = rows
-        configure_tiles(tiles.ctypes.data)
+            tiles[48 + i] = rows if i < 3 else 16  # C and A of `_amx_1x2` may be lower
+        configure_tiles(memory)
 
     @elements
     def end_products():

@@ -44,6 +44,7 @@ from .vectors import norm
 
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows come in tiles of so many
+_OWN_ROWS = 24  # per thread, from which on threads take requests of their own
 
 # What a task finds at its address; addresses and sizes.
 _PASS_WORDS = (
@@ -68,6 +69,7 @@ _LAYER_WORDS = (
     *("gate_up", "gate_up_bias", "down", "down_bias", "next_norm", "tap"),
 )
 _PASS = np.dtype([(name, np.int64) for name in _PASS_WORDS] + [("eps", np.float32), ("scale", np.float32)])
+_EPS = _PASS.fields["eps"][1]  # its address is wanted
 _LAYER = np.dtype([(name, np.int64) for name in _LAYER_WORDS])
 
 
@@ -162,7 +164,7 @@ class CompiledStack:
         """See `BlockStack`; `x` is overwritten, `rows.batch` is a `PagedContexts`."""
         contexts: PagedContexts = rows.batch
         num_rows, hidden = x_NH.shape
-        room = -(-num_rows // _ROOM) * _ROOM
+        room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one tile more: a thread's own rows may begin anywhere
         normed_NH = x_NH.new_empty(room, hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
         parts = [x_NH.new_empty(room, width) for width in self._widths]
@@ -217,61 +219,97 @@ def _run_pass(
 
 def _decoder_pass(args, thread, num_threads):
     p = records(args, 1, _PASS)[0]
+    begin, end, thread_of, num_of = _share(p.rows, p.num_requests, thread, num_threads)
+    _run_blocks(args, begin, end, thread_of, num_of, p.scratch + thread * p.scratch_bytes)
+
+
+@elements
+def _share(rows, num_requests, thread, num_threads):
+    """Requests [begin, end) for this thread, and which of how many threads it is there.
+
+    Threads that have requests of their own need not wait for each other, nor read what another core has just
+    written; but each reads all weights. So they do where there are rows enough, shared out evenly.
+    """
+    rows_R = carray(pointer(rows, _INT64), (num_requests,))
+    total, most = rows_R.sum(), 0
+    begin, end = num_requests, 0
+    before, part, size = 0, 0, 0
+    for r in range(num_requests):
+        mine = min((2 * before + rows_R[r]) * num_threads // (2 * total), num_threads - 1)
+        if mine != part:
+            part, size = mine, 0
+        size += rows_R[r]
+        most = max(most, size)
+        if mine == thread:
+            begin, end = min(begin, r), r + 1
+        before += rows_R[r]
+    if total < _OWN_ROWS * num_threads or most * num_threads * 4 > total * 5:
+        return 0, num_requests, thread, num_threads
+    return begin, max(begin, end), 0, 1
+
+
+@elements
+def _run_blocks(args, begin, end, thread, num_threads, scratch):
+    """All blocks over the rows of requests [begin, end)."""
+    p = records(args, 1, _PASS)[0]
     layers = records(p.layers, p.num_layers, _LAYER)
-    room = (p.num_rows + _ROOM - 1) // _ROOM * _ROOM
+    rows_R = carray(pointer(p.rows, _INT64), (p.num_requests,))
+    row, num_rows = rows_R[:begin].sum(), rows_R[begin:end].sum()
+    room = (num_rows + _ROOM - 1) // _ROOM * _ROOM
     num_heads, num_kv, head_dim, hidden = p.num_heads, p.num_kv, p.head_dim, p.hidden
-    num_rows = p.num_rows
     heads = num_heads + 2 * num_kv
-    scratch = p.scratch + thread * p.scratch_bytes
-    positions_N = carray(pointer(p.positions, _INT64), (num_rows,))
-    slots_N = carray(pointer(p.slots, _INT64), (num_rows,))
-    eps_1 = np.empty(1, dtype=np.float32)
-    eps_1[0], eps = p.eps, eps_1.ctypes.data
+    first, rows, pages = p.first + 8 * begin, p.rows + 8 * begin, p.pages + 8 * begin * p.num_pages
+    x, normed = p.x + 2 * row * hidden, p.normed + 2 * row * hidden
+    qkv, attended = p.qkv + 2 * row * heads * head_dim, p.attended + 2 * row * num_heads * head_dim
+    gated, taps = p.gated + 2 * row * p.inner, p.taps + 2 * row * p.num_taps * hidden
+    positions_N = carray(pointer(p.positions + 8 * row, _INT64), (num_rows,))
+    slots_N = carray(pointer(p.slots + 8 * row, _INT64), (num_rows,))
+    eps = args + _EPS
     begin_products(_ROOM)
-    _norm_rows(p.x, p.first_norm, p.normed, num_rows, hidden, eps, thread, num_threads)
+    _norm_rows(x, p.first_norm, normed, num_rows, hidden, eps, thread, num_threads)
     barrier(p.team, num_threads)
     for i in range(p.num_layers):
         layer = layers[i]
         project(
-            p.normed, layer.qkv, layer.qkv_bias, 0, p.qkv, num_rows, room, hidden, heads * head_dim, scratch,
+            normed, layer.qkv, layer.qkv_bias, 0, qkv, num_rows, room, hidden, heads * head_dim, scratch,
             thread, num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
         kv = p.kv + i * p.layer_bytes
         for n in range(thread, num_rows, num_threads):
-            row = p.qkv + 2 * n * heads * head_dim
+            q = qkv + 2 * n * heads * head_dim
             place_heads(
-                row, layer.head_norm, p.cos, p.sin, positions_N[n], num_heads + num_kv, head_dim, eps,
+                q, layer.head_norm, p.cos, p.sin, positions_N[n], num_heads + num_kv, head_dim, eps,
             )  # fmt: skip
-            k = row + 2 * num_heads * head_dim
+            k = q + 2 * num_heads * head_dim
             write_slot(kv, slots_N[n], k, k + 2 * num_kv * head_dim, num_kv, head_dim)
         barrier(p.team, num_threads)
         attend(
-            p.qkv, p.attended, kv, p.first, p.rows, p.pages, p.num_requests, p.num_pages, p.page_size,
-            num_heads, num_kv, head_dim, p.scale, layer.causal != 0, layer.window, scratch, thread, num_threads,
+            qkv, attended, kv, first, rows, pages, end - begin, p.num_pages, p.page_size, num_heads, num_kv,
+            head_dim, p.scale, layer.causal != 0, layer.window, scratch, thread, num_threads,
         )  # fmt: skip
         begin_products(_ROOM)
         barrier(p.team, num_threads)
         project(
-            p.attended, layer.o, layer.o_bias, p.x, p.x, num_rows, room, num_heads * head_dim, hidden, scratch,
+            attended, layer.o, layer.o_bias, x, x, num_rows, room, num_heads * head_dim, hidden, scratch,
             thread, num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
-        _norm_rows(p.x, layer.post_norm, p.normed, num_rows, hidden, eps, thread, num_threads)
+        _norm_rows(x, layer.post_norm, normed, num_rows, hidden, eps, thread, num_threads)
         barrier(p.team, num_threads)
         project_gated(
-            p.normed, layer.gate_up, layer.gate_up_bias, p.gated, num_rows, room, hidden, p.inner, scratch,
-            thread, num_threads,
+            normed, layer.gate_up, layer.gate_up_bias, gated, num_rows, room, hidden, p.inner, scratch, thread,
+            num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
         project(
-            p.gated, layer.down, layer.down_bias, p.x, p.x, num_rows, room, p.inner, hidden, scratch,
-            thread, num_threads,
+            gated, layer.down, layer.down_bias, x, x, num_rows, room, p.inner, hidden, scratch, thread,
+            num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
         if layer.tap >= 0:
-            _tap_rows(p.x, p.taps, num_rows, hidden, layer.tap, p.num_taps, thread, num_threads)
-        _norm_rows(p.x, layer.next_norm, p.normed, num_rows, hidden, eps, thread, num_threads)
+            _tap_rows(x, taps, num_rows, hidden, layer.tap, p.num_taps, thread, num_threads)
+        _norm_rows(x, layer.next_norm, normed, num_rows, hidden, eps, thread, num_threads)
         barrier(p.team, num_threads)
     end_products()
 

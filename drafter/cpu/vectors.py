@@ -471,6 +471,23 @@ release_tiles = _procedure(0, lambda b, args: _call(b, "llvm.x86.tilerelease", _
 pause = _procedure(0, lambda b, args: _call(b, "llvm.x86.sse2.pause", _VOID, []))
 
 
+def stack_memory(num_bytes: int) -> Any:
+    """An intrinsic: the address of so many bytes, a multiple of 64, that live as long as the function's call.
+
+    An array's address does not keep the array: Numba frees it behind its last mention.
+    """
+
+    def generate(context, builder, signature, args):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, num_bytes))
+        memory.align = 64
+        return builder.ptrtoint(memory, _INT64)
+
+    def typed(typing):
+        return types.int64(), generate
+
+    return intrinsic(typed)
+
+
 @intrinsic
 def fetch_add(context, address, value):
     """Add to the int64 at an address that threads share; what was there before."""
