@@ -1,6 +1,6 @@
 """The keyed noise: Gumbel variables that are a function of (seed, absolute position, token id).
 
-The definition, in NumPy and PyTorch; `kernels/noise.py` and `cpu/noise.py` compute the same in loops. The
+The definition, in NumPy and PyTorch; `kernels/noise.py` and `cpu/choice.py` compute the same in loops. The
 integers are equal everywhere, the logarithms to about one unit in the last place.
 
 Legend: N rows, M rows with temperature > 0, V vocabulary.

@@ -31,6 +31,8 @@ class Proposer:
         if block is None:
             return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=states.device)
         chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling)
+        if len(chosen_X) == block.num_requests * block.max_drafts:
+            return chosen_X.view(block.num_requests, block.max_drafts)
         drafts = torch.full(
             (block.num_requests * block.max_drafts,), -1, dtype=torch.int64, device=states.device
         )

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .cpu import noise as cpu_noise
+from .cpu import choice
+from .cpu.elements import LIKE
 from .noise import negative_gumbel, noise_keys
 
 _NUCLEUS_FIRST_LOOK = 256
@@ -51,6 +52,13 @@ class SamplingBatch:
     max_top_k: int = 0
 
     @classmethod
+    def greedy(
+        cls, num_rows: int, forbidden: NDArray[np.int64] | None, device: torch.device | str
+    ) -> SamplingBatch:
+        """Rows that all take the likeliest token; see `build`."""
+        return cls(num_rows, forbidden_F=_put(forbidden, device) if forbidden is not None else None)
+
+    @classmethod
     def build(
         cls,
         *,
@@ -72,12 +80,12 @@ class SamplingBatch:
         """
 
         def put(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+            return _put(values, device)
 
-        banned = None if forbidden is None or forbidden.size == 0 else put(forbidden)
         noisy = np.flatnonzero((temperature > 0) & (top_k != 1))
+        plain = cls.greedy(len(temperature), forbidden, device)
         if noisy.size == 0:
-            return cls(len(temperature), forbidden_F=banned)
+            return plain
         top_k, top_p, min_p = top_k[noisy], top_p[noisy], min_p[noisy]
         limits_k = top_k > 0
         return cls(
@@ -88,9 +96,13 @@ class SamplingBatch:
             top_p_M1=put(top_p[:, None]) if (top_p < 1).any() else None,
             min_p_M1=put(min_p[:, None]) if (min_p > 0).any() else None,
             key_2M1=put(noise_keys(seed[noisy], position[noisy])[:, :, None]),
-            forbidden_F=banned,
+            forbidden_F=plain.forbidden_F,
             max_top_k=int(top_k.max(initial=0)),
         )
+
+
+def _put(values: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
 def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
@@ -104,25 +116,28 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.noisy_M is None:
         return _argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:
-        return _noisy_argmax(logits_NV.float(), batch)
+        return _noisy_argmax(logits_NV, batch)
     ids_N = _argmax(logits_NV)
-    chosen_M = _noisy_argmax(logits_NV.index_select(0, batch.noisy_M).float(), batch)
+    chosen_M = _noisy_argmax(logits_NV.index_select(0, batch.noisy_M), batch)
     return ids_N.index_copy_(0, batch.noisy_M, chosen_M)
 
 
+def _has_loops(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype in LIKE
+
+
 def _argmax(logits_NV: Tensor) -> Tensor:
-    """The CPU finds the largest of half-precision values slowly; widening them first is exact."""
-    return (logits_NV.float() if logits_NV.device.type == "cpu" else logits_NV).argmax(dim=-1)
+    return choice.argmax(logits_NV.contiguous()) if _has_loops(logits_NV) else logits_NV.argmax(dim=-1)
 
 
 def _noisy_argmax(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
     """argmax of z + T g over what the filters keep: that of z / T + g, and sound for T -> 0."""
     kept_MV = filter_logits(logits_MV, batch)
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
-    if kept_MV.device.type == "cpu":
-        return cpu_noise.noisy_argmax(kept_MV.contiguous(), batch.temperature_M1, batch.key_2M1)
+    if _has_loops(kept_MV):
+        return choice.noisy_argmax(kept_MV.contiguous(), batch.temperature_M1, batch.key_2M1)
     negative_g_MV = negative_gumbel(batch.key_2M1, kept_MV.shape[-1])
-    return torch.addcmul(kept_MV, batch.temperature_M1, negative_g_MV, value=-1).argmax(dim=-1)
+    return torch.addcmul(kept_MV.float(), batch.temperature_M1, negative_g_MV, value=-1).argmax(dim=-1)
 
 
 def filter_logits(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
@@ -130,7 +145,7 @@ def filter_logits(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.min_p_M1 is None and batch.top_k_M is None and batch.top_p_M1 is None:
         return logits_MV
     assert batch.temperature_M1 is not None, "made together by `build`"
-    scaled_MV = logits_MV / batch.temperature_M1
+    scaled_MV = logits_MV.float() / batch.temperature_M1
     if batch.min_p_M1 is not None:
         floor_M1 = scaled_MV.amax(dim=-1, keepdim=True) + batch.min_p_M1.log()
         scaled_MV = scaled_MV.masked_fill(scaled_MV < floor_M1, float("-inf"))

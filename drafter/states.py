@@ -25,6 +25,7 @@ from torch import Tensor
 from ..cluster.plan import AdmittedRequest, SchedulerOutput
 from .attention import AttentionBatch
 from .backend import PlacedRows
+from .cpu import rows
 from .kv_cache import skip_slot
 from .sampling import SamplingBatch
 
@@ -94,6 +95,7 @@ class RequestStates:
         self._max_len = max_model_len
         # One column more than the longest sequence: what must not be kept is written there.
         self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=self.device)
+        self._host_tokens = self.token_ids.numpy() if self.device.type == "cpu" else None
         self.page_table = np.zeros((num_slots, -(-max_model_len // page_size)), dtype=np.int64)
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int64)
@@ -129,18 +131,18 @@ class RequestStates:
         """The target's rows; drafts must have been placed."""
         slots_R, rows_R = _as_int64(plan.slots, plan.num_rows)
         first_R = self._first(plan)
-        owner_N, positions_N = _lay_out(first_R, rows_R)
         counts_R = np.where(plan.samples, 1 + plan.num_drafts.astype(np.int64), 0)
-        ends_R = np.cumsum(rows_R)
-        owner_X, sampled_X = _lay_out(ends_R - counts_R, counts_R)
+        positions_N, kv_slots_N, sampled_X, slots_X = rows.target_rows(
+            slots_R, first_R, rows_R, counts_R, self.page_table, self.page_size
+        )
         return StepRows(
-            token_ids_N=self._tokens(slots_R[owner_N], positions_N),
+            token_ids_N=self._read(slots_R, first_R, rows_R),
             positions_N=self._put(positions_N),
-            kv_slots_N=self._put(self._kv_slots(slots_R[owner_N], positions_N)),
+            kv_slots_N=self._put(kv_slots_N),
             batch=self._attention(slots_R, first_R, rows_R),
             sampled_X=self._put(sampled_X),
             counts_R=self._put(counts_R),
-            sampling=self._sampling(slots_R[owner_X], positions_N[sampled_X] + 1),
+            sampling=self._sampling(slots_X, positions_N[sampled_X] + 1),
         )
 
     def block_rows(self, plan: SchedulerOutput) -> BlockRows | None:
@@ -149,57 +151,61 @@ class RequestStates:
         if max_drafts == 0:
             return None
         who_B = np.flatnonzero(plan.num_drafts)
-        slots_B, rows_B = _as_int64(plan.slots[who_B], plan.num_drafts[who_B] + 1)
+        slots_B, drafts_B = _as_int64(plan.slots[who_B], plan.num_drafts[who_B])
         anchor_B = self._first(plan)[who_B]
-        owner_N, positions_N = _lay_out(anchor_B, rows_B)
-        anchor_rows_B = np.cumsum(rows_B) - rows_B
-        is_mask_N = np.ones(len(positions_N), dtype=bool)
-        is_mask_N[anchor_rows_B] = False
-        mask_rows_X = np.flatnonzero(is_mask_N)
-        owner_X, positions_X = owner_N[mask_rows_X], positions_N[mask_rows_X]
+        positions_N, kv_slots_N, mask_rows_X, slots_X, places_X = rows.block_rows(
+            who_B, slots_B, anchor_B, drafts_B, max_drafts, self.page_table, self.page_size
+        )
         return BlockRows(
-            anchors_B=self._tokens(slots_B, anchor_B),
-            anchor_rows_B=self._put(anchor_rows_B),
+            anchors_B=self._read(slots_B, anchor_B, np.ones_like(slots_B)),
+            anchor_rows_B=self._put(np.cumsum(drafts_B + 1) - drafts_B - 1),
             mask_rows_X=self._put(mask_rows_X),
             positions_N=self._put(positions_N),
-            kv_slots_N=self._put(self._kv_slots(slots_B[owner_N], positions_N)),
-            batch=self._attention(slots_B, anchor_B, rows_B),
-            sampling=self._sampling(slots_B[owner_X], positions_X),
+            kv_slots_N=self._put(kv_slots_N),
+            batch=self._attention(slots_B, anchor_B, drafts_B + 1),
+            sampling=self._sampling(slots_X, positions_N[mask_rows_X]),
             num_requests=plan.num_requests,
-            places_X=self._put(who_B[owner_X] * max_drafts + positions_X - anchor_B[owner_X] - 1),
+            places_X=self._put(places_X),
             max_drafts=max_drafts,
         )
 
     def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
         """Write proposals behind the known tokens, where `rows` reads them; -1 marks what is none."""
         if drafts_RK.shape[1]:
-            self._write(plan, drafts_RK, drafts_RK >= 0)
+            self._write(plan, drafts_RK, plan.num_drafts.astype(np.int64))
 
     def append(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
         """Write the tokens that came out of the step over the drafts, and step on."""
-        columns_W = torch.arange(token_ids_RW.shape[1], device=self.device)
-        self._write(plan, token_ids_RW, columns_W < num_tokens_R.unsqueeze(1))
-        accepted_R = np.maximum(num_tokens_R.cpu().numpy() - 1, 0)
+        counts_R = num_tokens_R.cpu().numpy()
+        self._write(plan, token_ids_RW, counts_R)
+        accepted_R = np.maximum(counts_R - 1, 0)
         self._num_computed[plan.slots] = self._first(plan) + plan.num_rows - plan.num_drafts + accepted_R
 
     def _first(self, plan: SchedulerOutput) -> Ints:
         """Absolute position of each request's first row; before `append`."""
         return np.where(plan.num_computed < 0, self._num_computed[plan.slots], plan.num_computed)
 
-    def _write(self, plan: SchedulerOutput, values_RW: Tensor, wanted_RW: Tensor) -> None:
-        """Write behind each request's known tokens; what is not wanted lands in the last column."""
+    def _write(self, plan: SchedulerOutput, values_RW: Tensor, counts_R: Ints) -> None:
+        """Write each request's first `counts` values behind its known tokens, but for negative ones."""
         slots_R, rows_R, drafts_R = _as_int64(plan.slots, plan.num_rows, plan.num_drafts)
-        begin_R = self._put(self._first(plan) + rows_R - drafts_R)
-        columns_RW = begin_R.unsqueeze(1) + torch.arange(values_RW.shape[1], device=self.device)
+        begin_R = self._first(plan) + rows_R - drafts_R
+        if self._host_tokens is not None:
+            rows.write_tokens(self._host_tokens, slots_R, begin_R, counts_R, values_RW.numpy())
+            return
+        columns_W = torch.arange(values_RW.shape[1], device=self.device)
+        columns_RW = self._put(begin_R).unsqueeze(1) + columns_W
+        wanted_RW = (columns_W < self._put(counts_R).unsqueeze(1)) & (values_RW >= 0)
         columns_RW = torch.where(wanted_RW, columns_RW, self._max_len)
         self.token_ids[self._put(slots_R).unsqueeze(1), columns_RW] = values_RW
 
-    def _tokens(self, slots_N: Ints, positions_N: Ints) -> Tensor:
-        return self.token_ids[self._put(slots_N), self._put(positions_N)]
-
-    def _kv_slots(self, slots_N: Ints, positions_N: Ints) -> Ints:
-        page, offset = np.divmod(positions_N, self.page_size)
-        return self.page_table[slots_N, page] * self.page_size + offset
+    def _read(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> Tensor:
+        """Tokens [N] of so many positions of each request."""
+        if self._host_tokens is not None:
+            return self._put(rows.read_tokens(self._host_tokens, slots_R, first_R, rows_R, rows_R.sum()))
+        owner_N = np.repeat(np.arange(len(rows_R)), rows_R)
+        begin_R = np.cumsum(rows_R) - rows_R
+        positions_N = np.arange(len(owner_N)) - begin_R[owner_N] + first_R[owner_N]
+        return self.token_ids[self._put(slots_R[owner_N]), self._put(positions_N)]
 
     def _attention(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> Any:
         longest = int((first_R + rows_R).max())
@@ -207,14 +213,18 @@ class RequestStates:
         return self._attention_batch(first_R, rows_R, pages_RP, self.page_size, self.device)
 
     def _sampling(self, slots_X: Ints, positions_X: Ints) -> SamplingBatch:
+        temperature_X = self._temperature[slots_X]
+        forbidden = self._forbidden(slots_X, positions_X)
+        if not temperature_X.any():
+            return SamplingBatch.greedy(len(slots_X), forbidden, self.device)
         return SamplingBatch.build(
-            temperature=self._temperature[slots_X],
+            temperature=temperature_X,
             top_k=self._top_k[slots_X],
             top_p=self._top_p[slots_X],
             min_p=self._min_p[slots_X],
             seed=self._seed[slots_X],
             position=positions_X,
-            forbidden=self._forbidden(slots_X, positions_X),
+            forbidden=forbidden,
             device=self.device,
         )
 
@@ -230,10 +240,3 @@ class RequestStates:
 
 def _as_int64(*arrays: NDArray[np.integer]) -> tuple[Ints, ...]:
     return tuple(array.astype(np.int64) for array in arrays)
-
-
-def _lay_out(first_R: Ints, counts_R: Ints) -> tuple[Ints, Ints]:
-    """Rows request after request: whose row it is, and first + 0, 1, 2, ... within each request."""
-    owner_N = np.repeat(np.arange(len(counts_R)), counts_R)
-    begin_R = np.cumsum(counts_R) - counts_R
-    return owner_N, np.arange(len(owner_N)) - begin_R[owner_N] + first_R[owner_N]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cpu import rows
+
 
 def accept(sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens come out of a step.
@@ -25,6 +27,8 @@ def accept(sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tens
     Returns:
         token_ids [R, W], the new tokens of each request, then -1; and num_tokens [R]. Both int64.
     """
+    if sampled_X.device.type == "cpu":
+        return rows.accept(sampled_X.contiguous(), counts_R.contiguous(), drafts_RK.contiguous())
     num_requests, width = drafts_RK.shape[0], drafts_RK.shape[1] + 1
     if sampled_X.numel() == 0:
         return sampled_X.new_full((num_requests, width), -1), torch.zeros_like(counts_R)

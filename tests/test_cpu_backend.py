@@ -15,11 +15,11 @@ from manta.drafter.attention import AttentionBatch
 from manta.drafter.backend import AttentionShape, PlacedRows
 from manta.drafter.cpu import kernels
 from manta.drafter.cpu.backend import CpuBackend
-from manta.drafter.cpu.noise import noisy_argmax
+from manta.drafter.cpu.choice import noisy_argmax
 from manta.drafter.kv_cache import PagedKVCache
-from manta.drafter.torch_backend import TorchBackend
 from manta.drafter.layers import RMSNorm, RopeConfig, RotaryEmbedding
 from manta.drafter.noise import negative_gumbel, noise_keys
+from manta.drafter.torch_backend import TorchBackend
 from torch import Tensor
 
 EPS = 1e-6

@@ -11,6 +11,7 @@ from manta.cluster.errors import CheckpointError
 from manta.drafter.checkpoint import TensorFolder, check_drafter, load_drafter
 from manta.drafter.config import DrafterConfig, DraftLayer
 from manta.drafter.features import LentWeights, TargetFacts
+from manta.drafter.layers import Linear
 from safetensors.torch import save_file
 
 from . import drafter_checkpoints as checkpoints
@@ -161,13 +162,13 @@ def test_a_vocabulary_map_must_lead_into_the_targets_vocabulary(tmp_path: Path):
     tensors = checkpoints.random_tensors(config)
     tensors["d2t"] = torch.full((40,), VOCAB)
     checkpoints.write(tmp_path, config, tensors)
-    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN))
+    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     with pytest.raises(CheckpointError, match="d2t"):
         load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")
 
 
 def test_a_mask_embedding_of_the_wrong_size_is_refused(tmp_path: Path):
     checkpoints.write(tmp_path, z_lab(), mask_embedding=torch.zeros(HIDDEN + 1))
-    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN))
+    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
     with pytest.raises(CheckpointError, match=r"mask_embedding.pt must hold one vector of hidden_size 32"):
         load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")

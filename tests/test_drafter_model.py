@@ -12,10 +12,12 @@ from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.checkpoint import load_drafter
 from manta.drafter.features import LentWeights, TargetFacts
 from manta.drafter.invariance import rows_are_invariant
+from manta.drafter.layers import Linear
 from manta.drafter.model import DFlashDrafter
 from manta.drafter.propose import Proposer
 from manta.drafter.sampling import sample_rows
 from manta.drafter.states import RequestStates
+from manta.drafter.torch_backend import TorchBackend
 from manta.drafter.verification import accept
 
 from . import drafter_checkpoints as checkpoints
@@ -64,7 +66,7 @@ def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) ->
     mask = torch.randn(HIDDEN, generator=generator) if nested.get("mask_token_id", 0) >= VOCAB else None
     tensors = checkpoints.random_tensors(config)
     checkpoints.write(folder, config, tensors, mask)
-    lends = LentWeights(embedding.to(dtype), head.to(dtype))
+    lends = LentWeights(embedding.to(dtype), Linear(head.to(dtype)))
     return Pair(
         load_drafter(folder, FACTS, lends, dtype, "cpu"), Oracle(config, tensors, embedding, head, mask)
     )
@@ -134,7 +136,7 @@ def test_bf16_blocks_are_near_the_oracle(tmp_path: Path):
 
 
 def test_a_blocks_bits_do_not_depend_on_the_batch(tmp_path: Path):
-    if not rows_are_invariant(torch.float32, "cpu"):
+    if not rows_are_invariant(TorchBackend(), torch.float32, "cpu"):
         pytest.skip("this machine's products are not batch-invariant")
     pair = load_pair(tmp_path, VARIANTS["z-lab sliding layers are causal"])
     lengths = [12, 40, 31]
@@ -250,7 +252,7 @@ def test_whole_generations_propose_and_accept_what_the_oracle_does(
     checkpoints.write(tmp_path, config, tensors)
     embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
     oracle = Oracle(config, tensors, embedding, head)
-    drafter = load_drafter(tmp_path, FACTS, LentWeights(embedding, head), torch.float32, "cpu")
+    drafter = load_drafter(tmp_path, FACTS, LentWeights(embedding, Linear(head)), torch.float32, "cpu")
     prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32], [7]]
     seeds = [11, -(2**40) - 3, 2**62 + 17]
     params = [SlotSampling(temperature, 0, 1.0, 0.0, s, 0, ()) for s in seeds]

@@ -165,7 +165,7 @@ def test_acceptance_equals_accept_and_append_and_advances(case: Case, of_all_row
     tables = tables_of(states, plan)
     counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
     sampled, chosen, first = verdicts_of(case, counts, of_all_rows=of_all_rows)
-    tokens, num_tokens = accept(sampled, torch.from_numpy(counts), drafts)
+    tokens, num_tokens = accept(sampled.long(), torch.from_numpy(counts).long(), drafts)
     states.append(plan, tokens, num_tokens)
 
     slots, cu_rows, _ = ragged(case, plan.num_rows)

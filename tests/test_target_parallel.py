@@ -16,6 +16,7 @@ from manta.actors.target.loading import load_runner
 from manta.actors.target.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.target.weights import TargetWeights
 from manta.cluster.errors import ConfigError
+from manta.drafter.layers import Linear
 from steps import Steps, settings
 from tiny import TINY_VOCAB, make_tiny_target
 
@@ -136,7 +137,7 @@ def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> No
         sharding = Sharding.of(config, rank.rank, rank.world_size)
         weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
         embedding = VocabEmbedding(weights.embedding(), sharding, rank)
-        head = VocabHead(weights.head(), config.vocab_size, sharding, rank)
+        head = VocabHead(Linear(weights.head()), config.vocab_size, sharding, rank)
         return embedding(ids), head(hidden), *head.local(hidden)
 
     rows, logits, _, _ = work(SingleRank())

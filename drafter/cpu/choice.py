@@ -1,6 +1,6 @@
-"""The choice of a noisy row in one loop: the argmax of z + T g, with the noise of `drafter/noise.py`.
+"""The choice of a token per row in one loop: argmax of z, or of z + T g with the noise of `drafter/noise.py`.
 
-PyTorch makes that noise in twenty operators over [rows, vocabulary] of int64. The integers here are the same;
+PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows, vocabulary] of int64. The integers here are the same;
 the logarithms are polynomials of our own, within about one unit in the last place, as on a GPU
 (`kernels/noise.py`). Called by `sampling.py`.
 
@@ -19,17 +19,25 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from ..noise import FACTOR_1, FACTOR_2
-from .elements import elements, inlined, maxima, pointer
+from .elements import LIKE, elements, float_of, inlined, maxima, pointer
 
 _FACTOR_A, _FACTOR_B, _SHIFT = np.uint32(FACTOR_1), np.uint32(FACTOR_2), np.uint32(15)
 _FLOAT, _INT = np.float32(0), np.int64(0)
+
+
+def argmax(logits_NV: Tensor) -> Tensor:
+    """Token ids [N] (int64), ties to the lowest id; fp32 or bf16, contiguous."""
+    num_rows, vocab_size = logits_NV.shape
+    ids_N = torch.empty(num_rows, dtype=torch.int64)
+    _argmax(logits_NV.data_ptr(), ids_N.data_ptr(), num_rows, vocab_size, LIKE[logits_NV.dtype])
+    return ids_N
 
 
 def noisy_argmax(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> Tensor:
     """Token ids [M] (int64), ties to the lowest id.
 
     Args:
-        logits_MV: fp32, contiguous; -inf where a token cannot be.
+        logits_MV: fp32 or bf16, contiguous; -inf where a token cannot be.
         temperature_M1: fp32, above 0.
         key_2M1: `noise_keys`, int64.
     """
@@ -42,13 +50,22 @@ def noisy_argmax(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> 
         ids_M.data_ptr(),
         num_rows,
         vocab_size,
+        LIKE[logits_MV.dtype],
     )
     return ids_M
 
 
 @elements
-def _noisy_argmax(logits, temperature, keys, ids, num_rows, vocab_size):
-    logits_MV = carray(pointer(logits, _FLOAT), (num_rows, vocab_size))
+def _argmax(logits, ids, num_rows, vocab_size, like):
+    logits_NV = carray(pointer(logits, like), (num_rows, vocab_size))
+    ids_N = carray(pointer(ids, _INT), (num_rows,))
+    for n in range(num_rows):
+        ids_N[n] = _first(logits_NV[n], _largest(logits_NV[n]))
+
+
+@elements
+def _noisy_argmax(logits, temperature, keys, ids, num_rows, vocab_size, like):
+    logits_MV = carray(pointer(logits, like), (num_rows, vocab_size))
     temperature_M = carray(pointer(temperature, _FLOAT), (num_rows,))
     key_2M = carray(pointer(keys, _INT), (2, num_rows))
     ids_M = carray(pointer(ids, _INT), (num_rows,))
@@ -56,22 +73,23 @@ def _noisy_argmax(logits, temperature, keys, ids, num_rows, vocab_size):
     for m in range(num_rows):
         key_0, key_1, scale = np.uint32(key_2M[0, m]), np.uint32(key_2M[1, m]), temperature_M[m]
         for v in range(vocab_size):
-            score_V[v] = logits_MV[m, v] - scale * _negative_gumbel(key_0, key_1, np.uint32(v))
+            score_V[v] = float_of(logits_MV[m, v]) - scale * _negative_gumbel(key_0, key_1, np.uint32(v))
         ids_M[m] = _first(score_V, _largest(score_V))
 
 
 @maxima
 def _largest(score_V):
-    best = score_V[0]
+    best = float_of(score_V[0])
     for v in range(1, len(score_V)):
-        best = score_V[v] if score_V[v] > best else best
+        score = float_of(score_V[v])
+        best = score if score > best else best
     return best
 
 
 @elements
 def _first(score_V, best):
     for v in range(len(score_V)):
-        if score_V[v] == best:
+        if float_of(score_V[v]) == best:
             return v
     return 0
 
