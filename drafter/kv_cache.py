@@ -41,6 +41,7 @@ class PagedKVCache:
         shape = (num_layers, num_pages + 1, page_size, 2, num_kv_heads, head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.device = self.kv.device
+        self.layer_bytes = self.kv.nbytes // num_layers
         # Views made once: indexing a tensor costs a microsecond, and there are many layers.
         self.slots_LN2KD = self.kv.view(num_layers, -1, 2, num_kv_heads, head_dim)
         self._layer_slots = tuple(self.slots_LN2KD.split(1))

@@ -66,8 +66,9 @@ class DFlashDrafter:
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
-        self._replaces_mask = "mask_embedding" in weights
-        self._mask_H = self._mask_row(weights.get("mask_embedding"))
+        self._mask_H: Tensor | None = None  # where it is no row of the embedding
+        if "mask_embedding" in weights:
+            self._mask_H = weights["mask_embedding"] * config.input_embedding_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's context, with the target's page ids."""
@@ -85,14 +86,9 @@ class DFlashDrafter:
         """Context K/V of all layers at these rows; a row with the cache's `skip_slot` is dropped."""
         self._context(c_NH, self._rope, rows, cache)
 
-    def block_inputs(self, block: BlockRows) -> Tensor:
-        """The block's input embeddings [N, H]: the anchors', and that of the mask in all other rows."""
-        x_NH = self._mask_H.repeat(len(block.positions_N), 1)
-        return x_NH.index_copy_(0, block.anchor_rows_B, self._embed(block.anchors_B))
-
     def embed_block(self, token_ids_N: Tensor) -> Tensor:
-        """The same [N, H] from token ids, the mask's in all rows but the anchors'."""
-        if not self._replaces_mask:
+        """The block's input embeddings [N, H], from token ids: the mask's in all rows but the anchors'."""
+        if self._mask_H is None:
             return self._embed(token_ids_N)
         is_mask_N = token_ids_N == self.config.mask_token_id  # no row of the embedding, perhaps
         x_NH = self._embed(token_ids_N.masked_fill(is_mask_N, 0))
@@ -104,13 +100,8 @@ class DFlashDrafter:
 
     def block_logits(self, block: BlockRows, cache: PagedKVCache) -> Tensor:
         """Logits [X, V] of the target's vocabulary for every mask row, request after request."""
-        hidden_NH = self.forward(self.block_inputs(block), block, cache)
+        hidden_NH = self.forward(self.embed_block(block.token_ids_N), block, cache)
         return self.logits(hidden_NH.index_select(0, block.mask_rows_X))
-
-    def _mask_row(self, replacement_H: Tensor | None) -> Tensor:
-        if replacement_H is not None:
-            return replacement_H * self.config.input_embedding_scale
-        return self._embed(torch.tensor([self.config.mask_token_id], device=self.device))[0]
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         if self._embedding_VH is not None:

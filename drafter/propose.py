@@ -27,7 +27,7 @@ class Proposer:
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
         """Drafts [R, K] (int64), -1 where a request drafts fewer than K; K = 0 if nobody drafts."""
-        block = states.block_rows(plan)
+        block = states.block_rows(plan, self.drafter.config.mask_token_id)
         if block is None:
             return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=states.device)
         chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling)

@@ -4,7 +4,7 @@ A mirror, not an authority: it changes only as plans and results say. Token ids 
 new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
 NumPy and put on the device once. Used by target ranks and by a split drafter alike.
 
-Order within a step: `apply(plan)`, drafter's `block_rows(plan)`, `place_drafts(plan, drafts)`, `rows(plan)`,
+Order within a step: `apply(plan)`, drafter's `block_rows(plan, mask_id)`, `place_drafts(plan, drafts)`, `rows(plan)`,
 `append(plan, token_ids, num_tokens)`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, B requests that draft, K most drafts,
@@ -55,16 +55,15 @@ class BlockRows(PlacedRows):
     pages.
 
     Attributes:
-        anchors_B: the anchors' token ids.
-        anchor_rows_B, mask_rows_X: which rows are which.
+        token_ids_N: the anchors', and the mask's everywhere else.
+        mask_rows_X: which rows these are.
         sampling: how a proposal is chosen in each mask row: as the target will choose there.
         num_requests: R of the plan.
         places_X: place of each proposal in the flattened [R, K].
         max_drafts: K.
     """
 
-    anchors_B: Tensor
-    anchor_rows_B: Tensor
+    token_ids_N: Tensor
     mask_rows_X: Tensor
     sampling: SamplingBatch
     num_requests: int
@@ -105,6 +104,7 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
+        self._now: _Step | None = None  # of the step under way
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in admissions and new pages; comes first in a step."""
@@ -129,83 +129,83 @@ class RequestStates:
 
     def rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
-        slots_R, rows_R = _as_int64(plan.slots, plan.num_rows)
-        first_R = self._first(plan)
-        counts_R = np.where(plan.samples, 1 + plan.num_drafts.astype(np.int64), 0)
-        positions_N, kv_slots_N, sampled_X, slots_X = rows.target_rows(
-            slots_R, first_R, rows_R, counts_R, self.page_table, self.page_size
+        step = self._step(plan)
+        token_ids_N, positions_N, kv_slots_N, sampled_X, slots_X = self._lay_out(
+            step.slots_R, step.first_R, step.rows_R, step.counts_R
         )
         return StepRows(
-            token_ids_N=self._read(slots_R, first_R, rows_R),
+            token_ids_N=token_ids_N,
             positions_N=self._put(positions_N),
             kv_slots_N=self._put(kv_slots_N),
-            batch=self._attention(slots_R, first_R, rows_R),
+            batch=self._attention(step.slots_R, step.first_R, step.rows_R),
             sampled_X=self._put(sampled_X),
-            counts_R=self._put(counts_R),
+            counts_R=self._put(step.counts_R),
             sampling=self._sampling(slots_X, positions_N[sampled_X] + 1),
         )
 
-    def block_rows(self, plan: SchedulerOutput) -> BlockRows | None:
+    def block_rows(self, plan: SchedulerOutput, mask_id: int) -> BlockRows | None:
         """The drafter's rows, or None if nobody drafts."""
-        max_drafts = int(plan.num_drafts.max(initial=0))
+        step = self._step(plan)
+        max_drafts = int(step.drafts_R.max(initial=0))
         if max_drafts == 0:
             return None
-        who_B = np.flatnonzero(plan.num_drafts)
-        slots_B, drafts_B = _as_int64(plan.slots[who_B], plan.num_drafts[who_B])
-        anchor_B = self._first(plan)[who_B]
-        positions_N, kv_slots_N, mask_rows_X, slots_X, places_X = rows.block_rows(
-            who_B, slots_B, anchor_B, drafts_B, max_drafts, self.page_table, self.page_size
+        who_B = np.flatnonzero(step.drafts_R)
+        slots_B, anchor_B, drafts_B = step.slots_R[who_B], step.first_R[who_B], step.drafts_R[who_B]
+        # All rows but the anchors are "sampled": a proposal comes of each.
+        token_ids_N, positions_N, kv_slots_N, mask_rows_X, slots_X = self._lay_out(
+            slots_B, anchor_B, drafts_B + 1, drafts_B
         )
+        masks_X = self._put(mask_rows_X)
         return BlockRows(
-            anchors_B=self._read(slots_B, anchor_B, np.ones_like(slots_B)),
-            anchor_rows_B=self._put(np.cumsum(drafts_B + 1) - drafts_B - 1),
-            mask_rows_X=self._put(mask_rows_X),
+            token_ids_N=token_ids_N.index_fill_(0, masks_X, mask_id),
+            mask_rows_X=masks_X,
             positions_N=self._put(positions_N),
             kv_slots_N=self._put(kv_slots_N),
             batch=self._attention(slots_B, anchor_B, drafts_B + 1),
             sampling=self._sampling(slots_X, positions_N[mask_rows_X]),
             num_requests=plan.num_requests,
-            places_X=self._put(places_X),
+            places_X=self._put(rows.places(who_B, drafts_B, max_drafts)),
             max_drafts=max_drafts,
         )
 
     def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
         """Write proposals behind the known tokens, where `rows` reads them; -1 marks what is none."""
         if drafts_RK.shape[1]:
-            self._write(plan, drafts_RK, plan.num_drafts.astype(np.int64))
+            self._write(plan, drafts_RK, self._step(plan).drafts_R)
 
     def append(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
         """Write the tokens that came out of the step over the drafts, and step on."""
-        counts_R = num_tokens_R.cpu().numpy()
+        step, counts_R = self._step(plan), num_tokens_R.cpu().numpy()
         self._write(plan, token_ids_RW, counts_R)
-        accepted_R = np.maximum(counts_R - 1, 0)
-        self._num_computed[plan.slots] = self._first(plan) + plan.num_rows - plan.num_drafts + accepted_R
+        self._num_computed[step.slots_R] = step.begin_R + np.maximum(counts_R - 1, 0)
+        self._now = None
 
-    def _first(self, plan: SchedulerOutput) -> Ints:
-        """Absolute position of each request's first row; before `append`."""
-        return np.where(plan.num_computed < 0, self._num_computed[plan.slots], plan.num_computed)
+    def _step(self, plan: SchedulerOutput) -> _Step:
+        if self._now is None or self._now.plan is not plan:
+            self._now = _Step.of(plan, self._num_computed)
+        return self._now
 
     def _write(self, plan: SchedulerOutput, values_RW: Tensor, counts_R: Ints) -> None:
         """Write each request's first `counts` values behind its known tokens, but for negative ones."""
-        slots_R, rows_R, drafts_R = _as_int64(plan.slots, plan.num_rows, plan.num_drafts)
-        begin_R = self._first(plan) + rows_R - drafts_R
+        step = self._step(plan)
         if self._host_tokens is not None:
-            rows.write_tokens(self._host_tokens, slots_R, begin_R, counts_R, values_RW.numpy())
+            rows.write_tokens(self._host_tokens, step.slots_R, step.begin_R, counts_R, values_RW.numpy())
             return
         columns_W = torch.arange(values_RW.shape[1], device=self.device)
-        columns_RW = self._put(begin_R).unsqueeze(1) + columns_W
+        columns_RW = self._put(step.begin_R).unsqueeze(1) + columns_W
         wanted_RW = (columns_W < self._put(counts_R).unsqueeze(1)) & (values_RW >= 0)
         columns_RW = torch.where(wanted_RW, columns_RW, self._max_len)
-        self.token_ids[self._put(slots_R).unsqueeze(1), columns_RW] = values_RW
+        self.token_ids[self._put(step.slots_R).unsqueeze(1), columns_RW] = values_RW
 
-    def _read(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> Tensor:
-        """Tokens [N] of so many positions of each request."""
+    def _lay_out(self, slots_R: Ints, first_R: Ints, rows_R: Ints, counts_R: Ints) -> tuple[Any, ...]:
+        """Token ids [N], on the device; then what `rows.lay_out` returns."""
+        places = (slots_R, first_R, rows_R, counts_R, self.page_table, self.page_size)
         if self._host_tokens is not None:
-            return self._put(rows.read_tokens(self._host_tokens, slots_R, first_R, rows_R, rows_R.sum()))
-        owner_N = np.repeat(np.arange(len(rows_R)), rows_R)
-        begin_R = np.cumsum(rows_R) - rows_R
-        positions_N = np.arange(len(owner_N)) - begin_R[owner_N] + first_R[owner_N]
-        return self.token_ids[self._put(slots_R[owner_N]), self._put(positions_N)]
+            token_ids_N, *layout = rows.lay_out_tokens(self._host_tokens, *places)
+            return self._put(token_ids_N), *layout
+        layout = rows.lay_out(*places)
+        slots_N = self._put(np.repeat(slots_R, rows_R))
+        return self.token_ids[slots_N, self._put(layout[0])], *layout
 
     def _attention(self, slots_R: Ints, first_R: Ints, rows_R: Ints) -> Any:
         longest = int((first_R + rows_R).max())
@@ -238,5 +238,27 @@ class RequestStates:
         return torch.from_numpy(values).to(self.device)
 
 
-def _as_int64(*arrays: NDArray[np.integer]) -> tuple[Ints, ...]:
-    return tuple(array.astype(np.int64) for array in arrays)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A plan's numbers as int64, [R].
+
+    Attributes:
+        first_R: absolute position of each request's first row.
+        begin_R: position behind its known tokens.
+        counts_R: rows that are sampled.
+    """
+
+    plan: SchedulerOutput
+    slots_R: Ints
+    rows_R: Ints
+    drafts_R: Ints
+    first_R: Ints
+    begin_R: Ints
+    counts_R: Ints
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, num_computed_S: Ints) -> _Step:
+        slots_R, rows_R, drafts_R = (x.astype(np.int64) for x in (plan.slots, plan.num_rows, plan.num_drafts))
+        first_R = np.where(plan.num_computed < 0, num_computed_S[slots_R], plan.num_computed)
+        begin_R, counts_R = first_R + rows_R - drafts_R, (drafts_R + 1) * plan.samples
+        return cls(plan, slots_R, rows_R, drafts_R, first_R, begin_R, counts_R)

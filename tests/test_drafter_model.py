@@ -99,7 +99,7 @@ class Requests:
         """Logits per request for so many drafts each."""
         who = [r for r, k in enumerate(drafts) if k]
         plan = plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
-        block = self.states.block_rows(plan)
+        block = self.states.block_rows(plan, self.proposer.drafter.config.mask_token_id)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
         parts = iter(logits.split([drafts[r] for r in who]))
         return [next(parts) if k else logits[:0] for k in drafts]

@@ -7,6 +7,7 @@ import torch
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.states import RequestStates
 
+MASK = 99
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 
@@ -86,10 +87,10 @@ def test_drafts_at_the_end_of_the_longest_sequence_stay_within_it():
 
 def test_a_block_is_an_anchor_and_masks_in_look_ahead_slots():
     states, plan = mixed_step()
-    block = states.block_rows(plan)
+    block = states.block_rows(plan, MASK)
     assert block is not None
-    assert block.anchors_B.tolist() == [13]
-    assert block.anchor_rows_B.tolist() == [0] and block.mask_rows_X.tolist() == [1, 2]
+    assert block.token_ids_N.tolist() == [13, MASK, MASK]
+    assert block.mask_rows_X.tolist() == [1, 2]
     assert block.positions_N.tolist() == [3, 4, 5]
     assert block.kv_slots_N.tolist() == [15, 4, 5]
     assert block.places_X.tolist() == [0, 1] and block.max_drafts == 2 and block.num_requests == 3
@@ -107,7 +108,7 @@ def test_proposals_and_choices_share_noise_keys_by_position():
         admitted=[admit(1, [1, 2, 3], noisy), admit(0, [4, 5, 6, 7], noisy)],
     )
     states.apply(plan)
-    verify, draft = states.rows(plan).sampling, states.block_rows(plan).sampling
+    verify, draft = states.rows(plan).sampling, states.block_rows(plan, MASK).sampling
     assert verify.key_2M1[:, [0, 1, 2, 4]].equal(draft.key_2M1)
     assert len(verify.key_2M1[0].unique()) == 4  # positions 3, 4, 5, 6, and again 4, 5 with the same seed
 
@@ -126,7 +127,7 @@ def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
     states.apply(plan)
     # Rows 0, 1 of slot 1 choose tokens 3 and 4; the sequence must reach length 5 before it may stop.
     assert states.rows(plan).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
-    assert states.block_rows(plan).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
+    assert states.block_rows(plan, MASK).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
 
 
 def test_a_slot_taken_again_forgets_its_former_request():

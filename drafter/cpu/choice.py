@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from ..noise import FACTOR_1, FACTOR_2
-from .elements import LIKE, elements, float_of, inlined, maxima, pointer
+from .elements import LIKE, argmax_of, elements, float_of, inlined, pointer, size_of
 
 _FACTOR_A, _FACTOR_B, _SHIFT = np.uint32(FACTOR_1), np.uint32(FACTOR_2), np.uint32(15)
 _FLOAT, _INT = np.float32(0), np.int64(0)
@@ -57,10 +57,26 @@ def noisy_argmax(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> 
 
 @elements
 def _argmax(logits, ids, num_rows, vocab_size, like):
-    logits_NV = carray(pointer(logits, like), (num_rows, vocab_size))
     ids_N = carray(pointer(ids, _INT), (num_rows,))
     for n in range(num_rows):
-        ids_N[n] = _first(logits_NV[n], _largest(logits_NV[n]))
+        ids_N[n] = _argmax_row(logits + n * vocab_size * size_of(like), vocab_size, like)
+
+
+@elements
+def _argmax_scores(score_V):
+    """Of an array, which its caller keeps."""
+    return _argmax_row(score_V.ctypes.data, len(score_V), _FLOAT)
+
+
+@elements
+def _argmax_row(row, vocab_size, like):
+    """Sixteen at a time, then the rest one by one."""
+    row_V = carray(pointer(row, like), (vocab_size,))
+    best = argmax_of(row, vocab_size // 16, like)
+    for v in range(vocab_size // 16 * 16, vocab_size):
+        if float_of(row_V[v]) > float_of(row_V[best]):
+            best = v
+    return best
 
 
 @elements
@@ -74,24 +90,7 @@ def _noisy_argmax(logits, temperature, keys, ids, num_rows, vocab_size, like):
         key_0, key_1, scale = np.uint32(key_2M[0, m]), np.uint32(key_2M[1, m]), temperature_M[m]
         for v in range(vocab_size):
             score_V[v] = float_of(logits_MV[m, v]) - scale * _negative_gumbel(key_0, key_1, np.uint32(v))
-        ids_M[m] = _first(score_V, _largest(score_V))
-
-
-@maxima
-def _largest(score_V):
-    best = float_of(score_V[0])
-    for v in range(1, len(score_V)):
-        score = float_of(score_V[v])
-        best = score if score > best else best
-    return best
-
-
-@elements
-def _first(score_V, best):
-    for v in range(len(score_V)):
-        if float_of(score_V[v]) == best:
-            return v
-    return 0
+        ids_M[m] = _argmax_scores(score_V)
 
 
 @inlined

@@ -25,6 +25,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
 from .machine import bf16_instructions
+from .vectors import argmax_bf16, argmax_fp32
 
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
@@ -111,6 +112,14 @@ def float_of(element):
     """fp32 of an element; for NaNs and infinities too."""
 
 
+def size_of(like):
+    """Bytes of an element of the type of `like`."""
+
+
+def argmax_of(row, count, like):
+    """Index of the largest of 16 `count` such elements at an address."""
+
+
 def rounded(value, like):
     """The fp32 value as an element of the type of `like`, to nearest even."""
 
@@ -130,3 +139,16 @@ def _rounded_to(value, like):
         return np.uint16(nearest if value == value else 0x7FC0)
 
     return round_bits if isinstance(like, types.Integer) else lambda value, like: np.float32(value)
+
+
+@overload(size_of)
+def _size_of(like):
+    size = like.bitwidth // 8
+    return lambda like: size
+
+
+@overload(argmax_of)
+def _argmax_of(row, count, like):
+    if isinstance(like, types.Integer):
+        return lambda row, count, like: argmax_bf16(row, count)
+    return lambda row, count, like: argmax_fp32(row, count)

@@ -49,7 +49,7 @@ class BlockedContextWriter:
             rows.positions_N.data_ptr(),
             rows.kv_slots_N.data_ptr(),
             cache.kv.data_ptr(),
-            cache.kv.nbytes // cache.num_layers,
+            cache.layer_bytes,
             self._eps_1.ctypes.data,
         )
 

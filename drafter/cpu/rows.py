@@ -24,68 +24,61 @@ _INT64 = np.int64(0)
 
 
 @elements
-def target_rows(slots_R, first_R, rows_R, counts_R, page_table_SP, page_size):
-    """The target's rows, request after request.
+def lay_out(slots_R, first_R, rows_R, counts_R, page_table_SP, page_size):
+    """Rows, request after request.
 
     Args:
         first_R: absolute position of each request's first row.
-        counts_R: how many of its last rows are sampled.
+        counts_R: how many of its last rows a token is wanted of.
 
     Returns:
-        positions_N, kv_slots_N; sampled_X (which rows), slots_X (of the requests). int64.
+        positions_N, kv_slots_N; wanted_X (which rows), slots_X (of the requests). int64.
     """
-    num_rows, num_sampled = rows_R.sum(), counts_R.sum()
+    num_rows, num_wanted = rows_R.sum(), counts_R.sum()
     positions_N = np.empty(num_rows, dtype=np.int64)
     kv_slots_N = np.empty(num_rows, dtype=np.int64)
-    sampled_X = np.empty(num_sampled, dtype=np.int64)
-    slots_X = np.empty(num_sampled, dtype=np.int64)
+    wanted_X = np.empty(num_wanted, dtype=np.int64)
+    slots_X = np.empty(num_wanted, dtype=np.int64)
     n = x = 0
     for r in range(len(slots_R)):
-        unsampled = rows_R[r] - counts_R[r]
+        unwanted = rows_R[r] - counts_R[r]
         for i in range(rows_R[r]):
             position = first_R[r] + i
+            page, offset = position // page_size, position % page_size
             positions_N[n] = position
-            kv_slots_N[n] = (
-                page_table_SP[slots_R[r], position // page_size] * page_size + position % page_size
-            )
-            if i >= unsampled:
-                sampled_X[x], slots_X[x] = n, slots_R[r]
+            kv_slots_N[n] = page_table_SP[slots_R[r], page] * page_size + offset
+            if i >= unwanted:
+                wanted_X[x], slots_X[x] = n, slots_R[r]
                 x += 1
             n += 1
-    return positions_N, kv_slots_N, sampled_X, slots_X
+    return positions_N, kv_slots_N, wanted_X, slots_X
 
 
 @elements
-def block_rows(who_B, slots_B, anchor_B, drafts_B, max_drafts, page_table_SP, page_size):
-    """The drafter's rows: [anchor, MASK x drafts] of every request that drafts.
-
-    Args:
-        who_B: which requests of the plan they are.
-        anchor_B: absolute positions of the anchors.
-
-    Returns:
-        positions_N, kv_slots_N; mask_rows_X (which rows), slots_X, places_X (in the flattened [R, K]). int64.
-    """
-    num_drafts = drafts_B.sum()
-    positions_N = np.empty(num_drafts + len(who_B), dtype=np.int64)
-    kv_slots_N = np.empty(num_drafts + len(who_B), dtype=np.int64)
-    mask_rows_X = np.empty(num_drafts, dtype=np.int64)
-    slots_X = np.empty(num_drafts, dtype=np.int64)
-    places_X = np.empty(num_drafts, dtype=np.int64)
-    n = x = 0
-    for b in range(len(who_B)):
-        for i in range(drafts_B[b] + 1):
-            position = anchor_B[b] + i
-            positions_N[n] = position
-            kv_slots_N[n] = (
-                page_table_SP[slots_B[b], position // page_size] * page_size + position % page_size
-            )
-            if i > 0:
-                mask_rows_X[x], slots_X[x] = n, slots_B[b]
-                places_X[x] = who_B[b] * max_drafts + i - 1
-                x += 1
+def lay_out_tokens(tokens_ST, slots_R, first_R, rows_R, counts_R, page_table_SP, page_size):
+    """The rows' tokens [N], then the same."""
+    positions_N, kv_slots_N, wanted_X, slots_X = lay_out(
+        slots_R, first_R, rows_R, counts_R, page_table_SP, page_size
+    )
+    token_ids_N = np.empty(len(positions_N), dtype=np.int64)
+    n = 0
+    for r in range(len(slots_R)):
+        for _ in range(rows_R[r]):
+            token_ids_N[n] = tokens_ST[slots_R[r], positions_N[n]]
             n += 1
-    return positions_N, kv_slots_N, mask_rows_X, slots_X, places_X
+    return token_ids_N, positions_N, kv_slots_N, wanted_X, slots_X
+
+
+@elements
+def places(who_B, drafts_B, max_drafts):
+    """Place of every proposal [X] in the flattened [R, K]; `who` are the requests of the plan that draft."""
+    places_X = np.empty(drafts_B.sum(), dtype=np.int64)
+    x = 0
+    for b in range(len(who_B)):
+        for i in range(drafts_B[b]):
+            places_X[x] = who_B[b] * max_drafts + i
+            x += 1
+    return places_X
 
 
 def accept(sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,18 +116,6 @@ def _accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_dr
             if i == num_drafts or drafts_RK[r, i] != sampled_X[begin + i]:
                 break
         begin += counts_R[r]
-
-
-@elements
-def read_tokens(tokens_ST, slots_R, first_R, rows_R, num_rows):
-    """Tokens of `rows` positions from `first` on of each request's slot, [N]."""
-    token_ids_N = np.empty(num_rows, dtype=np.int64)
-    n = 0
-    for r in range(len(slots_R)):
-        for i in range(rows_R[r]):
-            token_ids_N[n] = tokens_ST[slots_R[r], first_R[r] + i]
-            n += 1
-    return token_ids_N
 
 
 @elements

@@ -105,11 +105,9 @@ class CompiledStack:
             tap = tap_ids.index(i) if i in tap_ids else -1
             self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
         self._inner = _packed(blocks[0][1].gate_up).out_features // 2
-        self._widths = (
-            (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
-            shape.num_heads * shape.head_dim,
-            self._inner,
-        )
+        heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and what attention makes of them
+        self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
+        self._work_1 = torch.empty(0, dtype=torch.uint8)
         self._pass = np.zeros(1, dtype=_PASS)
         self._set_constants(norms[0])
 
@@ -167,36 +165,37 @@ class CompiledStack:
         room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one tile more: a thread's own rows may begin anywhere
         normed_NH = x_NH.new_empty(room, hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
-        parts = [x_NH.new_empty(room, width) for width in self._widths]
-        num_threads = self._num_threads
         scratch = max(scratch_bytes(contexts.longest, self._shape.head_dim), SUMS_BYTES)
-        scratch_1 = torch.empty(scratch * num_threads, dtype=torch.uint8)
+        num_threads = self._num_threads
+        work = self._work_memory(room * self._row_bytes + scratch * num_threads)
         _run_pass(
             process_team().of(num_threads),
             _TASK.address,
             num_threads,
-            self._pass.ctypes.data,
+            self._pass,
             num_rows,
+            room,
             x_NH.data_ptr(),
             normed_NH.data_ptr(),
             0 if taps_NmH is None else taps_NmH.data_ptr(),
             rows.positions_N.data_ptr(),
             rows.kv_slots_N.data_ptr(),
             cache.kv.data_ptr(),
-            cache.kv[0].nbytes,
+            cache.layer_bytes,
             contexts.page_size,
-            len(contexts.first_R),
-            contexts.first_R.ctypes.data,
-            contexts.rows_R.ctypes.data,
-            contexts.pages_RP.ctypes.data,
-            contexts.pages_RP.shape[1],
-            parts[0].data_ptr(),
-            parts[1].data_ptr(),
-            parts[2].data_ptr(),
-            scratch_1.data_ptr(),
+            contexts.first_R,
+            contexts.rows_R,
+            contexts.pages_RP,
+            work,
             scratch,
         )
         return normed_NH[:num_rows], taps_NmH
+
+    def _work_memory(self, num_bytes: int) -> int:
+        """Memory for what lives no longer than a pass; grows."""
+        if self._work_1.nbytes < num_bytes:
+            self._work_1 = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._work_1.data_ptr()
 
 
 def _packed(projection: Projection) -> PackedLinear:
@@ -206,15 +205,19 @@ def _packed(projection: Projection) -> PackedLinear:
 
 @elements
 def _run_pass(
-    team, task, num_threads, args, num_rows, x, normed, taps, positions, slots, kv, layer_bytes, page_size,
-    num_requests, first, rows, pages, num_pages, qkv, attended, gated, scratch, scratch_bytes,
+    team, task, num_threads, pass_1, num_rows, room, x, normed, taps, positions, slots, kv, layer_bytes, page_size,
+    first_R, rows_R, pages_RP, work, scratch_bytes,
 ):  # fmt: skip
-    p = records(args, 1, _PASS)[0]
+    p = pass_1[0]
     p.team, p.num_rows, p.x, p.normed, p.taps = team, num_rows, x, normed, taps
     p.positions, p.slots, p.kv, p.layer_bytes, p.page_size = positions, slots, kv, layer_bytes, page_size
-    p.num_requests, p.first, p.rows, p.pages, p.num_pages = num_requests, first, rows, pages, num_pages
-    p.qkv, p.attended, p.gated, p.scratch, p.scratch_bytes = qkv, attended, gated, scratch, scratch_bytes
-    run(team, task, args, num_threads)
+    p.num_requests, p.num_pages = pages_RP.shape
+    p.first, p.rows, p.pages = first_R.ctypes.data, rows_R.ctypes.data, pages_RP.ctypes.data
+    p.qkv = work
+    p.attended = p.qkv + 2 * room * (p.num_heads + 2 * p.num_kv) * p.head_dim
+    p.gated = p.attended + 2 * room * p.num_heads * p.head_dim
+    p.scratch, p.scratch_bytes = p.gated + 2 * room * p.inner, scratch_bytes
+    run(team, task, pass_1.ctypes.data, num_threads)
 
 
 def _decoder_pass(args, thread, num_threads):

@@ -372,6 +372,42 @@ def _emit_rotate(builder, args, *, norms: bool):
             _store(builder, _round(builder, turned), _at(builder, x, *place))
 
 
+def _argmax(widen: Callable[[Any, _Value, _Value], _Value]) -> Any:
+    """An intrinsic (row, count): the first of the largest of 16 `count` elements; NaNs are passed over.
+
+    Args:
+        widen: 16 elements as fp32, of (builder, row, which sixteen).
+    """
+
+    def generate(context, builder, signature, args):
+        row, count = args
+        steps = ir.Constant(_PAIRS, list(range(16)))
+        best, where = (cgutils.alloca_once(builder, kind) for kind in (_FLOATS, _PAIRS))
+        builder.store(_lanes(float("-inf")), best)
+        builder.store(steps, where)
+        with cgutils.for_range(builder, count) as loop:
+            value = widen(builder, row, loop.index)
+            greater = builder.fcmp_ordered(">", value, builder.load(best))
+            begin = _spread(builder, builder.trunc(builder.mul(loop.index, _int(16)), _INT32))
+            at = builder.add(begin, steps)
+            builder.store(builder.select(greater, value, builder.load(best)), best)
+            builder.store(builder.select(greater, at, builder.load(where)), where)
+        value, at = builder.load(best), builder.load(where)
+        for step in (8, 4, 2, 1):
+            order = ir.Constant(_PAIRS, [e ^ step for e in range(16)])
+            other, other_at = (builder.shuffle_vector(x, x, order) for x in (value, at))
+            equal = builder.fcmp_ordered("==", other, value)
+            earlier = builder.and_(equal, builder.icmp_signed("<", other_at, at))
+            take = builder.or_(builder.fcmp_ordered(">", other, value), earlier)
+            value, at = builder.select(take, other, value), builder.select(take, other_at, at)
+        return builder.zext(builder.extract_element(at, ir.Constant(_INT32, 0)), _INT64)
+
+    def typed(typing, row, count):
+        return types.int64(types.int64, types.int64), generate
+
+    return intrinsic(typed)
+
+
 def _emit_soften(builder, args):
     """See `soften`."""
     scores, count, low, high, scale, totals = args
@@ -453,6 +489,9 @@ norm = _procedure(5, _emit_norm)
 # place; `rotate` does without the norm.
 norm_rotate = _procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=True))
 rotate = _procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=False))
+# (row, count): index of the largest of 16 `count` bf16, or fp32.
+argmax_bf16 = _argmax(lambda builder, row, i: _widen(builder, _at(builder, row, (i, 32))))
+argmax_fp32 = _argmax(lambda builder, row, i: _load(builder, _at(builder, row, (i, 64)), _FLOATS))
 # (scores, count, low, high, scale, totals): of `count` rows (a multiple of 4) of 16 fp32 lanes, in place,
 # 2^(scale * (s - the lane's maximum)) where low <= row < high, int32 per lane, else 0; and their sums per lane.
 soften = _procedure(6, _emit_soften)
