@@ -5,7 +5,7 @@
       CpuBackend      compiled loops around the products      cpu/backend.py
       CompiledBackend a whole pass in one call, bf16 on a CPU  cpu/backend.py
       TritonBackend   fused kernels, on a GPU                 kernels/backend.py
-    Operators    what a stack of blocks is made of where Python drives it (`stack.py`): all but the compiled one
+    Operators    what a stack of blocks is made of where Python drives it (`stack.py`)
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
 size.
@@ -126,7 +126,7 @@ class Backend(Protocol):
         rope: RotaryEmbedding,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
-        """The blocks in order, and the norm behind the last one; taps are 0-based blocks, in the drafter's order."""
+        """The blocks in order and the norm behind the last; taps are 0-based, in the drafter's order."""
         ...
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...

@@ -53,7 +53,7 @@ class TargetLends(Protocol):
 
 
 class LentWeights:
-    """Embedding and head from plain weights, [V, H] and a product with such: for a drafter that lives apart, tools, tests."""
+    """Embedding [V, H] and head by themselves: for a drafter that lives apart, tools, tests."""
 
     def __init__(self, embedding_VH: Tensor, head: Projection) -> None:
         self._embedding_VH = embedding_VH

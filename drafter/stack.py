@@ -1,4 +1,4 @@
-"""Pre-norm transformer blocks over paged K/V, driven from Python: the target's and the drafter's are the same.
+"""Pre-norm transformer blocks over paged K/V, driven from Python: the target's and the drafter's alike.
 
 Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
 one, so that a backend may compute them in one launch with what comes before.

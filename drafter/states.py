@@ -4,8 +4,8 @@ A mirror, not an authority: it changes only as plans and results say. Token ids 
 new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
 NumPy and put on the device once. Used by target ranks and by a split drafter alike.
 
-Order within a step: `apply(plan)`, drafter's `block_rows(plan, mask_id)`, `place_drafts(plan, drafts)`, `rows(plan)`,
-`append(plan, token_ids, num_tokens)`.
+Order within a step: `apply(plan)`, drafter's `block_rows(plan, mask_id)`, `place_drafts(plan, drafts)`,
+`rows(plan)`, `append(plan, token_ids, num_tokens)`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, B requests that draft, K most drafts,
 W = K + 1, P pages of a request.

@@ -1,7 +1,7 @@
 """Attention over paged K/V in compiled code: nothing gathered, nothing masked but where a row cannot see.
 
-One *item* is 16 query rows (several: `_TILES`) of one K/V head of one request; heads that share it are stacked
-as further rows.
+One *item* is 16 query rows (several: `_TILES`) of one K/V head of one request; heads that share it are
+stacked as further rows.
 
     S^T [T, 16] = K [T, D] Q^T        keys as rows, queries as lanes: maxima and sums go lane by lane
     P [16, T]   = exp(S - max)^T      fp32, then bf16
@@ -116,9 +116,10 @@ def attend(
             for head in range(num_kv):
                 if item % num_threads == thread:
                     _attend_group(
-                        qkv + 2 * row * (num_heads + 2 * num_kv) * head_dim, out + 2 * row * num_heads * head_dim,
-                        kv, pages + 8 * r * num_pages, first_R[r], rows_R[r], page_size, num_heads, num_kv,
-                        head_dim, head, tile, min(tile + _TILES, num_tiles), scale, causal, window, scratch,
+                        qkv + 2 * row * (num_heads + 2 * num_kv) * head_dim,
+                        out + 2 * row * num_heads * head_dim, kv, pages + 8 * r * num_pages, first_R[r],
+                        rows_R[r], page_size, num_heads, num_kv, head_dim, head, tile,
+                        min(tile + _TILES, num_tiles), scale, causal, window, scratch,
                     )  # fmt: skip
                 item += 1
         row += rows_R[r]
@@ -126,8 +127,8 @@ def attend(
 
 @elements
 def _attend_group(
-    qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, tile, last_tile, scale,
-    causal, window, scratch,
+    qkv, out, kv, pages, first, num_rows, page_size, num_heads, num_kv, head_dim, head, tile, last_tile,
+    scale, causal, window, scratch,
 ):  # fmt: skip
     """Tiles of one request's one K/V head."""
     shared = num_heads // num_kv

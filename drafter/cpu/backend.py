@@ -1,7 +1,7 @@
-"""What `TorchBackend` means, compiled for CPUs: loops around products and attention, or a whole pass at once.
+"""What `TorchBackend` means, compiled for CPUs: loops around products and attention, or a pass at once.
 
-`CpuBackend` serves fp32 and a target's rank of several; `CompiledBackend` bf16 where one process has the model
-and its CPU has instructions for it. Chosen at load (`actors/target/loading.py`).
+`CpuBackend` serves fp32 and a target's rank of several; `CompiledBackend` bf16 where one process has the
+model and its CPU has instructions for it. Chosen at load (`actors/target/loading.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
 """
@@ -84,8 +84,8 @@ class CpuBackend:
 class CompiledBackend(CpuBackend):
     """A pass is one call (`stack.py`); a step's rows come with `attention.PagedContexts`.
 
-    Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work take
-    each other's cores).
+    Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work
+    take each other's cores).
     """
 
     attention_batch = staticmethod(PagedContexts.build)

@@ -1,8 +1,8 @@
 """The choice of a token per row in one loop: argmax of z, or of z + T g with the noise of `drafter/noise.py`.
 
-PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows, vocabulary] of int64. The integers here are the same;
-the logarithms are polynomials of our own, within about one unit in the last place, as on a GPU
-(`kernels/noise.py`). Called by `sampling.py`.
+PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
+vocabulary] of int64. The integers here are the same; the logarithms are polynomials of our own, within about
+one unit in the last place, as on a GPU (`kernels/noise.py`). Called by `sampling.py`.
 
 Legend: M rows, V vocabulary.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,15 @@ class _KeptCode(FunctionCache):
 @cache
 def _sources() -> tuple[str, str]:
     """What compiled code depends on, beside what Numba looks at itself."""
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parent / "noise.py"]  # constants from there
+    text = b"".join(path.read_bytes() for path in files)
     return hashlib.sha256(text).hexdigest(), str(bf16_instructions())
 
 
 def _kept(compiled: Any) -> Any:  # Any: Numba's own, here and below
-    try:
+    with suppress(RuntimeError):  # there is no folder to keep it in: every process compiles anew
         compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
-    except RuntimeError:  # there is no folder to keep it in: every process compiles anew
-        pass
     return compiled
 
 
@@ -62,11 +63,10 @@ def _loop(fastmath: set[str], inline: str = "never") -> Callable[[Callable[..., 
 
 
 class Task:
-    """A function of (args, thread, num_threads) for `team.run`, compiled when its address is first asked for."""
+    """A function of (args, thread, num_threads) for `team.run`; compiled when its address is asked for."""
 
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
-        options = {**_OPTIONS, "fastmath": _SUMS}
-        self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, options))
+        self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
 
     @property
     def address(self) -> int:
@@ -75,13 +75,10 @@ class Task:
         return self._code.address
 
 
-# A sum may be taken in any order (the same for every row); nothing else may be reordered. A maximum is one of
-# its values in any order, but for NaNs, which it may skip.
+# A sum may be taken in any order (the same for every row); nothing else may be reordered.
 elements = _loop({"contract"})
 inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorised
-_SUMS = {"reassoc", "nsz", "contract"}
-sums = _loop(_SUMS)
-maxima = _loop({"reassoc", "nsz", "nnan"})
+sums = _loop({"reassoc", "nsz", "contract"})
 
 
 @intrinsic

@@ -44,8 +44,8 @@ class PackedLinear:
     """`layers.Linear` of bf16 where `can_pack` says so: summed in fp32, rounded once.
 
     Attributes:
-        tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of inputs.
-            Rows of zeros are added until O is a multiple of 32.
+        tiles: the weight, [O / 16, K / 32, 16, 16, 2]: per 16 outputs and 32 inputs a tile of pairs of
+            inputs. Rows of zeros are added until O is a multiple of 32.
     """
 
     __slots__ = ("_num_threads", "bias_O", "in_features", "out_features", "tiles")

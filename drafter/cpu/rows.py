@@ -4,8 +4,8 @@ NumPy takes a microsecond or more per operation, and a step of one request wants
 are made on the host whatever computes the step; tokens are moved here where they live in the host's memory.
 Called by `states.py` and `verification.py`.
 
-Legend: N rows, X sampled rows or proposals, R requests, B requests that draft, K most drafts, W = K + 1, P pages
-of a request.
+Legend: N rows, X rows a token is wanted of, R requests, B requests that draft, K most drafts, W = K + 1, S
+slots, P pages of a request, T tokens.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.

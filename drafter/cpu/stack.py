@@ -205,8 +205,8 @@ def _packed(projection: Projection) -> PackedLinear:
 
 @elements
 def _run_pass(
-    team, task, num_threads, pass_1, num_rows, room, x, normed, taps, positions, slots, kv, layer_bytes, page_size,
-    first_R, rows_R, pages_RP, work, scratch_bytes,
+    team, task, num_threads, pass_1, num_rows, room, x, normed, taps, positions, slots, kv, layer_bytes,
+    page_size, first_R, rows_R, pages_RP, work, scratch_bytes,
 ):  # fmt: skip
     p = pass_1[0]
     p.team, p.num_rows, p.x, p.normed, p.taps = team, num_rows, x, normed, taps
@@ -301,8 +301,8 @@ def _run_blocks(args, begin, end, thread, num_threads, scratch):
         _norm_rows(x, layer.post_norm, normed, num_rows, hidden, eps, thread, num_threads)
         barrier(p.team, num_threads)
         project_gated(
-            normed, layer.gate_up, layer.gate_up_bias, gated, num_rows, room, hidden, p.inner, scratch, thread,
-            num_threads,
+            normed, layer.gate_up, layer.gate_up_bias, gated, num_rows, room, hidden, p.inner, scratch,
+            thread, num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
         project(

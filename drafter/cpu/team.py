@@ -4,7 +4,7 @@ A *task* is compiled code, called as task(args, thread, num_threads) on every th
 `barrier` separates what must not overlap. Threads that have nothing to do look for work for some tens of
 microseconds, as a step's passes follow each other closely, then sleep in the kernel. Python sees one call.
 
-    caller: publish task, then epoch (with the number of threads), wake who sleeps ─▶ run as thread 0 ─▶ wait until all are done
+    caller: publish the task, then a new epoch, wake who sleeps ─▶ run as thread 0 ─▶ wait until all are done
     others: new epoch? ─▶ run as thread i ─▶ done + 1 ─▶ look, then sleep
 
 One task at a time: who finds the team at work runs its task alone, with the same result, since no task's

@@ -1,4 +1,4 @@
-"""Instructions that Numba has no words for: products of bf16 tiles, transposed tiles, atomics, calls by address.
+"""Instructions that Numba has no words for: tiles of bf16, vectors of 16, atomics, calls by address.
 
 A *tile product* adds up C [16 m, 16 n] fp32 = A [16 m, K] B [K, 16 n] over blocks of 32 of K: on AMX in its
 tile registers, on AVX-512 by dot products of bf16 pairs. Each row of C has one order of sums, whatever rows
@@ -24,7 +24,8 @@ from numba.extending import intrinsic
 
 TILE_BYTES = 1024  # of A or B: 16 x 32 bf16; of C: 16 x 16 fp32
 _BYTE, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_FLOATS, _PAIRS, _HALVES = (ir.VectorType(kind, 16) for kind in (ir.FloatType(), _INT32, _INT16))
+_FLOAT = ir.FloatType()
+_FLOATS, _PAIRS, _HALVES = (ir.VectorType(kind, 16) for kind in (_FLOAT, _INT32, _INT16))
 _POINTER = _BYTE.as_pointer()
 _VOID = ir.VoidType()
 _Value = Any  # llvmlite's values carry no useful types
@@ -108,8 +109,9 @@ def amx_product(rows: int, columns: int) -> Any:
 def amx_scores() -> Any:
     """S^T [64 keys, 16 queries] fp32 = K Q^T, four blocks of 16 keys at a time.
 
-    The intrinsic takes (blocks, count, offset, stride, queries, scores, steps): addresses of blocks of keys (a
-    multiple of 4 of them), what is added to each, bytes from key to key, Q^T as packed for a product, K / 32.
+    The intrinsic takes (blocks, count, offset, stride, queries, scores, steps): addresses of blocks of keys
+    (a multiple of 4 of them), what is added to each, bytes from key to key, Q^T as packed for a product,
+    K / 32.
     """
 
     def emit(builder, args):
@@ -139,9 +141,9 @@ def amx_scores() -> Any:
 def amx_combination(columns: int) -> Any:
     """O [16, 16 `columns`] fp32 = P V over blocks of 16 keys.
 
-    The intrinsic takes (blocks, count, offset, weights, stride, result, result_stride): addresses of blocks of
-    values, what is added to each, P [16, 16 count] bf16 and bytes from row to row. A block holds per 16 columns
-    8 pairs of keys, [8, 16, 2].
+    The intrinsic takes (blocks, count, offset, weights, stride, result, result_stride): addresses of blocks
+    of values, what is added to each, P [16, 16 count] bf16 and bytes from row to row. A block holds per 16
+    columns 8 pairs of keys, [8, 16, 2].
     """
 
     def emit(builder, args):
@@ -259,7 +261,8 @@ def _transposed(builder: Any, source: _Value, stride: _Value) -> list[_Value]:
     return rows
 
 
-def _lanes(value: float | int, kind: ir.Type = ir.FloatType()) -> ir.Constant:
+def _lanes(value: float | int, kind: ir.Type = _FLOAT) -> ir.Constant:
+    """The value in all of 16 lanes."""
     return ir.Constant(ir.VectorType(kind, 16), [value] * 16)
 
 
@@ -485,15 +488,15 @@ finish_added = _procedure(3, lambda builder, args: _emit_finish(builder, args, a
 finish_gated = _procedure(2, _emit_gate)
 # (x, weight, target, count, eps): RMSNorm of 16 `count` bf16; `eps` is the address of an fp32.
 norm = _procedure(5, _emit_norm)
-# (x, weight, cos, sin, half, eps): RMSNorm of 32 `half` bf16, and their rotation (`layers.RotaryEmbedding`), in
-# place; `rotate` does without the norm.
+# (x, weight, cos, sin, half, eps): RMSNorm of 32 `half` bf16, and their rotation (`layers.RotaryEmbedding`),
+# in place; `rotate` does without the norm.
 norm_rotate = _procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=True))
 rotate = _procedure(6, lambda builder, args: _emit_rotate(builder, args, norms=False))
 # (row, count): index of the largest of 16 `count` bf16, or fp32.
 argmax_bf16 = _argmax(lambda builder, row, i: _widen(builder, _at(builder, row, (i, 32))))
 argmax_fp32 = _argmax(lambda builder, row, i: _load(builder, _at(builder, row, (i, 64)), _FLOATS))
 # (scores, count, low, high, scale, totals): of `count` rows (a multiple of 4) of 16 fp32 lanes, in place,
-# 2^(scale * (s - the lane's maximum)) where low <= row < high, int32 per lane, else 0; and their sums per lane.
+# 2^(scale * (s - the lane's maximum)) where low <= row < high, int32 per lane, else 0; and sums per lane.
 soften = _procedure(6, _emit_soften)
 # (sums, total, target, count): count * 16 fp32 divided by the one at `total`, rounded to bf16.
 scale_rounded = _procedure(4, _emit_scale)
