@@ -1,0 +1,319 @@
+"""The compiled pass of bf16 on a CPU: products, attention, whole stacks, threads; in all their instructions.
+
+Against PyTorch's operators in fp32 on the same bf16 numbers, and bit by bit against itself.
+
+Legend: N rows, O outputs, K inputs (kv heads in shapes of attention), Q query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from manta.drafter.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.drafter.cpu.backend import CompiledBackend
+from manta.drafter.cpu.heads import BLOCK
+from manta.drafter.cpu.machine import Instructions, bf16_instructions
+from manta.drafter.cpu.products import PackedLinear
+from manta.drafter.invariance import rows_are_invariant
+from manta.drafter.kv_cache import PagedKVCache
+from manta.drafter.layers import RMSNorm, RopeConfig, RotaryEmbedding
+from manta.drafter.torch_backend import TorchBackend
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+
+EPS = 1e-6
+MAX_POSITIONS = 640
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 15, 16, 17, 31, 32, 33, 47, 64, 70])
+@pytest.mark.parametrize(("outputs", "inputs"), [(512, 192), (192, 512), (100, 960), (33, 32)])
+def test_products_add_bias_and_residual_and_are_rounded_once(num_rows: int, outputs: int, inputs: int):
+    x, weight = random(num_rows, inputs), random(outputs, inputs)
+    bias, residual = random(outputs), random(num_rows, outputs)
+    exact = x.double() @ weight.double().T
+    got = PackedLinear(weight, None, 2)(x)
+    # Half a unit in the last place of bf16, and what sums in fp32 lose.
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)
+    exact += bias.double() + residual.double()
+    layer = PackedLinear(weight, bias, 2)
+    got = layer(x, residual)
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-3)
+    rows = [layer(x[i : i + 1], residual[i : i + 1]) for i in (0, num_rows // 2, num_rows - 1)]
+    assert torch.cat(rows).equal(got[[0, num_rows // 2, num_rows - 1]]), "alone and among others"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack of two blocks, and requests of (tokens computed, rows)."""
+
+    heads: tuple[int, int, int] = (4, 2, 64)
+    hidden: int = 192
+    inner: int = 512
+    normed: bool = True
+    biased: bool = False
+    causal: bool = True
+    windows: tuple[int | None, int | None] = (None, None)
+    page_size: int = 16
+    requests: tuple[tuple[int, int], ...] = ((300, 16),)
+
+
+SHAPES = {
+    "a block": Shape(),
+    "a row": Shape(requests=((37, 1),)),
+    "a drafter's block": Shape(causal=False, requests=((100, 16), (5, 8))),
+    "a prompt": Shape(requests=((0, 213),)),
+    "eight requests": Shape(requests=tuple((17 * i, 16 - i % 3) for i in range(8))),
+    "prompts beside rows": Shape(requests=((64, 1), (0, 40), (300, 5), (15, 17))),
+    "windows": Shape(windows=(20, None), requests=((200, 16), (3, 4), (90, 33))),
+    "windows both ways": Shape(windows=(7, 40), causal=False, requests=((200, 16),)),
+    "no head norm, biases": Shape(normed=False, biased=True, requests=((50, 16), (2, 3))),
+    "no shared heads": Shape(heads=(6, 6, 32), page_size=32, requests=((70, 16), (33, 4))),
+    "six heads of 128 share one": Shape(heads=(6, 1, 128), page_size=64, requests=((70, 16), (130, 1))),
+    "heads of 96": Shape(heads=(4, 4, 96), hidden=64, inner=96, requests=((70, 16),)),
+}
+
+
+class Model:
+    """Random weights, and the same requests' contexts for any backend."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        torch.manual_seed(1)
+        num_q, num_kv, dim = shape.heads
+        widths = {
+            "qkv": ((num_q + 2 * num_kv) * dim, shape.hidden),
+            "o": (shape.hidden, num_q * dim),
+            "gate_up": (2 * shape.inner, shape.hidden),
+            "down": (shape.hidden, shape.inner),
+        }
+        self.layers = [
+            {name: random(*size) * size[1] ** -0.5 for name, size in widths.items()}
+            | {f"{name}_bias": random(size[0]) if shape.biased else None for name, size in widths.items()}
+            | {name: 1 + 0.1 * random(shape.hidden) for name in ("input", "post")}
+            | {name: 1 + 0.1 * random(dim) if shape.normed else None for name in ("q", "k")}
+            for _ in shape.windows
+        ]
+        self.final = 1 + 0.1 * random(shape.hidden)
+        rows = sum(count for _, count in shape.requests)
+        longest = max(first + count for first, count in shape.requests)
+        pages = -(-longest // shape.page_size)
+        self.num_pages = pages * len(shape.requests)
+        self.pages = np.random.default_rng(0).permutation(self.num_pages).reshape(len(shape.requests), pages)
+        self.x = random(rows, shape.hidden)
+        self.past = [random(first, 2, num_kv, dim) for first, _ in shape.requests]
+
+    def run(
+        self, backend: Backend, dtype: torch.dtype, requests: list[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed rows, taps, and the last layer's K/V of the requests' own rows; of some requests alone."""
+        who = list(range(len(self.shape.requests))) if requests is None else requests
+        stack, cache = self._stack(backend, dtype), self._cache(backend, dtype)
+        counts = np.array([count for _, count in self.shape.requests])
+        starts = np.cumsum(counts) - counts
+        mine = torch.cat([torch.arange(starts[r], starts[r] + counts[r]) for r in who])
+        rows = self._placed(backend, who)
+        normed, taps = stack(self.x[mine].to(dtype), rows, cache)
+        assert taps is not None
+        kv = standard_order(cache, backend)[-1].flatten(0, 1)[rows.kv_slots_N]
+        return normed, taps, kv
+
+    def _stack(self, backend: Backend, dtype: torch.dtype):
+        num_q, num_kv, dim = self.shape.heads
+
+        def cast(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(dtype)
+
+        blocks = []
+        for weights, window in zip(self.layers, self.shape.windows, strict=True):
+            w = {name: cast(value) for name, value in weights.items()}
+            shape = AttentionShape(num_q, num_kv, dim, w["q"], w["k"], EPS, self.shape.causal, window)
+            parts = {
+                name: backend.linear(w[name], w[f"{name}_bias"]) for name in ("qkv", "o", "gate_up", "down")
+            }
+            norms = {f"{name}_norm": RMSNorm(w[name], EPS) for name in ("input", "post")}
+            blocks.append((shape, BlockWeights(**parts, **norms)))
+        rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
+        rope.cos_TD, rope.sin_TD = rope.cos_TD.to(dtype), rope.sin_TD.to(dtype)
+        return backend.stack(blocks, RMSNorm(self.final.to(dtype), EPS), rope, (1, 0))
+
+    def _placed(self, backend: Backend, who: list[int]) -> PlacedRows:
+        first, counts = (np.array([self.shape.requests[r][i] for r in who]) for i in (0, 1))
+        positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
+        slots = [self._slots(r, at) for r, at in zip(who, positions, strict=True)]
+        batch = backend.attention_batch(first, counts, self.pages[who], self.shape.page_size, "cpu")
+        return PlacedRows(
+            torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(slots)), batch
+        )
+
+    def _slots(self, request: int, positions: np.ndarray) -> np.ndarray:
+        size = self.shape.page_size
+        return self.pages[request][positions // size] * size + positions % size
+
+    def _cache(self, backend: Backend, dtype: torch.dtype) -> PagedKVCache:
+        """Of every layer, the past of every request."""
+        _, num_kv, dim = self.shape.heads
+        cache = PagedKVCache(2, self.num_pages, self.shape.page_size, num_kv, dim, dtype, "cpu")
+        for r, past in enumerate(self.past):
+            cache.slots_LN2KD[:, torch.from_numpy(self._slots(r, np.arange(len(past))))] = past.to(dtype)
+        if isinstance(backend, CompiledBackend):
+            cache.kv.copy_(blocked_order(cache.kv))
+        return cache
+
+
+def blocked_order(kv: Tensor) -> Tensor:
+    """[L, P, S, 2, K, D] in the order of `drafter/cpu/heads.py`, the same shape."""
+    layers, _, _, _, heads, dim = kv.shape
+    k, v = kv.view(layers, -1, BLOCK, 2, heads, dim).unbind(3)  # [L, B, 16, K, D]
+    k = k.transpose(2, 3)  # [L, B, K, 16, D]
+    v = v.reshape(layers, -1, 8, 2, heads, dim // 16, 16).permute(0, 1, 4, 5, 2, 6, 3)
+    return torch.stack(
+        (k.reshape(layers, -1, heads, BLOCK * dim), v.reshape(layers, -1, heads, BLOCK * dim)), 2
+    ).view(kv.shape)
+
+
+def standard_order(cache: PagedKVCache, backend: Backend) -> Tensor:
+    kv = cache.kv
+    if not isinstance(backend, CompiledBackend):
+        return kv
+    layers, _, _, _, heads, dim = kv.shape
+    k, v = kv.view(layers, -1, 2, heads, BLOCK * dim).unbind(2)
+    k = k.view(layers, -1, heads, BLOCK, dim).transpose(2, 3)
+    v = v.view(layers, -1, heads, dim // 16, 8, 16, 2).permute(0, 1, 4, 6, 2, 3, 5).reshape(k.shape)
+    return torch.stack((k, v), 3).reshape(kv.shape)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_stack_computes_what_pytorch_does(name: str):
+    model = Model(SHAPES[name])
+    expected = model.run(TorchBackend(), torch.float32)
+    for got, right in zip(model.run(CompiledBackend(2), torch.bfloat16), expected, strict=True):
+        assert got.dtype is torch.bfloat16 and got.shape == right.shape
+        error = (got.float() - right).abs()
+        # Of the size of bf16's rounding at every step, never of a wrong row.
+        assert error.max() < 0.05 * right.abs().max() and error.mean() < 0.01 * right.abs().mean()
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if len(SHAPES[name].requests) > 1])
+def test_a_request_gets_the_same_bits_alone_and_among_others_on_any_number_of_threads(name: str):
+    model = Model(SHAPES[name])
+    together = model.run(CompiledBackend(1), torch.bfloat16)
+    for threads in (2, 3):
+        again = model.run(CompiledBackend(threads), torch.bfloat16)
+        assert all(a.equal(b) for a, b in zip(again, together, strict=True))
+    alone = [model.run(CompiledBackend(2), torch.bfloat16, [r]) for r in range(len(model.shape.requests))]
+    for i, whole in enumerate(together):
+        assert torch.cat([parts[i] for parts in alone]).equal(whole)
+
+
+def test_even_requests_are_shared_out_among_threads_with_the_same_result():
+    """Rows enough for two threads to go their own ways, and the same requests too few for three."""
+    model = Model(replace(SHAPES["a block"], requests=((100, 16), (90, 16), (40, 16), (8, 16))))
+    one, two, three = (model.run(CompiledBackend(n), torch.bfloat16) for n in (1, 2, 3))
+    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(one, two, three, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_do_not_depend_on_the_batch(threads: int):
+    assert rows_are_invariant(CompiledBackend(threads), torch.bfloat16, "cpu")
+
+
+def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
+    num_layers, num_kv, dim, rows = 3, 2, 64, 21
+    norms, kv_NO = 1 + 0.1 * random(num_layers, dim), random(rows, 2 * num_layers * num_kv * dim)
+    rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
+    positions = torch.arange(100, 100 + rows)
+    placed = PlacedRows(positions, torch.randperm(160)[:rows], None)
+    written = []
+    for backend in (TorchBackend(), CompiledBackend(1)):
+        cache = PagedKVCache(num_layers, 10, 16, num_kv, dim, torch.bfloat16, "cpu")
+        backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache)
+        written.append(standard_order(cache, backend))
+    torch.testing.assert_close(written[1], written[0], rtol=2e-2, atol=2e-2)
+    assert (
+        written[1]
+        .view(num_layers, -1, 2, num_kv, dim)[:, :, 1]
+        .equal(written[0].view(num_layers, -1, 2, num_kv, dim)[:, :, 1])
+    ), "values are copied as they are"
+
+
+def test_callers_at_the_same_time_get_their_own_results():
+    """One has the team, the others run alone: whoever it is, nothing waits and nothing is mixed up."""
+    layer = PackedLinear(random(512, 192), None, 2)
+    inputs = [random(16, 192) for _ in range(4)]
+    expected = [layer(x) for x in inputs]
+    wrong: list[int] = []
+
+    def call(i: int) -> None:
+        for _ in range(2000):
+            if not layer(inputs[i]).equal(expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+SCRIPT = """
+import os, torch
+from manta.drafter.cpu.products import PackedLinear
+layer = PackedLinear(torch.randn(64, 32).bfloat16(), None, 2)
+x = torch.randn(4, 32).bfloat16()
+expected = layer(x)
+child = os.fork()
+if child == 0:
+    os._exit(0 if layer(x).equal(expected) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_makes_threads_of_its_own():
+    assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.skipif(bf16_instructions() is not Instructions.AMX, reason="there is one kind of instruction")
+def test_the_same_holds_without_amx():
+    """These tests again in a process that may not use AMX's tiles: the other instructions' turn."""
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    usable = ",".join(
+        f"{'+' if has and not name.startswith('amx') else '-'}{name}" for name, has in features.items()
+    )
+    environment = {**os.environ, "NUMBA_CPU_FEATURES": usable, "NUMBA_CPU_NAME": binding.get_host_cpu_name()}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "not without_amx",
+    ]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, timeout=600, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout
