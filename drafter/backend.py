@@ -26,7 +26,7 @@ from .layers import RMSNorm, RotaryEmbedding
 class Projection(Protocol):
     """A matrix product with weights: `layers.Linear` or its kin."""
 
-    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+    def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor:
         """y [N, O] of x, plus the residual if one is given."""
         ...
 

@@ -14,8 +14,10 @@ TINY_BLOCK = 16
 TINY_TAPS = (0, 1, 2)
 
 
-def make_tiny_target(folder: Path, family: str, *, seed: int = 0, vocab_size: int = TINY_VOCAB) -> Path:
-    """A random 4-layer target (hidden 64, 4 heads, 2 KV heads, head_dim 16) as a Hugging Face folder."""
+def make_tiny_target(
+    folder: Path, family: str, *, seed: int = 0, vocab_size: int = TINY_VOCAB, head_dim: int = 16
+) -> Path:
+    """A random 4-layer target (hidden 64, 4 heads, 2 KV heads) as a Hugging Face folder."""
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocab_size,
@@ -24,7 +26,7 @@ def make_tiny_target(folder: Path, family: str, *, seed: int = 0, vocab_size: in
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "max_position_embeddings": 512,
         "bos_token_id": None,
         "eos_token_id": 0,
@@ -64,7 +66,12 @@ def tiny_training_config() -> Qwen3Config:
 
 
 def make_tiny_drafter(
-    folder: Path, *, seed: int = 1, block_size: int = TINY_BLOCK, vocab_size: int = TINY_VOCAB
+    folder: Path,
+    *,
+    seed: int = 1,
+    block_size: int = TINY_BLOCK,
+    vocab_size: int = TINY_VOCAB,
+    head_dim: int = 16,
 ) -> Path:
     """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +84,7 @@ def make_tiny_drafter(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 512,

@@ -7,7 +7,7 @@ NUMBA_CACHE_DIR says.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
-# pyright: reportReturnType=false
+# pyright: reportReturnType=false, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

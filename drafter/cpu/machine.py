@@ -6,13 +6,13 @@ AMX's registers are given to a process only on request (Linux's `arch_prctl`). R
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from enum import Enum
 from functools import cache
 
 from llvmlite import binding
-from numba import config
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # x86-64's numbers
 
@@ -39,8 +39,9 @@ def _features() -> set[str]:
     """As Numba sees them: NUMBA_CPU_FEATURES goes before what the CPU says."""
     if platform.machine() != "x86_64":
         return set()
-    if config.CPU_FEATURES is not None:
-        return {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
+    stated = os.environ.get("NUMBA_CPU_FEATURES")
+    if stated is not None:
+        return {name[1:] for name in stated.split(",") if name.startswith("+")}
     return {name for name, has in binding.get_host_cpu_features().items() if has}
 
 

@@ -9,7 +9,7 @@ slots, P pages of a request, T tokens.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _LAYER_WORDS = (
     *("gate_up", "gate_up_bias", "down", "down_bias", "next_norm", "tap"),
 )
 _PASS = np.dtype([(name, np.int64) for name in _PASS_WORDS] + [("eps", np.float32), ("scale", np.float32)])
-_EPS = _PASS.fields["eps"][1]  # its address is wanted
+_EPS = 8 * len(_PASS_WORDS)  # where `eps` lies: its address is wanted
 _LAYER = np.dtype([(name, np.int64) for name in _LAYER_WORDS])
 
 

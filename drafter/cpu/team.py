@@ -15,7 +15,7 @@ who is wanted finds the task in place, for its caller waits for all of them.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
