@@ -95,9 +95,9 @@ def scratch_bytes(longest: int, head_dim: int) -> int:
 @elements
 def attend(
     qkv, out, kv, first, rows, pages, num_requests, num_pages, page_size, num_heads, num_kv, head_dim, scale,
-    causal, window, scratch, thread, num_threads,
+    causal, window, scratch, first_head, last_head, thread, num_threads,
 ):  # fmt: skip
-    """This thread's items of a layer.
+    """This thread's items of a layer, of some K/V heads.
 
     Args:
         qkv: rows of [Q + 2 K, D], q and k normed and rotated. `out`: rows of [Q, D].
@@ -113,7 +113,7 @@ def attend(
     for r in range(num_requests):
         num_tiles = (rows_R[r] * shared + _TILE - 1) // _TILE
         for tile in range(0, num_tiles, _TILES):
-            for head in range(num_kv):
+            for head in range(first_head, last_head):
                 if item % num_threads == thread:
                     _attend_group(
                         qkv + 2 * row * (num_heads + 2 * num_kv) * head_dim,

@@ -64,17 +64,26 @@ def _write_context(
     num_keys = num_layers * num_kv
     for n in range(num_rows):
         row = rows + 4 * n * num_keys * head_dim
-        place_heads(row, weight, cos, sin, positions_N[n], num_keys, head_dim, eps)
+        place_heads(row, weight, cos, sin, positions_N[n], 0, num_keys, head_dim, eps)
         for layer in range(num_layers):
             k = row + 2 * layer * num_kv * head_dim
-            write_slot(kv + layer * layer_bytes, slots_N[n], k, k + 2 * num_keys * head_dim, num_kv, head_dim)
+            write_slot(
+                kv + layer * layer_bytes,
+                slots_N[n],
+                k,
+                k + 2 * num_keys * head_dim,
+                0,
+                num_kv,
+                num_kv,
+                head_dim,
+            )
 
 
 @elements
-def place_heads(row, weight, cos, sin, position, num_heads, head_dim, eps):
-    """Norm and rotate the first heads of a row, in place; weights are per head, or 0 without a norm."""
+def place_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
+    """Norm and rotate some heads of a row, in place; weights are per head, or 0 without a norm."""
     at = 2 * position * head_dim
-    for j in range(num_heads):
+    for j in range(first, last):
         x = row + 2 * j * head_dim
         if weight != 0:
             norm_rotate(x, weight + 2 * j * head_dim, cos + at, sin + at, head_dim // 32, eps)
@@ -83,12 +92,12 @@ def place_heads(row, weight, cos, sin, position, num_heads, head_dim, eps):
 
 
 @elements
-def write_slot(kv, slot, k, v, num_kv, head_dim):
-    """Copy a row's K and V [K, D], at addresses `k` and `v`, to their slot of the layer at `kv`."""
+def write_slot(kv, slot, k, v, first, last, num_kv, head_dim):
+    """Copy some heads of a row's K and V, at `k` and `v`, to their slot of the layer at `kv`."""
     size = 2 * BLOCK * head_dim  # bytes of a head's block
     block, t = slot // BLOCK, slot % BLOCK
     base = kv + block * 2 * num_kv * size
-    for head in range(num_kv):
+    for head in range(first, last):
         copy_lines(k + 2 * head * head_dim, base + head * size + 2 * t * head_dim, head_dim // 32)
         v_D = carray(pointer(v + 2 * head * head_dim, _BF16), (head_dim,))
         block_D = carray(pointer(base + (num_kv + head) * size + 64 * (t // 2), _BF16), (BLOCK * head_dim,))

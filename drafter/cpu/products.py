@@ -100,7 +100,8 @@ def _product_task(args, thread, num_threads):
     a = carray(pointer(args, np.int64(0)), (8,))
     sums = _sums_memory()
     begin_products(min(a[5], 16))
-    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], sums, thread, num_threads)
+    panels = (a[7] + COLUMNS - 1) // COLUMNS
+    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], sums, thread, panels, num_threads)
     end_products()
 
 
@@ -173,20 +174,22 @@ def block_of_rows(begin, num_rows, room):
 
 
 @elements
-def project(x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums, thread, num_threads):
-    """This thread's columns of y = x W^T (+ bias) (+ residual), rows of y being `outputs` long.
+def project(
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums, first_panel, last_panel, step
+):
+    """Some columns of y = x W^T (+ bias) (+ residual), rows of y being `outputs` long.
 
     Args:
         num_rows, room: rows that count, and rows of x that may be read. `residual` may be `y` if the room is
             a multiple of 16.
         sums: address of SUMS_BYTES.
+        first_panel, last_panel, step: which panels of 32 columns.
     """
     blocks = inputs // 32
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
     sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
-    num_panels = (outputs + COLUMNS - 1) // COLUMNS
-    for panel in range(thread, num_panels, num_threads):
+    for panel in range(first_panel, last_panel, step):
         column = panel * COLUMNS
         width = min(COLUMNS, outputs - column)
         tiles = weight + 2 * panel * panel_bytes

@@ -31,6 +31,7 @@ from .attention import PagedContexts, attend, scratch_bytes
 from .elements import Task, elements, pointer, records
 from .heads import BLOCK, place_heads, write_slot
 from .products import (
+    COLUMNS,
     SUMS_BYTES,
     PackedLinear,
     begin_products,
@@ -45,6 +46,7 @@ from .vectors import norm
 _BF16, _INT64 = np.uint16(0), np.int64(0)
 _ROOM = 16  # rows come in tiles of so many
 _OWN_ROWS = 24  # per thread, from which on threads take requests of their own
+_OWN_NORMS = 32  # rows, up to which every thread norms all of them
 
 # What a task finds at its address; addresses and sizes.
 _PASS_WORDS = (
@@ -166,6 +168,7 @@ class CompiledStack:
         normed_NH = x_NH.new_empty(room, hidden)
         taps_NmH = x_NH.new_empty(num_rows, self._num_taps, hidden) if self._num_taps else None
         scratch = max(scratch_bytes(contexts.longest, self._shape.head_dim), SUMS_BYTES)
+        scratch += 2 * _OWN_NORMS * hidden
         num_threads = self._num_threads
         work = self._work_memory(room * self._row_bytes + scratch * num_threads)
         _run_pass(
@@ -252,54 +255,86 @@ def _share(rows, num_requests, thread, num_threads):
 
 
 @elements
-def _run_blocks(args, begin, end, thread, num_threads, scratch):
-    """All blocks over the rows of requests [begin, end)."""
+def _run_blocks(args, begin_request, end, thread, num_threads, scratch):
+    """All blocks over the rows of requests [begin_request, end)."""
     p = records(args, 1, _PASS)[0]
     layers = records(p.layers, p.num_layers, _LAYER)
     rows_R = carray(pointer(p.rows, _INT64), (p.num_requests,))
-    row, num_rows = rows_R[:begin].sum(), rows_R[begin:end].sum()
+    row, num_rows = rows_R[:begin_request].sum(), rows_R[begin_request:end].sum()
     room = (num_rows + _ROOM - 1) // _ROOM * _ROOM
     num_heads, num_kv, head_dim, hidden = p.num_heads, p.num_kv, p.head_dim, p.hidden
     heads = num_heads + 2 * num_kv
-    first, rows, pages = p.first + 8 * begin, p.rows + 8 * begin, p.pages + 8 * begin * p.num_pages
+    first, rows, pages = (
+        p.first + 8 * begin_request,
+        p.rows + 8 * begin_request,
+        p.pages + 8 * begin_request * p.num_pages,
+    )
     x, normed = p.x + 2 * row * hidden, p.normed + 2 * row * hidden
     qkv, attended = p.qkv + 2 * row * heads * head_dim, p.attended + 2 * row * num_heads * head_dim
     gated, taps = p.gated + 2 * row * p.inner, p.taps + 2 * row * p.num_taps * hidden
     positions_N = carray(pointer(p.positions + 8 * row, _INT64), (num_rows,))
     slots_N = carray(pointer(p.slots + 8 * row, _INT64), (num_rows,))
     eps = args + _EPS
+    # A thread that has whole K/V heads attends to what it has projected itself.
+    own_heads = num_kv % num_threads == 0
+    first_head, last_head, part, parts = 0, num_kv, thread, num_threads
+    if own_heads:
+        first_head, last_head = thread * num_kv // num_threads, (thread + 1) * num_kv // num_threads
+        part, parts = 0, 1
+    # Few rows are normed by every thread for itself: that is sooner done than sent to another core.
+    own_norms = num_threads > 1 and num_rows <= _OWN_NORMS
+    if own_norms:
+        norm_thread, norm_threads = 0, 1
+        normed = normed if thread == 0 else scratch + p.scratch_bytes - 2 * _OWN_NORMS * hidden
+    else:
+        norm_thread, norm_threads = thread, num_threads
+    shared = num_heads // num_kv
     begin_products(_ROOM)
-    _norm_rows(x, p.first_norm, normed, num_rows, hidden, eps, thread, num_threads)
-    barrier(p.team, num_threads)
+    _norm_rows(x, p.first_norm, normed, num_rows, hidden, eps, norm_thread, norm_threads)
+    if not own_norms:
+        barrier(p.team, num_threads)
     for i in range(p.num_layers):
         layer = layers[i]
-        project(
-            normed, layer.qkv, layer.qkv_bias, 0, qkv, num_rows, room, hidden, heads * head_dim, scratch,
-            thread, num_threads,
-        )  # fmt: skip
-        barrier(p.team, num_threads)
         kv = p.kv + i * p.layer_bytes
-        for n in range(thread, num_rows, num_threads):
-            q = qkv + 2 * n * heads * head_dim
-            place_heads(
-                q, layer.head_norm, p.cos, p.sin, positions_N[n], num_heads + num_kv, head_dim, eps,
+        for kind in range(3):  # q, k, v
+            begin = head_dim * (0 if kind == 0 else num_heads + (kind - 1) * num_kv)
+            size = head_dim * (shared if kind == 0 else 1)
+            project(
+                normed, layer.qkv, layer.qkv_bias, 0, qkv, num_rows, room, hidden, heads * head_dim, scratch,
+                (begin + first_head * size) // COLUMNS + part, (begin + last_head * size) // COLUMNS, parts,
             )  # fmt: skip
+        if not own_heads:
+            barrier(p.team, num_threads)
+        for n in range(part, num_rows, parts):
+            q = qkv + 2 * n * heads * head_dim
             k = q + 2 * num_heads * head_dim
-            write_slot(kv, slots_N[n], k, k + 2 * num_kv * head_dim, num_kv, head_dim)
-        barrier(p.team, num_threads)
+            place_heads(
+                q, layer.head_norm, p.cos, p.sin, positions_N[n], first_head * shared, last_head * shared,
+                head_dim, eps,
+            )  # fmt: skip
+            place_heads(
+                q, layer.head_norm, p.cos, p.sin, positions_N[n], num_heads + first_head,
+                num_heads + last_head, head_dim, eps,
+            )  # fmt: skip
+            v = k + 2 * num_kv * head_dim
+            write_slot(kv, slots_N[n], k, v, first_head, last_head, num_kv, head_dim)
+        if not own_heads:
+            barrier(p.team, num_threads)
         attend(
-            qkv, attended, kv, first, rows, pages, end - begin, p.num_pages, p.page_size, num_heads, num_kv,
-            head_dim, p.scale, layer.causal != 0, layer.window, scratch, thread, num_threads,
+            qkv, attended, kv, first, rows, pages, end - begin_request, p.num_pages, p.page_size, num_heads,
+            num_kv, head_dim, p.scale, layer.causal != 0, layer.window, scratch, first_head, last_head, part,
+            parts,
         )  # fmt: skip
         begin_products(_ROOM)
         barrier(p.team, num_threads)
         project(
             attended, layer.o, layer.o_bias, x, x, num_rows, room, num_heads * head_dim, hidden, scratch,
-            thread, num_threads,
+            thread, hidden // COLUMNS, num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
-        _norm_rows(x, layer.post_norm, normed, num_rows, hidden, eps, thread, num_threads)
-        barrier(p.team, num_threads)
+        _norm_rows(x, layer.post_norm, normed, num_rows, hidden, eps, norm_thread, norm_threads)
+        if not own_norms:
+            barrier(p.team, num_threads)
         project_gated(
             normed, layer.gate_up, layer.gate_up_bias, gated, num_rows, room, hidden, p.inner, scratch,
             thread, num_threads,
@@ -307,13 +342,14 @@ def _run_blocks(args, begin, end, thread, num_threads, scratch):
         barrier(p.team, num_threads)
         project(
             gated, layer.down, layer.down_bias, x, x, num_rows, room, p.inner, hidden, scratch, thread,
-            num_threads,
+            hidden // COLUMNS, num_threads,
         )  # fmt: skip
         barrier(p.team, num_threads)
         if layer.tap >= 0:
             _tap_rows(x, taps, num_rows, hidden, layer.tap, p.num_taps, thread, num_threads)
-        _norm_rows(x, layer.next_norm, normed, num_rows, hidden, eps, thread, num_threads)
-        barrier(p.team, num_threads)
+        _norm_rows(x, layer.next_norm, normed, num_rows, hidden, eps, norm_thread, norm_threads)
+        if not own_norms:
+            barrier(p.team, num_threads)
     end_products()
 
 
