@@ -123,7 +123,7 @@ def _check_pages_fit(plan: LoadPlan, num_pages: int) -> None:
     page_bytes = PagedKVCache.bytes_per_page(
         drafter.num_layers, config.page_size, drafter.num_kv_heads, drafter.head_dim, plan.dtype
     )
-    room = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, activation_bytes=0) // page_bytes
+    room = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, step_bytes=0) // page_bytes
     if num_pages > room:
         raise ConfigError(
             f"The target's GPUs hold {num_pages} K/V pages, the split drafter's only {max(room, 0)}. Set "

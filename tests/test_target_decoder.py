@@ -12,6 +12,7 @@ from manta.actors.target.config import TargetConfig
 from manta.actors.target.decoder import Decoder
 from manta.actors.target.parallel import Sharding, SingleRank
 from manta.actors.target.weights import TargetWeights
+from manta.drafter.layers import RMSNorm
 from manta.drafter.states import RequestStates
 from steps import Steps
 from tiny import TINY_VOCAB, make_tiny_target
@@ -56,11 +57,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_variant(tmp_path_factory.mktemp("variant"), *VARIANTS[request.param])
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def weights_of(folder: Path, dtype: torch.dtype = torch.float32) -> TargetWeights:
     config = TargetConfig.load(folder)
-    sharding = Sharding.of(config, 0, 1)
-    weights = TargetWeights(folder, config, sharding, dtype, torch.device("cpu"))
-    return Decoder(weights, TAPS, MAX_LEN, SingleRank())
+    return TargetWeights(folder, config, Sharding.of(config, 0, 1), dtype, torch.device("cpu"))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(weights_of(folder, dtype), TAPS, MAX_LEN, SingleRank())
 
 
 class Requests:
@@ -124,15 +127,16 @@ def test_logits_of_every_row_equal_transformers_in_chunks_and_in_company(checkpo
 
 
 def test_taps_are_the_outputs_of_blocks_before_the_final_norm_in_the_order_asked(checkpoint: Path) -> None:
-    model = load(checkpoint)
-    requests = computed(model)
+    requests = computed(load(checkpoint))
+    weights = weights_of(checkpoint)
+    final_norm = RMSNorm(weights.final_norm(), weights.config.rms_norm_eps)
     for tokens, taps in zip(requests.tokens, requests.taps, strict=True):
         _, hidden = oracle(checkpoint, tokens)
         third, first, last = torch.cat(taps).unbind(1)
         torch.testing.assert_close(third, hidden[3], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(first, hidden[1], atol=1e-4, rtol=1e-4)
         # transformers shows the last block's output only behind the final norm.
-        torch.testing.assert_close(model._final_norm(last), hidden[4], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(final_norm(last), hidden[4], atol=1e-4, rtol=1e-4)
         assert not torch.allclose(last, hidden[4], atol=1e-2)
 
 

@@ -32,7 +32,7 @@ from .load_plan import LoadPlan, plan_load
 from .memory import affordable_pages, gpu_budget_bytes
 from .parallel import Communicator, Sharding, SingleRank, smallest
 from .runner import DraftSource, LocalDrafts, Runner, StepRunner
-from .warm_up import largest_prefill, measure_activations, warm_up
+from .warm_up import largest_prefill, measure_step_bytes, warm_up
 from .weights import TargetWeights
 
 __all__ = [
@@ -197,7 +197,7 @@ class _Rank:
         plan, config, budget = self._plan, self._plan.config, None
         stated = config.num_pages is not None or config.kv_cache_memory_bytes is not None
         if plan.device.type == "cuda" and not stated:
-            budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._activation_bytes())
+            budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
         pages = affordable_pages(config, plan.max_model_len, self._page_bytes(), budget)
         return smallest(pages, self._communicator, plan.device)
 
@@ -251,9 +251,10 @@ class _Rank:
         c = self._drafter.config
         return size + PagedKVCache.bytes_per_page(c.num_layers, page_size, c.num_kv_heads, c.head_dim, dtype)
 
-    def _activation_bytes(self) -> int:
-        """Of the largest step, by running it in pages that are given back."""
-        config = self._plan.config
+    def _step_bytes(self) -> int:
+        """What steps take beside weights and pages, by running the largest in pages that are given back."""
+        config, page_size = self._plan.config, self._plan.config.page_size
         lengths = largest_prefill(config, self._plan.max_model_len)
-        pages = sum(-(-n // config.page_size) for n in lengths)
-        return measure_activations(self.runner(pages), lengths, config.page_size)
+        pages = sum(-(-n // page_size) for n in lengths)
+        taken = measure_step_bytes(lambda: self.runner(pages), lengths, page_size, self._plan.device)
+        return max(taken - pages * self._page_bytes(), 0)

@@ -57,12 +57,22 @@ def _cpu_budget_bytes(sequence_bytes: int, config: EngineConfig) -> int:
     return min(share, max(_CPU_CAP_BYTES, sequence_bytes))
 
 
-def gpu_budget_bytes(device: torch.device, utilization: float, activation_bytes: int) -> int:
-    """What `gpu_memory_utilization` leaves for pages, weights being loaded."""
-    torch.cuda.synchronize(device)
+def gpu_budget_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
+    """What `gpu_memory_utilization` leaves for pages, weights being loaded.
+
+    Args:
+        step_bytes: what steps will take beside the pages (`warm_up.measure_step_bytes`).
+    """
     torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - used_gpu_bytes(device) - step_bytes
+
+
+def used_gpu_bytes(device: torch.device) -> int:
+    """Memory of the device that somebody has, PyTorch's reserve included."""
+    torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * utilization) - (total - free) - activation_bytes
+    return total - free
 
 
 def free_ram_bytes() -> int:

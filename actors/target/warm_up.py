@@ -5,11 +5,15 @@ They leave traces in the first slots and pages; whoever gets those overwrites th
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from ...cluster.config import EngineConfig
 from ...cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from .memory import used_gpu_bytes
 from .runner import Runner
 
 _PROMPT_TOKENS = 8
@@ -38,13 +42,23 @@ def largest_prefill(config: EngineConfig, max_model_len: int) -> list[int]:
     return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
 
 
-def measure_activations(runner: Runner, lengths: list[int], page_size: int) -> int:
-    """Bytes that a prefill takes on the GPU beside weights and pages, at its peak."""
-    device = runner.model.device
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+def measure_step_bytes(
+    make_runner: Callable[[], Runner], lengths: list[int], page_size: int, device: torch.device
+) -> int:
+    """GPU memory that steps take: states and workspaces, the largest prefill, all captured graphs.
+
+    By making all of it once, in a few pages that are counted too and given back with it. What a process takes
+    outside PyTorch's allocator (kernels, NCCL's and graphs' own) counts as well.
+    """
+    torch.cuda.empty_cache()  # else the runner would live in what loading has left
+    before = used_gpu_bytes(device)
+    runner = make_runner()
     runner.execute(_prefill(lengths, lengths, page_size))
-    return torch.cuda.max_memory_allocated(device) - before
+    runner.prepare()
+    taken = used_gpu_bytes(device) - before
+    del runner
+    gc.collect()
+    return taken
 
 
 def _prefill(lengths: list[int], rooms: list[int], page_size: int) -> SchedulerOutput:

@@ -34,6 +34,7 @@ from .vectors import (
 
 COLUMNS = 32  # of a panel: what is computed at once
 ROWS = 32
+_CACHE_BYTES = 2**19
 SUMS_BYTES = ROWS * COLUMNS * 4
 _STRIDE = COLUMNS * 4  # of the sums
 _BF16, _FP32 = np.uint16(0), np.float32(0)
@@ -160,13 +161,13 @@ else:
 
 
 @elements
-def block_of_rows(begin, num_rows, room):
+def _block_of_rows(begin, end, room):
     """The block of rows at `begin`: where it starts, and its rows; whole blocks wherever there is room.
 
     A last block that would be short starts earlier, over rows that are done: they come out the same.
     """
     left = room - begin
-    if left >= ROWS and num_rows - begin > 16:
+    if left >= ROWS and end - begin > 16:
         return begin, ROWS
     if left >= 16:
         return begin, 16
@@ -174,9 +175,15 @@ def block_of_rows(begin, num_rows, room):
 
 
 @elements
+def _rows_in_cache(inputs):
+    """Rows of x that stay in a core's cache while panels of the weight go by."""
+    return max(_CACHE_BYTES // (2 * inputs) // ROWS, 1) * ROWS
+
+
+@elements
 def project(
     x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums, first_panel, last_panel, step
-):
+):  # fmt: skip
     """Some columns of y = x W^T (+ bias) (+ residual), rows of y being `outputs` long.
 
     Args:
@@ -189,26 +196,28 @@ def project(
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
     sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
-    for panel in range(first_panel, last_panel, step):
-        column = panel * COLUMNS
-        width = min(COLUMNS, outputs - column)
-        tiles = weight + 2 * panel * panel_bytes
-        begin = 0
-        while begin < num_rows:
-            first, rows = block_of_rows(begin, num_rows, room)
-            multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
-            last = min(first + rows, num_rows)
-            if bias != 0:
-                _add_bias(sums_1, bias + 2 * column, last - first, width)
-            for n in range(first, last):
-                row, at = sums + (n - first) * _STRIDE, 2 * (n * outputs + column)
-                if width < COLUMNS:
-                    _finish_narrow(row, residual + at if residual != 0 else 0, y + at, width)
-                elif residual != 0:
-                    finish_added(row, residual + at, y + at)
-                else:
-                    finish(row, y + at)
-            begin = first + rows
+    for start in range(0, num_rows, _rows_in_cache(inputs)):
+        end = min(start + _rows_in_cache(inputs), num_rows)
+        for panel in range(first_panel, last_panel, step):
+            column = panel * COLUMNS
+            width = min(COLUMNS, outputs - column)
+            tiles = weight + 2 * panel * panel_bytes
+            begin = start
+            while begin < end:
+                first, rows = _block_of_rows(begin, end, room)
+                multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
+                last = min(first + rows, end)
+                if bias != 0:
+                    _add_bias(sums_1, bias + 2 * column, last - first, width)
+                for n in range(first, last):
+                    row, at = sums + (n - first) * _STRIDE, 2 * (n * outputs + column)
+                    if width < COLUMNS:
+                        _finish_narrow(row, residual + at if residual != 0 else 0, y + at, width)
+                    elif residual != 0:
+                        finish_added(row, residual + at, y + at)
+                    else:
+                        finish(row, y + at)
+                begin = first + rows
 
 
 @elements
@@ -222,18 +231,20 @@ def project_gated(x, weight, bias, y, num_rows, room, inputs, inner, sums, threa
     panel_bytes = blocks * TILE_BYTES
     x_stride = inputs * 2
     sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
-    for panel in range(thread, inner // 16, num_threads):
-        tiles = weight + 2 * panel * panel_bytes
-        begin = 0
-        while begin < num_rows:
-            first, rows = block_of_rows(begin, num_rows, room)
-            multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
-            last = min(first + rows, num_rows)
-            if bias != 0:
-                _add_bias(sums_1, bias + 2 * panel * COLUMNS, last - first, COLUMNS)
-            for n in range(first, last):
-                finish_gated(sums + (n - first) * _STRIDE, y + 2 * (n * inner + panel * 16))
-            begin = first + rows
+    for start in range(0, num_rows, _rows_in_cache(inputs)):
+        end = min(start + _rows_in_cache(inputs), num_rows)
+        for panel in range(thread, inner // 16, num_threads):
+            tiles = weight + 2 * panel * panel_bytes
+            begin = start
+            while begin < end:
+                first, rows = _block_of_rows(begin, end, room)
+                multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
+                last = min(first + rows, end)
+                if bias != 0:
+                    _add_bias(sums_1, bias + 2 * panel * COLUMNS, last - first, COLUMNS)
+                for n in range(first, last):
+                    finish_gated(sums + (n - first) * _STRIDE, y + 2 * (n * inner + panel * 16))
+                begin = first + rows
 
 
 @elements
