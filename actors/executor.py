@@ -31,6 +31,7 @@ class InProcessExecutor:
         from .target.memory import owned_cores
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
+        self._users_threads = torch.get_num_threads()
         torch.set_num_threads(config.num_threads or owned_cores())
         runner, self._info = load_runner(config)
         self._runner: Runner | None = runner
@@ -59,7 +60,11 @@ class InProcessExecutor:
         return self._runner
 
     def close(self) -> None:
-        self._runner = None
+        import torch
+
+        if self._runner is not None:
+            self._runner = None
+            torch.set_num_threads(self._users_threads)
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -88,7 +88,8 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
     servers = [OpenAIServer(options.server, options.server_model)] if options.server else []
     plan = plan_load(config)
     prompts = encode_prompts(rows, load_tokenizer(config))
-    torch.set_num_threads(config.num_threads or owned_cores())  # as Manta's engines do, for all
+    num_threads = config.num_threads or owned_cores()
+    torch.set_num_threads(num_threads)
     generate, loop = _transformers_contenders(plan, tried_dtypes(config))
     say("the reference: Hugging Face generate in float32, one prompt at a time")
     reference = generate.reference(prompts, options.max_tokens)
@@ -97,7 +98,8 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
         with open_engines(config, requests, tried_dtypes(config)) as engines:
             ours = [EngineContender(NAMES[mode], _of_mode(engines, mode)) for mode in MODES]
             contenders: list[Contender] = [*ours, generate, loop, *servers]
-            points.append(_measure(contenders, prompts, reference, requests, options))
+            sides = [_Side(contender, requests, num_threads) for contender in contenders]
+            points.append(_measure(sides, prompts, reference, requests, options))
         print_point(points[-1])
     return record(config, options, points)
 
@@ -119,8 +121,9 @@ class EngineContender:
 class _Side:
     """A contender in one comparison: the way it runs in, and what its passes measured."""
 
-    def __init__(self, contender: Contender, requests: int) -> None:
+    def __init__(self, contender: Contender, requests: int, num_threads: int) -> None:
         self.name = contender.name
+        self._num_threads = num_threads
         self._ways = contender.ways(requests)
         self._way = next(iter(self._ways))
         self._trial: dict[Way, float] = {}
@@ -128,6 +131,7 @@ class _Side:
 
     def choose_way(self, prompts: Prompts, max_tokens: int) -> None:
         """Try all ways, keep the fastest, and warm it up at full length."""
+        torch.set_num_threads(self._num_threads)  # all get as many; Manta's engines set theirs at every step
         for way, run in self._ways.items():
             say(f"{self.name}: {way}")
             run(prompts[: way.at_once], min(WARM_UP_TOKENS, max_tokens))
@@ -137,6 +141,7 @@ class _Side:
         self._ways[self._way](prompts[: self._way.at_once], max_tokens)
 
     def run(self, prompts: Prompts, max_tokens: int) -> None:
+        torch.set_num_threads(self._num_threads)
         self.passes.append(self._ways[self._way](prompts, max_tokens))
 
     @property
@@ -163,14 +168,13 @@ class _Side:
 
 
 def _measure(
-    contenders: Sequence[Contender],
+    sides: Sequence[_Side],
     prompts: Prompts,
     reference: list[list[int]],
     requests: int,
     options: CompareOptions,
 ) -> Figures:
     """All contenders at one concurrency; the first is what the others are compared with."""
-    sides = [_Side(contender, requests) for contender in contenders]
     for side in sides:
         side.choose_way(prompts, options.max_tokens)
     for number in range(options.rounds):
