@@ -31,12 +31,15 @@ class SpeculativeConfig:
         method: "dflash".
         num_speculative_tokens: drafts per step, at most block size - 1 (its default); SGLang counts one more.
         placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own.
+        adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
+            `num_speculative_tokens` in every step.
     """
 
     model: str
     method: Literal["dflash"] = "dflash"
     num_speculative_tokens: int | None = None
     placement: DrafterPlacement = "colocated"
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         _one_of("speculative_config.method", self.method, ("dflash",))

@@ -21,6 +21,7 @@ class SchedulerConfig:
         num_slots: most sequences that run at once; no more than rows, so that each gets one every step.
         max_rows: the token budget of a step.
         by_priority: whether `Request.priority` counts.
+        adaptive_drafts: whether the number of drafts follows what they bring.
         The rest is as in `EngineConfig` and `ExecutorInfo`.
     """
 
@@ -35,6 +36,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_speculative_tokens: int
+    adaptive_drafts: bool
     max_stop_token_ids: int | None
 
     @classmethod
@@ -51,6 +53,7 @@ class SchedulerConfig:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
+            adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             max_stop_token_ids=info.max_stop_token_ids,
         )
 

@@ -102,6 +102,10 @@ class StepTimings:
     sample_s: float = 0.0
     inject_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        return self.draft_s + self.verify_s + self.sample_s + self.inject_s
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

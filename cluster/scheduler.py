@@ -28,10 +28,11 @@ from operator import attrgetter
 import numpy as np
 
 from .counters import Counters
+from .draft_length import DraftLength
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
 from .pages import PagePool, pages_for
-from .plan import AdmittedRequest, BoolArray, IntArray, SchedulerOutput, StepResult
+from .plan import AdmittedRequest, BoolArray, IntArray, SchedulerOutput, StepResult, StepTimings
 from .prefix_cache import PrefixCache
 from .request import FinishReason, Request
 from .sequence import WAITING, Sequence, SlotTable
@@ -56,6 +57,8 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, config.page_size)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.page_size, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
+        adapts = config.adaptive_drafts and config.num_speculative_tokens > 0
+        self._draft_length = DraftLength(config.num_speculative_tokens) if adapts else None
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self._sequences: dict[str, Sequence] = {}
@@ -138,6 +141,8 @@ class Scheduler:
         table = self.table
         # A step with k drafts brings up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
+        if self._draft_length is not None:
+            drafts_R = np.minimum(drafts_R, self._draft_length.choose(int((known_R == 1).sum())))
         more_R = np.where(known_R == 1, drafts_R, known_R - 1)
         taken_R = np.cumsum(more_R) - more_R
         left_R = np.maximum(self.config.max_rows - len(slots_R) - taken_R, 0)
@@ -247,9 +252,20 @@ class Scheduler:
         self._append_tokens(outcome)
         self._hash_full_pages(outcome.slots)
         self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
+        self._learn(flight.plan, outcome, result.timings)
         updates = make_updates(self.table, outcome)
         self._dismiss(updates)
         return updates
+
+    def _learn(self, plan: SchedulerOutput, outcome: StepOutcome, timings: StepTimings) -> None:
+        """For the choice of how many drafts to make: acceptance, and the time if all did the same."""
+        if self._draft_length is None:
+            return
+        goes_on_R = ~(outcome.stopped | outcome.full)  # where a sequence ends, drafts behind were not judged
+        self._draft_length.learn_acceptance(outcome.num_drafts[goes_on_R], outcome.num_accepted[goes_on_R])
+        num_drafts = int(plan.num_drafts[0])
+        if (plan.num_drafts == num_drafts).all() and (plan.num_rows == num_drafts + 1).all():
+            self._draft_length.learn_time(plan.num_requests, num_drafts, timings.total_s)
 
     def _append_tokens(self, outcome: StepOutcome) -> None:
         table, slots_R, token_ids_RW = self.table, outcome.slots, outcome.token_ids
