@@ -15,10 +15,26 @@ from typing import Any
 
 from torch import Tensor
 
-from .backend import AttentionShape, BlockWeights, Operators, PlacedRows
+from .backend import AttentionShape, BlockWeights, Operators, PlacedRows, Projection, Stack
 from .features import stack_taps
 from .kv_cache import PagedKVCache
-from .layers import RMSNorm, RotaryEmbedding
+from .layers import Linear, RMSNorm, RotaryEmbedding
+
+
+class OperatorBackend:
+    """The part of `backend.Backend` that is the same for all backends whose passes Python drives."""
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return Linear(weight_OH, bias_O)
+
+    def stack(
+        self: Operators,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        return BlockStack(self, blocks, final_norm, rope, tap_ids)
 
 
 class BlockStack:

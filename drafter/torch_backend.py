@@ -5,7 +5,6 @@ Legend: N rows, H hidden, O outputs, K kv heads, J = Q + 2 K, D head dim, L laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +14,13 @@ from .attention import AttentionBatch, paged_attention
 from .backend import (
     Attention,
     AttentionShape,
-    BlockWeights,
     ContextWriter,
     PlacedRows,
     Projection,
-    Stack,
 )
 from .kv_cache import PagedKVCache
-from .layers import HeadNorm, Linear, RMSNorm, RotaryEmbedding, Rotation, silu_mul
-from .stack import BlockStack
+from .layers import HeadNorm, RMSNorm, RotaryEmbedding, Rotation, silu_mul
+from .stack import OperatorBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +32,10 @@ class _TorchPass:
     batch: AttentionBatch
 
 
-class TorchBackend:
+class TorchBackend(OperatorBackend):
     """PyTorch's own operators; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
-
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return Linear(weight_OH, bias_O)
-
-    def stack(
-        self,
-        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
-        final_norm: RMSNorm,
-        rope: RotaryEmbedding,
-        tap_ids: Sequence[int] = (),
-    ) -> Stack:
-        return BlockStack(self, blocks, final_norm, rope, tap_ids)
 
     def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _TorchPass:
         return _TorchPass(rope.at(rows.positions_N), rows.kv_slots_N, rows.batch)

@@ -26,7 +26,7 @@ from ..backend import (
 )
 from ..kv_cache import PagedKVCache
 from ..layers import Linear, RMSNorm, RotaryEmbedding
-from ..stack import BlockStack
+from ..stack import OperatorBackend
 from . import kernels
 from .attention import PagedContexts
 from .heads import BlockedContextWriter
@@ -42,22 +42,10 @@ class _Pass:
     rows: PlacedRows
 
 
-class CpuBackend:
+class CpuBackend(OperatorBackend):
     """Compiled loops for fp32 and bf16; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
-
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return Linear(weight_OH, bias_O)
-
-    def stack(
-        self,
-        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
-        final_norm: RMSNorm,
-        rope: RotaryEmbedding,
-        tap_ids: Sequence[int] = (),
-    ) -> Stack:
-        return BlockStack(self, blocks, final_norm, rope, tap_ids)
 
     def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _Pass:
         return _Pass(rope, rows)

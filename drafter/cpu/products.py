@@ -84,7 +84,7 @@ def can_pack(num_inputs: int) -> bool:
 
 
 def halves_taking_turns(tiles: Tensor) -> Tensor:
-    """The outputs' two halves in turns of 16: what `project_gated` wants of a gate and an up projection."""
+    """The outputs' two halves in turns of 16: what `project` wants of a gate and an up projection."""
     return tiles.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
@@ -102,7 +102,7 @@ def _product_task(args, thread, num_threads):
     sums = _sums_memory()
     begin_products(min(a[5], 16))
     panels = (a[7] + COLUMNS - 1) // COLUMNS
-    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], sums, thread, panels, num_threads)
+    project(a[0], a[1], a[2], a[3], a[4], a[5], a[5], a[6], a[7], False, sums, thread, panels, num_threads)
     end_products()
 
 
@@ -182,13 +182,15 @@ def _rows_in_cache(inputs):
 
 @elements
 def project(
-    x, weight, bias, residual, y, num_rows, room, inputs, outputs, sums, first_panel, last_panel, step
+    x, weight, bias, residual, y, num_rows, room, inputs, outputs, gated, sums, first_panel, last_panel, step
 ):  # fmt: skip
-    """Some columns of y = x W^T (+ bias) (+ residual), rows of y being `outputs` long.
+    """Some columns of y = x W^T (+ bias) (+ residual), or of silu(gate) * up.
 
     Args:
         num_rows, room: rows that count, and rows of x that may be read. `residual` may be `y` if the room is
             a multiple of 16.
+        outputs: of the weight; rows of y are as long, or half of it if gated.
+        gated: weight and bias hold 16 of gate, 16 of up, and so on; there is no residual.
         sums: address of SUMS_BYTES.
         first_panel, last_panel, step: which panels of 32 columns.
     """
@@ -211,39 +213,14 @@ def project(
                     _add_bias(sums_1, bias + 2 * column, last - first, width)
                 for n in range(first, last):
                     row, at = sums + (n - first) * _STRIDE, 2 * (n * outputs + column)
-                    if width < COLUMNS:
+                    if gated:
+                        finish_gated(row, y + at // 2)
+                    elif width < COLUMNS:
                         _finish_narrow(row, residual + at if residual != 0 else 0, y + at, width)
                     elif residual != 0:
                         finish_added(row, residual + at, y + at)
                     else:
                         finish(row, y + at)
-                begin = first + rows
-
-
-@elements
-def project_gated(x, weight, bias, y, num_rows, room, inputs, inner, sums, thread, num_threads):
-    """This thread's columns of silu(gate) * up, where weight and bias hold 16 of gate, 16 of up, and so on.
-
-    Args:
-        inner: columns of y, a multiple of 16. The others as in `project`.
-    """
-    blocks = inputs // 32
-    panel_bytes = blocks * TILE_BYTES
-    x_stride = inputs * 2
-    sums_1 = carray(pointer(sums, _FP32), (ROWS * COLUMNS,))
-    for start in range(0, num_rows, _rows_in_cache(inputs)):
-        end = min(start + _rows_in_cache(inputs), num_rows)
-        for panel in range(thread, inner // 16, num_threads):
-            tiles = weight + 2 * panel * panel_bytes
-            begin = start
-            while begin < end:
-                first, rows = _block_of_rows(begin, end, room)
-                multiply(x + first * x_stride, x_stride, tiles, panel_bytes, sums, blocks, rows)
-                last = min(first + rows, end)
-                if bias != 0:
-                    _add_bias(sums_1, bias + 2 * panel * COLUMNS, last - first, COLUMNS)
-                for n in range(first, last):
-                    finish_gated(sums + (n - first) * _STRIDE, y + 2 * (n * inner + panel * 16))
                 begin = first + rows
 
 

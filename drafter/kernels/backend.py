@@ -9,7 +9,6 @@ Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,15 +18,13 @@ from torch import Tensor
 from ..backend import (
     Attention,
     AttentionShape,
-    BlockWeights,
     ContextWriter,
     PlacedRows,
     Projection,
-    Stack,
 )
 from ..kv_cache import PagedKVCache
-from ..layers import Linear, RMSNorm, RotaryEmbedding
-from ..stack import BlockStack
+from ..layers import RMSNorm, RotaryEmbedding
+from ..stack import OperatorBackend
 from .activations import silu_mul
 from .attention import verify_attention
 from .norms import add_rms_norm, rms_norm
@@ -60,7 +57,7 @@ class _Pass:
     rows: PlacedRows
 
 
-class TritonBackend:
+class TritonBackend(OperatorBackend):
     """See the module's text.
 
     Args:
@@ -74,18 +71,6 @@ class TritonBackend:
         self._device = device
         self._attend = attend
         self._workspaces: dict[int, AttentionWorkspace] = {}  # by head dim; layers take turns
-
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return Linear(weight_OH, bias_O)
-
-    def stack(
-        self,
-        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
-        final_norm: RMSNorm,
-        rope: RotaryEmbedding,
-        tap_ids: Sequence[int] = (),
-    ) -> Stack:
-        return BlockStack(self, blocks, final_norm, rope, tap_ids)
 
     def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _Pass:
         return _Pass(rope, rows)
