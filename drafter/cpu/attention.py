@@ -29,21 +29,17 @@ from numpy.typing import NDArray
 
 from .elements import elements, pointer
 from .heads import BLOCK
+from .llvm import stack_memory
 from .machine import Instructions, bf16_instructions
-from .vectors import (
+from .tiles import (
     TILE_BYTES,
     amx_combination,
     amx_scores,
     avx512_combination,
     avx512_product,
     configure_tiles,
-    copy_lines,
-    scale_rounded,
-    soften,
-    stack_memory,
-    transpose,
-    transpose_rounded,
 )
+from .vectors import copy_lines, scale_rounded, soften, transpose, transpose_rounded
 
 Ints = NDArray[np.integer]
 _TILE = 16  # query rows

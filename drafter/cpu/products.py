@@ -18,19 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .elements import Task, elements, float_of, pointer, rounded
+from .llvm import stack_memory
 from .machine import Instructions, bf16_instructions
 from .team import process_team, run
-from .vectors import (
-    TILE_BYTES,
-    amx_product,
-    avx512_product,
-    configure_tiles,
-    finish,
-    finish_added,
-    finish_gated,
-    release_tiles,
-    stack_memory,
-)
+from .tiles import TILE_BYTES, amx_product, avx512_product, configure_tiles, release_tiles
+from .vectors import finish, finish_added, finish_gated
 
 COLUMNS = 32  # of a panel: what is computed at once
 ROWS = 32

@@ -28,7 +28,7 @@ from numba import types
 from numba.core.typing import signature
 
 from .elements import elements
-from .vectors import call_task, fetch_add, pause, read_shared, write_shared
+from .llvm import call_task, fetch_add, pause, read_shared, write_shared
 
 # Words are 64 bytes apart: a line that one thread writes is not one that another reads.
 _EPOCH, _SLEEPERS, _DONE, _BUSY, _TASK, _ARGS, _ARRIVED, _PHASE = (64 * i for i in range(8))
