@@ -17,8 +17,8 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 
 def settings(target: Path, drafter: Path | None = None, **changes: object) -> EngineConfig:
-    """Small, in fp32 and on one thread."""
-    spec = {"speculative_config": {"model": str(drafter)}} if drafter else {}
+    """Small, in fp32, on one thread, with all drafts in every step."""
+    spec = {"speculative_config": {"model": str(drafter), "adaptive": False}} if drafter else {}
     small = {"max_num_seqs": 4, "max_model_len": 128, "num_threads": 1}
     fixed = {"model": str(target), "dtype": "float32", "skip_tokenizer_init": True}
     return EngineConfig.from_dict({**fixed, **small, **spec, **changes})

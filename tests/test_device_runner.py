@@ -33,7 +33,9 @@ PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=5 + i) for i, name in enum
 def generate(
     target: Path, drafter: Path | None, backend: str, **changes: object
 ) -> tuple[list[list[int]], EngineStats]:
-    spec = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": 3}
+    spec = None
+    if drafter is not None:
+        spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **changes}
     with LLM(
         str(target),

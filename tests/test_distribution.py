@@ -32,7 +32,7 @@ def samples(pair: tuple[Path, Path]) -> np.ndarray:
     params = [SamplingParams(seed=s, max_tokens=3, ignore_eos=True) for s in range(NUM_SEEDS)]
     with LLM(
         str(pair[0]),
-        speculative_config={"model": str(pair[1]), "num_speculative_tokens": 2},
+        speculative_config={"model": str(pair[1]), "num_speculative_tokens": 2, "adaptive": False},
         skip_tokenizer_init=True,
         dtype="float32",
         max_num_seqs=64,

@@ -35,7 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig.from_dict(
         {
             "model": str(target),
-            "speculative_config": {"model": str(drafter)},
+            "speculative_config": {"model": str(drafter), "adaptive": False},  # blocks of a known size
             "dtype": "float32",
             "max_num_seqs": 8,
             "num_pages": 256,

@@ -57,7 +57,8 @@ class Pair:
     how: dict[str, object]
 
     def open(self, *, speculate: bool, num_speculative_tokens: int | None = None, **settings: object) -> LLM:
-        spec = {"model": str(self.drafter), "num_speculative_tokens": num_speculative_tokens}
+        drafts = {"num_speculative_tokens": num_speculative_tokens, "adaptive": False}
+        spec = {"model": str(self.drafter), **drafts}  # all drafts in every step: they put most to the test
         return LLM(
             str(self.target),
             speculative_config=spec if speculate else None,

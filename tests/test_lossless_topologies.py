@@ -36,7 +36,9 @@ def test_the_topology_changes_no_token(
     placement: str | None,
     ahead: bool,
 ) -> None:
-    spec = None if placement is None else {"model": str(tiny_drafter), "placement": placement}
+    spec = (
+        None if placement is None else {"model": str(tiny_drafter), "placement": placement, "adaptive": False}
+    )
     with LLM(
         str(target),
         speculative_config=spec,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from manta.actors.checkpoints import resolve_checkpoint
-from manta.actors.target import load_plan, loading, memory
+from manta.actors.target import load_plan, loading, memory, warm_up
 from manta.actors.target.loading import load_runner, plan_load
+from manta.actors.target.runner import Runner
 from manta.actors.target.weights import TargetWeights
 from manta.cluster.errors import CheckpointError, ConfigError
+from manta.drafter.cpu.machine import Instructions
 from steps import settings
 from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
@@ -242,3 +245,45 @@ def test_what_is_planned_is_what_loads(tiny_qwen3: Path, tmp_path: Path) -> None
     assert (info.max_model_len, info.vocab_size, info.device) == (plan.max_model_len, TINY_VOCAB, "cpu")
     assert runner.model.dtype == plan.dtype
     assert loading.plan_load is load_plan.plan_load
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "computes bfloat16 on CPUs"),
+        ({"page_size": 8}, "page_size that is a multiple of 16"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ({}, "multiples of 32, not all of the target's are"),
+    ],
+)
+def test_a_compiled_pass_that_cannot_be_says_why_before_a_weight_is_read(
+    tiny_qwen3: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_loads: None,
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    monkeypatch.setattr(load_plan, "bf16_instructions", lambda: Instructions.AMX)
+    config = settings(tiny_qwen3, **{"dtype": "bfloat16", "attention_backend": "compiled", **changes})
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan_load(config)
+    assert caught.value.param == "attention_backend"
+    auto = plan_load(settings(tiny_qwen3, **{"dtype": "bfloat16", **changes}))
+    assert auto.attention_backend == "torch", "it is chosen by itself only where it runs"
+
+
+def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the two readings enclose states, workspaces, the largest prefill and the graphs."""
+    readings, made = iter((100, 175)), []
+    monkeypatch.setattr(warm_up, "used_gpu_bytes", lambda device: next(readings))
+
+    def make_runner() -> Runner:
+        runner = load_runner(settings(tiny_qwen3, max_num_seqs=2))[0]
+        made.append(weakref.ref(runner))
+        return runner
+
+    taken = warm_up.measure_step_bytes(make_runner, [40, 40], 16, torch.device("cpu"))
+    assert taken == 75
+    assert len(made) == 1 and made[0]() is None, "given back"
