@@ -56,7 +56,8 @@ class EngineConfig:
         tokenizer: folder or hub id; the target's if absent.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
         speculative_config: None decodes plainly.
-        dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where the CPU multiplies it natively.
+        dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where that is native and
+            exact (a row's bits do not depend on its batch), else float32.
         device: "auto" takes CUDA if there is a device.
         attention_backend: "triton" runs fused kernels and CUDA graphs; "flash_attn" the same with that
             package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a CPU with

@@ -17,7 +17,7 @@ from .layers import RMSNorm, RopeConfig, RotaryEmbedding
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 192, 512, 4, 2, 64
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
-_COMPANION = 900  # context of the longer request beside the block
+_COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
 _LENGTHS = (16, 100, 200, 330, 450, 730)
 
 
@@ -33,9 +33,10 @@ class _Trial:
         self._generator = torch.Generator().manual_seed(0)
         self._backend, self._dtype, self._device = backend, dtype, device
         self._stack = self._make_stack()
-        self._cache = PagedKVCache(1, 2 * _PAGES, _PAGE, _KV_HEADS, _HEAD_DIM, dtype, device)
+        num_requests = 1 + len(_COMPANIONS)
+        self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, _KV_HEADS, _HEAD_DIM, dtype, device)
         self._cache.kv.copy_(self._random(*self._cache.kv.shape))
-        self._pages = np.stack((np.arange(0, 2 * _PAGES, 2), np.arange(1, 2 * _PAGES, 2)))
+        self._pages = np.arange(num_requests * _PAGES).reshape(_PAGES, num_requests).T.copy()
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(device=self._device, dtype=self._dtype)
@@ -63,11 +64,13 @@ class _Trial:
         return self._backend.stack([(shape, weights)], norm(_HIDDEN), rope)
 
     def passes(self) -> bool:
+        others_NH = self._random(sum(rows for _, rows in _COMPANIONS), _HIDDEN)
+        begins, counts = (list(column) for column in zip(*_COMPANIONS, strict=True))
         for length in _LENGTHS:
             x_NH, first = self._random(_BLOCK, _HIDDEN), length - _BLOCK
             block = self._run(x_NH, [first], [_BLOCK])
             alone = [self._run(x_NH[i : i + 1], [first + i], [1]) for i in range(_BLOCK)]
-            beside = self._run(torch.cat((x_NH, x_NH[:1])), [first, _COMPANION], [_BLOCK, 1])
+            beside = self._run(torch.cat((x_NH, others_NH)), [first, *begins], [_BLOCK, *counts])
             if not (torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])):
                 return False
         return True

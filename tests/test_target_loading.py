@@ -196,11 +196,18 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
     assert load_runner(settings(copy))[1].eos_token_ids == (7,)
 
 
-def test_dtype_auto_on_a_cpu_is_what_it_multiplies_natively(tiny_qwen3: Path) -> None:
+@pytest.mark.parametrize("invariant", [True, False])
+def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
+    tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
+) -> None:
+    monkeypatch.setattr(load_plan, "rows_are_invariant", lambda *_: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    info = load_runner(settings(tiny_qwen3, dtype="auto", device="cpu"))[1]
-    assert info.dtype == ("bfloat16" if native else "float32")
-    assert load_runner(settings(tiny_qwen3, device="cpu"))[1].dtype == "float32"
+    by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype
+    assert by_products is (torch.bfloat16 if native and invariant else torch.float32)
+    monkeypatch.setattr(load_plan, "bf16_instructions", lambda: Instructions.AMX)
+    compiled = plan_load(settings(shipped_pair[0], dtype="auto", device="cpu"))
+    assert compiled.dtype is torch.bfloat16 and compiled.attention_backend == "compiled"
+    assert plan_load(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -19,9 +19,11 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import CheckpointError, ConfigError
 from ...drafter.checkpoint import check_drafter
 from ...drafter.config import DrafterConfig
+from ...drafter.cpu.backend import CpuBackend
 from ...drafter.cpu.machine import bf16_instructions
 from ...drafter.cpu.stack import can_compile, fits_pages
 from ...drafter.features import TargetFacts
+from ...drafter.invariance import rows_are_invariant
 from ..checkpoints import resolve_checkpoint
 from .config import TargetConfig
 from .parallel import Sharding
@@ -95,7 +97,7 @@ def plan_models(
 ) -> LoadPlan:
     """The plan for models whose shapes are known; of the folders nothing is read."""
     device = _device(config)
-    dtype = _dtype(config, target, device)
+    dtype = _dtype(config, target, drafter, device)
     return LoadPlan(
         config=config,
         target_folder=target_folder,
@@ -242,9 +244,17 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _dtype(config: EngineConfig, target: TargetConfig, device: torch.device) -> torch.dtype:
+def _dtype(
+    config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, device: torch.device
+) -> torch.dtype:
+    """On a CPU bf16 where it is native and a row's bits do not depend on its batch, else fp32."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device.type == "cuda":
         return getattr(torch, target.dtype)
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    compiled = _why_not_compiled(config, target, drafter, torch.bfloat16, device) is None
+    if compiled and config.attention_backend in ("auto", "compiled"):
+        return torch.bfloat16
+    native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    exact = native and rows_are_invariant(CpuBackend(), torch.bfloat16, device)
+    return torch.bfloat16 if exact else torch.float32
