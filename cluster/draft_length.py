@@ -24,8 +24,7 @@ from .plan import IntArray
 
 _LADDER = (0, 1, 3, 5, 7, 11)  # and the most
 _TIMES = 5  # the last ones count, by their median: a hiccup of the machine is no measure
-_KNOWN = 3  # so many times are enough to compare
-_TRY_UNKNOWN, _TRY_KNOWN = 4, 32  # steps from one try to the next
+_TRY_UNKNOWN, _TRY_KNOWN = 2, 64  # steps from one try to the next
 _DECAY = 0.995  # of acceptance, per step
 _PRIOR_TRIALS, _PRIOR_ACCEPTED = 4.0, 3.0  # a new drafter is given credit
 
@@ -59,10 +58,11 @@ class DraftLength:
     def learn_acceptance(self, drafts_R: IntArray, accepted_R: IntArray) -> None:
         """What became of a step's drafts."""
         position_K = np.arange(len(self._trials_K))
-        reached_RK = (position_K < drafts_R[:, None]) & (position_K <= accepted_R[:, None])
-        self._trials_K = _DECAY * self._trials_K + reached_RK.sum(axis=0)
-        accepted_RK = position_K < accepted_R[:, None]
-        self._accepted_K = _DECAY * self._accepted_K + accepted_RK.sum(axis=0)
+        reached_K = ((position_K < drafts_R[:, None]) & (position_K <= accepted_R[:, None])).sum(axis=0)
+        accepted_K = (position_K < accepted_R[:, None]).sum(axis=0)
+        kept_K = np.where(reached_K > 0, _DECAY, 1.0)  # what is not tried does not fade
+        self._trials_K = kept_K * self._trials_K + reached_K
+        self._accepted_K = kept_K * self._accepted_K + accepted_K
 
     def learn_time(self, num_requests: int, num_drafts: int, seconds: float) -> None:
         """How long a step took in which so many requests decoded with so many drafts each, and no more."""
@@ -73,11 +73,9 @@ class DraftLength:
         self._best[load] = self._fastest(load)
 
     def _fastest(self, load: int) -> int:
-        """The rung with most tokens per second among those that are known, else the one it was."""
+        """The rung with most tokens per second among those that are known; there is one."""
         times = self._times[load]
-        known = [i for i, seconds in enumerate(times) if len(seconds) >= _KNOWN]
-        if not known:
-            return self._best.get(load, len(self._ladder) - 1)
+        known = [i for i, seconds in enumerate(times) if seconds]
         tokens = self._expected_tokens()
         return max(known, key=lambda i: tokens[self._ladder[i]] / median(times[i]))
 
@@ -91,9 +89,9 @@ class DraftLength:
         step, times = self._num_steps[load], self._times[load]
         # No drafts at all save the drafter's pass, too: that may pay where one draft less does not.
         beside = [i for i in sorted({0, best - 1, best + 1} - {best}) if 0 <= i < len(self._ladder)]
-        if len(times[best]) < _KNOWN:
+        if not times[best]:
             return best
-        unknown = [i for i in beside if len(times[i]) < _KNOWN]
+        unknown = [i for i in beside if not times[i]]
         if unknown and step % _TRY_UNKNOWN == 0:
             return unknown[-1]
         if beside and step % _TRY_KNOWN == 0:

@@ -82,6 +82,14 @@ def test_a_step_that_hung_once_is_no_measure():
     assert choice.choose(1) == MOST
 
 
+def test_lengths_that_are_never_tried_are_not_forgotten_to_nothing():
+    choice = DraftLength(MOST)
+    for _ in range(200_000):
+        choice.learn_acceptance(np.array([1]), np.array([0]))
+    run(choice, dear_drafter, 0.0, [1] * 100)
+    assert choice.choose(1) == 0
+
+
 def test_without_times_all_drafts_are_made():
     """Simulated executors measure nothing; nor do steps with prompts in them."""
     choice = DraftLength(MOST)
