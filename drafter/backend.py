@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .kv_cache import PagedKVCache
@@ -49,6 +50,13 @@ class AttentionShape:
     eps: float
     causal: bool = True
     window: int | None = None
+
+    def head_norm(self) -> Tensor | None:
+        """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
+        if self.q_norm_D is None or self.k_norm_D is None:
+            return None
+        q_QD, k_KD = self.q_norm_D.expand(self.num_heads, -1), self.k_norm_D.expand(self.num_kv_heads, -1)
+        return torch.cat((q_QD, k_KD))
 
 
 @dataclass(frozen=True, slots=True)

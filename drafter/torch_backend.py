@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .attention import AttentionBatch, paged_attention
@@ -64,10 +63,8 @@ class _TorchAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._num_q, self._num_kv = shape.num_heads, shape.num_kv_heads
-        self._head_norm: HeadNorm | None = None
-        if shape.q_norm_D is not None and shape.k_norm_D is not None:
-            q_JD, k_JD = shape.q_norm_D.expand(self._num_q, -1), shape.k_norm_D.expand(self._num_kv, -1)
-            self._head_norm = HeadNorm(torch.cat((q_JD, k_JD)), shape.eps)
+        norm_JD = shape.head_norm()
+        self._head_norm = None if norm_JD is None else HeadNorm(norm_JD, shape.eps)
         self._shape = (self._num_q + 2 * self._num_kv, shape.head_dim)
         self._scale = shape.head_dim**-0.5
         self._causal, self._window = shape.causal, shape.window

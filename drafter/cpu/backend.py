@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..attention import AttentionBatch, paged_attention
@@ -104,10 +103,7 @@ class _CpuAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        self._norm_JD: Tensor | None = None
-        if shape.q_norm_D is not None and shape.k_norm_D is not None:
-            q_JD = shape.q_norm_D.expand(shape.num_heads, -1)
-            self._norm_JD = torch.cat((q_JD, shape.k_norm_D.expand(shape.num_kv_heads, -1)))
+        self._norm_JD = shape.head_norm()
         self._scale = shape.head_dim**-0.5
 
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:

@@ -33,10 +33,8 @@ def call(builder: Any, name: str, result: ir.Type, args: Sequence[Value]) -> Val
 def at(builder: Any, address: Value, *terms: tuple[Value | int, int]) -> Value:
     """address + the sum of value * factor."""
     for value, factor in terms:
-        scaled = builder.mul(integer(value), integer(factor)) if isinstance(value, int) else value
-        if not isinstance(value, int) and factor != 1:
-            scaled = builder.mul(value, integer(factor))
-        address = builder.add(address, scaled)
+        term = integer(value) if isinstance(value, int) else value
+        address = builder.add(address, builder.mul(term, integer(factor)))
     return address
 
 

@@ -53,6 +53,7 @@ class PackedLinear:
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None) -> Tensor:
         x_NK = x_NK.contiguous()
+        residual_NO = None if residual_NO is None else residual_NO.contiguous()  # kept until it is read
         y_NO = x_NK.new_empty(len(x_NK), self.out_features)
         _run_product(
             process_team().of(self._num_threads),
@@ -61,7 +62,7 @@ class PackedLinear:
             x_NK.data_ptr(),
             self.tiles.data_ptr(),
             0 if self.bias_O is None else self.bias_O.data_ptr(),
-            0 if residual_NO is None else residual_NO.contiguous().data_ptr(),
+            0 if residual_NO is None else residual_NO.data_ptr(),
             y_NO.data_ptr(),
             len(x_NK),
             self.in_features,

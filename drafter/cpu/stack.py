@@ -57,7 +57,7 @@ def _record(words: str, *floats: str) -> np.dtype:
 # What a task finds at its address, what each thread notes of its part, and a layer.
 _PASS = _record(
     """
-    team shares layers num_layers hidden num_heads num_kv head_dim inner first_norm num_taps cos sin num_rows
+    team shares layers num_layers hidden num_heads num_kv head_dim inner first_norm num_taps cos sin
     x normed taps positions slots kv layer_bytes page_size num_requests first rows pages num_pages qkv
     attended gated scratch scratch_bytes
     """,
@@ -121,17 +121,13 @@ class CompiledStack:
         self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
     ) -> tuple[int, ...]:
         """A record of _LAYER."""
-        head_norm_JD = None
-        if shape.q_norm_D is not None and shape.k_norm_D is not None:
-            q_JD = shape.q_norm_D.expand(shape.num_heads, -1)
-            head_norm_JD = torch.cat((q_JD, shape.k_norm_D.expand(shape.num_kv_heads, -1)))
         gate_up = _packed(parts.gate_up)
         gate_up_bias = gate_up.bias_O
         if gate_up_bias is not None:
             gate_up_bias = gate_up_bias.view(2, -1, 16).transpose(0, 1).contiguous()
         return (
             *self._linear(parts.qkv),
-            self._address(head_norm_JD),
+            self._address(shape.head_norm()),
             int(shape.causal),
             -1 if shape.window is None else shape.window,
             *self._linear(parts.o),
@@ -180,7 +176,6 @@ class CompiledStack:
             _TASK.address,
             num_threads,
             self._pass,
-            num_rows,
             room,
             x_NH.data_ptr(),
             normed_NH.data_ptr(),
@@ -212,11 +207,11 @@ def _packed(projection: Projection) -> PackedLinear:
 
 @elements
 def _run_pass(
-    team, task, num_threads, pass_1, num_rows, room, x, normed, taps, positions, slots, kv, layer_bytes,
+    team, task, num_threads, pass_1, room, x, normed, taps, positions, slots, kv, layer_bytes,
     page_size, first_R, rows_R, pages_RP, work, scratch_bytes,
 ):  # fmt: skip
     p = pass_1[0]
-    p.team, p.num_rows, p.x, p.normed, p.taps = team, num_rows, x, normed, taps
+    p.team, p.x, p.normed, p.taps = team, x, normed, taps
     p.positions, p.slots, p.kv, p.layer_bytes, p.page_size = positions, slots, kv, layer_bytes, page_size
     p.num_requests, p.num_pages = pages_RP.shape
     p.first, p.rows, p.pages = first_R.ctypes.data, rows_R.ctypes.data, pages_RP.ctypes.data

@@ -34,7 +34,7 @@ from .llvm import call_task, fetch_add, pause, read_shared, write_shared
 _EPOCH, _SLEEPERS, _DONE, _BUSY, _TASK, _ARGS, _ARRIVED, _PHASE = (64 * i for i in range(8))
 _NUM_WORDS = 8 * 8
 _MAX_THREADS = 1024
-_LOOKS = 4000  # some 40 microseconds
+_LOOKS = 4000  # some 40 to 200 microseconds, as long as a CPU pauses
 _LOOKS_BEFORE_YIELD = 2000  # at a barrier; the thread waited for may need this core
 
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 128, 129  # Linux on x86-64; private to the process
