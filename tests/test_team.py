@@ -1,0 +1,135 @@
+"""The team of threads where cores are scarce: fewer threads, the same bits, and all of them again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from manta.drafter.cpu.machine import bf16_instructions
+from manta.drafter.cpu.team_size import (
+    LIMIT,
+    NUM_SIZE_LINES,
+    begin_sizes,
+    judge,
+    note_wait,
+    size_now,
+    try_out,
+)
+
+pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+
+MS = 1_000_000
+
+
+class Sizes:
+    """The words of a team that has as many threads as it likes."""
+
+    def __init__(self, most: int) -> None:
+        self._words = np.zeros(8 * NUM_SIZE_LINES, dtype=np.int64)
+        self.at = self._words.ctypes.data
+        begin_sizes(self.at, most)
+
+    @property
+    def limit(self) -> int:
+        return int(self._words[LIMIT // 8])
+
+    def after_a_task(self, size: int, spent_ns: int, waited_ns: int) -> int:
+        note_wait(self.at, waited_ns)
+        judge(self.at, size, spent_ns)
+        return self.limit
+
+    def begin_trial(self, asked: int) -> None:
+        deadline_s = time.monotonic() + 60.0
+        while not size_now(self.at, asked)[1]:
+            assert time.monotonic() < deadline_s, "a rest ends"
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("size", "left"), [(2, 1), (8, 7), (16, 15), (64, 57)])
+def test_a_team_that_waits_more_than_it_works_gives_up_threads(size: int, left: int):
+    assert Sizes(size).after_a_task(size, 4 * MS, 3 * MS * (size - 1)) == left
+
+
+@pytest.mark.parametrize(
+    ("spent_ns", "waited_ns"),
+    [(MS, MS // 2), (20 * MS, 3 * MS), (4 * MS, 0)],
+    ids=["short", "little", "none"],
+)
+def test_a_team_keeps_its_threads_where_waits_are_short(spent_ns: int, waited_ns: int):
+    assert Sizes(2).after_a_task(2, spent_ns, waited_ns) == 2
+
+
+def test_waits_of_several_tasks_add_up_but_not_for_ever():
+    sizes = Sizes(2)
+    for _ in range(100):  # half a millisecond in each window
+        assert sizes.after_a_task(2, 21 * MS, MS // 2) == 2
+    for _ in range(3):
+        sizes.after_a_task(2, MS, MS // 2)
+    assert sizes.limit == 1
+
+
+def test_a_thread_comes_back_when_its_trial_passes_and_rests_when_it_fails():
+    sizes = Sizes(2)
+    assert size_now(sizes.at, 2) == (2, False)
+    sizes.after_a_task(2, 4 * MS, 3 * MS)
+    assert size_now(sizes.at, 2) == (1, False), "it rests first"
+    for _ in range(3):  # a busy machine fails some trials
+        sizes.begin_trial(2)
+        assert size_now(sizes.at, 2) == (1, False), "the trial is under way"
+        try_out(sizes.at, 0)  # a thread that was not given up is not on trial
+        try_out(sizes.at, 2)
+        assert size_now(sizes.at, 2) == (1, False)
+        try_out(sizes.at, 1)
+        size, called = size_now(sizes.at, 2)
+        assert (size, sizes.limit) == ((2, 2) if called else (1, 1))
+        if called:
+            return
+        assert size_now(sizes.at, 2) == (1, False), "it rests again"
+
+
+def test_who_asks_for_fewer_threads_than_the_limit_gets_them():
+    sizes = Sizes(16)
+    sizes.after_a_task(8, 4 * MS, 30 * MS)
+    assert sizes.limit == 7
+    assert size_now(sizes.at, 4) == (4, False)
+    assert size_now(sizes.at, 1) == (1, False)
+
+
+SCRIPT = """
+import os, time, torch
+cores = os.sched_getaffinity(0)
+os.sched_setaffinity(0, {min(cores)})  # threads that are made from here on have this core alone
+from manta.drafter.cpu.products import PackedLinear
+from manta.drafter.cpu.team import process_team
+torch.set_num_threads(1)
+layer = PackedLinear(torch.randn(2048, 1024).bfloat16(), None, 2)
+x = torch.randn(16, 1024).bfloat16()
+expected = PackedLinear.__call__(layer, x)
+
+def run_until(limit):
+    deadline_s = time.monotonic() + 120.0
+    while process_team().limit != limit:
+        assert time.monotonic() < deadline_s, f"the team has {process_team().limit} threads"
+        assert layer(x).equal(expected)
+        time.sleep(0.0005)  # leaves the core to a thread on trial
+
+process_team().of(2)
+most = process_team().limit
+assert most >= 2
+run_until(1)
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), cores)
+if len(cores) > 1:
+    run_until(2)
+assert all(layer(x).equal(expected) for _ in range(200))
+"""
+
+
+def test_two_threads_on_one_core_become_one_and_two_again_with_the_same_bits():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], timeout=280, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
