@@ -27,25 +27,23 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         import torch
 
+        from .machine import owned_cores
         from .target.loading import load_runner
-        from .target.memory import owned_cores
+        from .torch_threads import TorchThreads
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
         self._users_threads = torch.get_num_threads()
         torch.set_num_threads(config.num_threads or owned_cores())
         runner, self._info = load_runner(config)
         self._runner: Runner | None = runner
-        self._num_threads = torch.get_num_threads()  # what the backend left to PyTorch
+        self._threads = TorchThreads.of(self._info)  # of those that the backend left to PyTorch
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
 
     def submit(self, plan: SchedulerOutput) -> None:
-        import torch
-
-        if torch.get_num_threads() != self._num_threads:  # another engine of this process, or its user
-            torch.set_num_threads(self._num_threads)
+        self._threads.use()
         self._alive().submit(plan)
 
     def collect(self) -> StepResult:

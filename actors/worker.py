@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from .process_group import ProcessGroups, Store
+    from .torch_threads import TorchThreads
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Worker:
     setting: WorkerSetup
     device: torch.device
     groups: ProcessGroups
+    _threads: TorchThreads
     max_in_flight = 1
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class Worker:
         import torch
 
         from . import process_group
-        from .target.memory import owned_cores
+        from .machine import owned_cores
 
         topology = self.setting.topology
         if topology.device == "cuda":
@@ -115,6 +117,7 @@ class Worker:
     def load(self, store_port: int | None) -> ExecutorInfo | None:
         """Join the groups and load the model. Target ranks return what the engine must know."""
         from . import process_group
+        from .torch_threads import TorchThreads
 
         self.groups = process_group.connect(
             rank=self.setting.rank,
@@ -123,7 +126,9 @@ class Worker:
             device=self.device,
             store=self._store or store_port or 0,
         )
-        return self._load()
+        info = self._load()
+        self._threads = TorchThreads.of(info) if info else TorchThreads(adapts=self.device.type == "cpu")
+        return info
 
     def _load(self) -> ExecutorInfo | None:
         raise NotImplementedError
@@ -162,7 +167,9 @@ class Worker:
         while True:
             may_start = in_flight < self.max_in_flight
             if not in_flight or (may_start and channel.has_mail_before(self.is_ready)):
-                self.submit(channel.receive())
+                plan = channel.receive()
+                self._threads.use()
+                self.submit(plan)
                 in_flight += 1
             else:
                 result = self.collect()

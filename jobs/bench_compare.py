@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 from ..actors.llm import LLM
+from ..actors.machine import owned_cores
 from ..actors.prompts import load_tokenizer
 from ..actors.target.load_plan import LoadPlan, plan_load
-from ..actors.target.memory import owned_cores
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
 from ..cluster.request import SamplingParams

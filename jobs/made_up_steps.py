@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..actors.machine import free_ram_bytes
 from ..actors.target.load_plan import LoadPlan
 from ..actors.target.loading import start_runner
-from ..actors.target.memory import free_ram_bytes
 from ..actors.target.runner import Runner
 from ..cluster.errors import ConfigError
 from ..cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling

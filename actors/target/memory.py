@@ -6,17 +6,14 @@ Not the pages themselves (`drafter/kv_cache.py`) nor who gets them (`cluster/pag
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
+from ..machine import free_ram_bytes
 
 _CPU_SHARE = 0.25  # of the memory that is free
 _CPU_CAP_BYTES = 4 * 2**30
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def affordable_pages(
@@ -73,32 +70,3 @@ def used_gpu_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free
-
-
-def free_ram_bytes() -> int:
-    """Memory that can be had without swapping, within the limits of this process's container."""
-    free = [_available_bytes()]
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free.append(int(text) - int(used.read_text()))
-    return max(min(free), 0)
-
-
-def _available_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def owned_cores() -> int:
-    """Cores this process may use: its affinity, and its container's quota."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _CGROUP / "cpu.max"
-    if quota.exists():
-        share, period = quota.read_text().split()
-        if share != "max":
-            return max(1, min(affinity, int(share) // int(period)))
-    return affinity

@@ -19,12 +19,14 @@ Not the threads themselves (`team.py`, among whose words these are). No task's r
 
 from __future__ import annotations
 
+from time import CLOCK_MONOTONIC
+
 import numpy as np
 from numba import carray, types
 from numba.core.typing import signature
 
 from .elements import elements, pointer
-from .llvm import fetch_add, pause, read_shared, stack_memory, write_shared
+from .llvm import fetch_add, read_shared, stack_memory, write_shared
 
 # Offsets of the words; times are in nanoseconds. Any thread writes the first three, then come those that only
 # the caller of tasks writes, in a line of their own.
@@ -43,14 +45,13 @@ _INTERRUPTED_NS = 200_000
 _SHORTEST_REST_NS, _LONGEST_REST_NS = 10_000_000, 1_000_000_000
 
 _clock_gettime = types.ExternalFunction("clock_gettime", signature(types.int32, types.int32, types.int64))
-_CLOCK_MONOTONIC = 1
 _timespec = stack_memory(64)
 
 
 @elements
 def now_ns():
     at = _timespec()
-    _clock_gettime(_CLOCK_MONOTONIC, at)
+    _clock_gettime(CLOCK_MONOTONIC, at)
     seconds_and_ns = carray(pointer(at, np.int64(0)), (2,))
     return seconds_and_ns[0] * 1_000_000_000 + seconds_and_ns[1]
 
@@ -126,7 +127,6 @@ def runs_undisturbed():
     """Look at the clock for a while: does this thread have a core to itself?"""
     begin_ns = last_ns = now_ns()
     while last_ns - begin_ns < _TRIAL_NS:
-        pause()
         at_ns = now_ns()
         if at_ns - last_ns > _INTERRUPTED_NS:
             return False

@@ -1,0 +1,114 @@
+"""What a process may use: the limits of its control groups, whichever version, its own and those above."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from manta.actors import machine
+
+GIB = 2**30
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mount of control groups without any; this process may use 8 cores."""
+    monkeypatch.setattr(machine, "_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    return tmp_path
+
+
+def write(folder: Path, membership: str, **files: str) -> None:
+    """`files`: path with / for __ and . for _dot_ -> text."""
+    (folder / "membership").write_text(membership)
+    for name, text in files.items():
+        path = folder / "mount" / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_this_machine_has_memory_and_a_core() -> None:
+    assert machine.free_ram_bytes() > 2**20
+    assert 1 <= machine.owned_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max", 8), ("50000", 1), ("100000", 1), ("150000", 1), ("190000", 2), ("350000", 3), ("900000", 8)],
+)
+def test_a_quota_bounds_the_cores(groups: Path, quota: str, cores: int) -> None:
+    write(groups, "0::/\n", cgroup_dot_controllers="cpu memory\n", cpu_dot_max=f"{quota} 100000\n")
+    assert machine.owned_cores() == cores
+
+
+def test_the_least_quota_of_all_groups_above_counts(groups: Path) -> None:
+    write(
+        groups,
+        "0::/slice/job\n",
+        cgroup_dot_controllers="cpu\n",
+        slice__cpu_dot_max="200000 100000\n",
+        slice__job__cpu_dot_max="max 100000\n",
+    )
+    assert machine.owned_cores() == 2
+
+
+def test_version_1_counts_too_and_no_quota_is_none(groups: Path) -> None:
+    membership = "5:memory:/\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/\n"
+    quota, period = "cpu,cpuacct__job__cpu_dot_cfs_quota_us", "cpu,cpuacct__job__cpu_dot_cfs_period_us"
+    write(groups, membership, **{quota: "300000\n", period: "100000\n"})
+    assert machine.owned_cores() == 3
+    write(groups, membership, **{quota: "-1\n"})
+    assert machine.owned_cores() == 8
+
+
+def test_a_path_that_only_the_host_knows_means_the_root(groups: Path) -> None:
+    write(
+        groups,
+        "4:cpu:/docker/1a2b\n",
+        cpu__cpu_dot_cfs_quota_us="200000",
+        cpu__cpu_dot_cfs_period_us="100000",
+    )
+    assert machine.owned_cores() == 2
+
+
+def test_memory_is_what_the_group_leaves_and_caches_can_go(groups: Path) -> None:
+    write(
+        groups,
+        "0::/job\n",
+        cgroup_dot_controllers="memory\n",
+        job__memory_dot_max=f"{GIB}\n",
+        job__memory_dot_current=f"{GIB - 2**20}\n",
+        job__memory_dot_stat=f"anon 1\ninactive_file {2**22}\n",
+    )
+    assert machine.free_ram_bytes() == 2**20 + 2**22
+    write(groups, "0::/job\n", job__memory_dot_max="max\n")
+    assert machine.free_ram_bytes() > 2**20
+
+
+@pytest.fixture
+def quota_of_half_a_core() -> Iterator[Path]:
+    """A real control group of version 1; made by root where the kernel has them."""
+    folder = Path(f"/sys/fs/cgroup/cpu/manta-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        (folder / "cpu.cfs_quota_us").write_text("50000")
+    except OSError:
+        folder.is_dir() and folder.rmdir()
+        pytest.skip("this process may make no control group")
+    yield folder
+    folder.rmdir()
+
+
+def test_a_real_quota_is_found(quota_of_half_a_core: Path) -> None:
+    script = f"""
+import os, pathlib
+pathlib.Path({str(quota_of_half_a_core)!r}, "cgroup.procs").write_text(str(os.getpid()))
+from manta.actors.machine import owned_cores
+raise SystemExit(owned_cores())
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 1
