@@ -20,7 +20,7 @@ import torch
 from ..cluster.executor import ExecutorInfo
 
 WINDOW_S = 0.05  # between two looks at the count
-_SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 4.0
+_SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
 
 
 class TorchThreads:
