@@ -87,7 +87,7 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
     rows = read_prompts(options.prompts, options.num_prompts)
     servers = [OpenAIServer(options.server, options.server_model)] if options.server else []
     plan = plan_load(config)
-    prompts = encode_prompts(rows, load_tokenizer(config))
+    prompts = [token_ids for _, token_ids in encode_prompts(rows, load_tokenizer(config))]
     num_threads = config.num_threads or owned_cores()
     torch.set_num_threads(num_threads)
     generate, loop = _transformers_contenders(plan, tried_dtypes(config))
