@@ -46,6 +46,7 @@ class BenchOptions(RunOptions):
         plot: SVG or PNG file for the speed-up.
     """
 
+    rounds: int = 5
     temperature: float = 0.0
     trial: bool = True
     plot: Path | None = None

@@ -49,7 +49,7 @@ def speculation(
     prompts: PromptsFile = SHIPPED_PROMPTS,
     num_prompts: NumPrompts = 20,
     concurrency: MaxConcurrency = None,
-    rounds: Rounds = 3,
+    rounds: Rounds = 5,
     max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
     trial: Annotated[
