@@ -1,40 +1,39 @@
 """`manta bench`: speculation on against off, same target, same prompts, side by side in one run.
 
-For every number of concurrent requests the two modes take turns (on, off, off, on, ...) so that what else the
-machine does falls on both; each mode runs in its faster dtype, found by a short trial. Figures are medians
-over rounds. Outputs are compared token by token in every dtype. In this process, without Ray.
+For every number of concurrent requests the two modes take turns (`turns.py`), each in its faster dtype, found
+by a short trial. Figures are medians over rounds. Outputs are compared token by token in every dtype. In this
+process, without Ray.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..actors.llm import LLM
 from ..actors.prompts import load_tokenizer
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
-from ..cluster.request import SamplingParams
-from .batch_rows import row_seed
 from .bench_passes import (
     MODES,
+    EngineRun,
     Figures,
+    Prompt,
     RunOptions,
     SteppedPass,
     encode_prompts,
     open_engines,
     read_prompts,
     record,
-    run_engine,
-    say,
     tried_dtypes,
 )
+from .idleness import Watch, print_warning
 from .report import print_table
+from .turns import prompts_per_turn, ratios, run_rounds, split_evenly
 
 TRIAL_PROMPTS = 4
-_Prompt = tuple[str, list[int]]  # id, token ids
+_Runs = Mapping[tuple[str, str], EngineRun]  # by mode and dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +42,13 @@ class BenchOptions(RunOptions):
 
     Attributes:
         temperature: of every request.
+        trial: try dtypes and keep each mode's fastest; else the engine chooses, as it does everywhere else.
         plot: SVG or PNG file for the speed-up.
     """
 
+    rounds: int = 5
     temperature: float = 0.0
+    trial: bool = True
     plot: Path | None = None
 
 
@@ -58,8 +60,7 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
             param="speculative_config",
         )
     rows = read_prompts(options.prompts, options.num_prompts)
-    names = [name for name, _ in rows]
-    prompts = list(zip(names, encode_prompts(rows, load_tokenizer(config)), strict=True))
+    prompts = encode_prompts(rows, load_tokenizer(config))
     points = [_measure(config, options, prompts, requests) for requests in options.concurrency]
     print_points(points)
     figures = record(config, options, points)
@@ -71,60 +72,52 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
 
 
 def _measure(
-    config: EngineConfig,
-    options: BenchOptions,
-    prompts: Sequence[_Prompt],
-    requests: int,
+    config: EngineConfig, options: BenchOptions, prompts: Sequence[Prompt], requests: int
 ) -> Figures:
     """Both modes at one concurrency."""
-    dtypes = tried_dtypes(config)
+    dtypes = tried_dtypes(config) if options.trial else (config.dtype,)
     with open_engines(config, requests, dtypes) as engines:
-        jobs = {key: _Job(llm, prompts, options) for key, llm in engines.items()}
-        for job in jobs.values():
-            job.run(1)  # what happens once does not count
-        trial = {key: job.run(TRIAL_PROMPTS) for key, job in jobs.items()}
-        fastest = {
-            mode: max(dtypes, key=lambda dtype, mode=mode: trial[mode, dtype].tokens_per_s) for mode in MODES
+        runs = {
+            (mode, llm.info.dtype): EngineRun(llm, prompts, options.max_tokens, options.temperature)
+            for (mode, _), llm in engines.items()
         }
-        identical: dict[str, bool] = {}
-        rounds: dict[str, list[SteppedPass]] = {mode: [] for mode in MODES}
-        for number in range(options.rounds):
-            for mode in MODES if number % 2 == 0 else MODES[::-1]:
-                say(f"{requests} request(s), round {number + 1}/{options.rounds}, speculation {mode}")
-                rounds[mode].append(jobs[mode, fastest[mode]].run())
-        for dtype in dtypes:
-            answers = [
-                rounds[mode][0] if fastest[mode] == dtype else jobs[mode, dtype].run() for mode in MODES
-            ]
-            identical[dtype] = answers[0].token_ids == answers[1].token_ids
-    sides = {mode: _side(rounds[mode], fastest[mode]) for mode in MODES}
+        trial = _trial(runs)
+        chosen = {mode: _fastest_dtype(trial, mode) for mode in MODES}
+        slowest = min(trial[key] for key in chosen.items())
+        turns = split_evenly(len(prompts), prompts_per_turn(requests, slowest, options.max_tokens), requests)
+        watch = Watch()
+        with watch.open():
+            sides = {mode: runs[mode, dtype] for mode, dtype in chosen.items()}
+            rounds = run_rounds(sides, turns, options.rounds, f"{requests} request(s)")
+        answers = {key: rounds[key[0]][0] if key in chosen.items() else run() for key, run in runs.items()}
+    ratio = ratios(rounds["on"], rounds["off"])
     return {
         "requests": requests,
-        **sides,
-        "speedup": round(sides["on"]["tokens_per_s"] / sides["off"]["tokens_per_s"], 3),
-        "identical": identical,
-        "trial_tokens_per_s": {f"{m} {d}": round(r.tokens_per_s, 1) for (m, d), r in trial.items()},
+        **{mode: _side(rounds[mode], chosen[mode]) for mode in MODES},
+        "speedup": round(statistics.median(ratio), 3),
+        "rounds_speedup": [round(of_round, 3) for of_round in ratio],
+        "turns": len(turns),
+        "identical": _identical(answers),
+        "trial_tokens_per_s": {f"{mode} {dtype}": round(speed, 1) for (mode, dtype), speed in trial.items()},
+        "idleness": watch.found.as_json(),
     }
 
 
-class _Job:
-    """All prompts through one engine."""
+def _trial(runs: _Runs) -> dict[tuple[str, str], float]:
+    """Tokens/s over a few prompts."""
+    for run in runs.values():
+        run(slice(1))  # what happens once does not count
+    return {key: run(slice(TRIAL_PROMPTS)).tokens_per_s for key, run in runs.items()}
 
-    def __init__(self, llm: LLM, prompts: Sequence[_Prompt], options: BenchOptions) -> None:
-        self._llm = llm
-        self._prompts = [token_ids for _, token_ids in prompts]
-        self._params = [
-            SamplingParams(
-                temperature=options.temperature,
-                max_tokens=options.max_tokens,
-                ignore_eos=True,
-                seed=row_seed(0, name),
-            )
-            for name, _ in prompts
-        ]
 
-    def run(self, count: int | None = None) -> SteppedPass:
-        return run_engine(self._llm, self._prompts[:count], self._params[:count])
+def _fastest_dtype(trial: Mapping[tuple[str, str], float], mode: str) -> str:
+    return max((key for key in trial if key[0] == mode), key=lambda key: trial[key])[1]
+
+
+def _identical(answers: Mapping[tuple[str, str], SteppedPass]) -> dict[str, bool]:
+    """By dtype, where both modes have it."""
+    both = [dtype for mode, dtype in answers if mode == "on" and ("off", dtype) in answers]
+    return {dtype: answers["on", dtype].token_ids == answers["off", dtype].token_ids for dtype in both}
 
 
 def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
@@ -141,7 +134,7 @@ def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
 
 
 def print_points(points: Sequence[Figures]) -> None:
-    """The table: a line per concurrency."""
+    """The table: a line per concurrency; below it, whether others were at work."""
     columns = ["requests", "plain tok/s", "DFlash tok/s", "tokens per step", "speed-up", "identical output"]
     rows = [
         [
@@ -155,3 +148,4 @@ def print_points(points: Sequence[Figures]) -> None:
         for point in points
     ]
     print_table("speculation on against off", columns, rows)
+    print_warning([point["idleness"] for point in points])

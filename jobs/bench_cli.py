@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..cluster.config import AttentionBackend, DeviceKind, DType
-from .flags import Model, engine_options, parse_size
+from .bench_shape_cli import step, widen
+from .flags import Model, engine_options
 from .settings import engine_config
 
 # Any: settings are plain data, checked where they become dataclasses; contexts are typer's own.
@@ -49,9 +49,13 @@ def speculation(
     prompts: PromptsFile = SHIPPED_PROMPTS,
     num_prompts: NumPrompts = 20,
     concurrency: MaxConcurrency = None,
-    rounds: Rounds = 3,
+    rounds: Rounds = 5,
     max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    trial: Annotated[
+        bool,
+        typer.Option("--trial/--no-trial", help="Try dtypes for each mode; without, the engine chooses."),
+    ] = True,
     output: FiguresFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of the speed-up.")] = None,
 ) -> None:
@@ -68,6 +72,7 @@ def speculation(
             rounds=rounds,
             max_tokens=max_tokens,
             temperature=temperature,
+            trial=trial,
             output=output,
             plot=plot,
         ),
@@ -116,113 +121,50 @@ def compare(
 
 
 @bench.command()
-def step(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", show_default=False, help="Folder or config.json; on a GPU Qwen3-8B if absent."
-        ),
-    ] = None,
-    spec_model: Annotated[
-        str | None,
-        typer.Option(
-            "--spec-model", show_default=False, help="Likewise; z-lab's b16 at the target's width if absent."
-        ),
-    ] = None,
-    spec_tokens: Annotated[
-        int | None, typer.Option("--spec-tokens", help="Drafts per request; the drafter's most if absent.")
-    ] = None,
-    batch: Annotated[
+@engine_options
+def busy(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 24,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 5,
+    max_tokens: MaxTokens = 128,
+    busy: Annotated[
         list[int] | None,
-        typer.Option("--batch", help="Requests in a step; may be repeated (1, 8, 32, 64 and 128)."),
+        typer.Option("--busy", help="Busy processes beside the engine; may be repeated (1, 2 and 4)."),
     ] = None,
-    context: Annotated[
-        list[int] | None,
+    cpu_quota: Annotated[
+        list[float] | None,
         typer.Option(
-            "--context",
-            parser=parse_size,
-            metavar="SIZE",
-            help="Tokens before a step; may be repeated (1K and 8K).",
+            "--cpu-quota",
+            metavar="CORES",
+            help="A CPU quota in place of busy processes, as 1.5; may be repeated. Needs root on Linux.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Measured at each point; the median counts.")] = 20,
-    synthetic_acceptance_rates: Annotated[
-        str | None,
-        typer.Option(
-            "--synthetic-acceptance-rates",
-            show_default=False,
-            help="How likely each draft and all before it are accepted, as 0.9,0.8,... (vLLM's meaning); "
-            "0.86, 0.86^2, ... if absent.",
-        ),
-    ] = None,
-    dtype: Annotated[DType, typer.Option("--dtype", help="Of weights and K/V.")] = "auto",
-    device: Annotated[DeviceKind, typer.Option("--device", help="Where the models run.")] = "auto",
-    attention_backend: Annotated[
-        AttentionBackend,
-        typer.Option(
-            "--attention-backend",
-            help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
-        ),
-    ] = "auto",
-    page_size: Annotated[int, typer.Option("--block-size", "--page-size", help="Tokens per K/V page.")] = 16,
-    device_rates: Annotated[
-        str | None,
-        typer.Option(
-            "--device-rates",
-            show_default=False,
-            metavar="GB/s,TFLOP/s",
-            help="What the device sustains; known GPUs need none, others are measured.",
-        ),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
+    output: FiguresFile = None,
 ) -> None:
-    """Measure a step's parts with random weights of any shape, beside the roofline.
+    """Measure what speed is left beside busy processes or below a CPU quota, against the fair share.
 
-    Tokens per step come from the acceptance curve; for drafts that are really accepted at the cost of a large
-    model see `manta bench widen`.
+    Speculation on and off; turns on an idle machine alternate with turns in company. The engine's own dtype.
     """
-    from .bench_step import StepOptions, bench_step, parse_rates
+    config = engine_config(settings)
+    from .bench_busy import BusyOptions, run_busy
 
-    given = {"batches": tuple(batch or ()), "contexts": tuple(context or ())}
-    bench_step(
-        StepOptions(
-            model=model,
-            spec_model=spec_model,
-            num_drafts=spec_tokens,
-            steps=steps,
-            acceptance_rates=parse_rates(synthetic_acceptance_rates),
-            dtype=dtype,
-            device=device,
-            attention_backend=attention_backend,
-            page_size=page_size,
-            device_rates=device_rates,
+    run_busy(
+        config,
+        BusyOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            busy=tuple(busy or (() if cpu_quota else (1, 2, 4))),
+            cpu_quotas=tuple(cpu_quota or ()),
             output=output,
-            **{name: values for name, values in given.items() if values},
-        )
+        ),
     )
 
 
-@bench.command()
-def widen(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Gets target/ and drafter/.")],
-    target: Annotated[Path, typer.Option("--target", help="Target checkpoint.")] = Path("models/target"),
-    drafter: Annotated[Path, typer.Option("--drafter", help="Drafter checkpoint.")] = Path("models/drafter"),
-    hidden: Annotated[
-        int,
-        typer.Option("--hidden", help="Width of both; 4, 16, 64, ... times theirs is exact in any dtype."),
-    ] = 3072,
-    inter: Annotated[int, typer.Option("--inter", help="Inner width of both.")] = 17408,
-    heads: Annotated[int, typer.Option("--heads", help="Query heads of both.")] = 64,
-    kv_heads: Annotated[int, typer.Option("--kv-heads", help="K/V heads of both.")] = 16,
-    layers: Annotated[int, typer.Option("--layers", help="Of the target.")] = 36,
-    drafter_layers: Annotated[int, typer.Option("--drafter-layers", help="Of the drafter.")] = 5,
-) -> None:
-    """Write a pair as large as asked for that answers and drafts as the given one does.
-
-    A real acceptance at a real cost: `manta bench -m OUTPUT/target --spec-model OUTPUT/drafter`. By default
-    the blocks of the pair that ships grow to the size of Qwen3-8B's (16 GB on the disk).
-    """
-    from ..drafter.training.widen import Width, widen_pair
-
-    width = Width(hidden=hidden, inter=inter, heads=heads, kv_heads=kv_heads)
-    widen_pair(target, drafter, output, width, layers=layers, drafter_layers=drafter_layers)
+bench.command()(step)
+bench.command()(widen)

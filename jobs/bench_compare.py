@@ -2,15 +2,15 @@
 
 Plain decoding in Manta, Hugging Face `generate`, a straightforward unbatched DFlash loop, and any
 OpenAI-compatible server given by its URL. Every contender continues the same token ids, greedily, by the
-same number of tokens, in the fastest of its ways, found by short trials. Contenders take turns; who begins
-moves on with every round; medians count. Outputs are compared with those of `generate` in fp32, one prompt
-at a time.
+same number of tokens, in the fastest of its ways, found by short trials. Contenders take turns (`turns.py`);
+medians over rounds count. Outputs are compared with those of `generate` in fp32, one prompt at a time.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,8 +45,10 @@ from .bench_passes import (
     say,
     tried_dtypes,
 )
+from .idleness import Watch, print_warning
 from .openai_server import OpenAIServer
 from .report import print_table
+from .turns import prompts_per_turn, ratios, run_rounds, split_evenly
 
 NAMES = {"on": "Manta, DFlash", "off": "Manta, plain"}
 WARM_UP_TOKENS = 4
@@ -87,7 +89,7 @@ def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:
     rows = read_prompts(options.prompts, options.num_prompts)
     servers = [OpenAIServer(options.server, options.server_model)] if options.server else []
     plan = plan_load(config)
-    prompts = encode_prompts(rows, load_tokenizer(config))
+    prompts = [token_ids for _, token_ids in encode_prompts(rows, load_tokenizer(config))]
     num_threads = config.num_threads or owned_cores()
     torch.set_num_threads(num_threads)
     generate, loop = _transformers_contenders(plan, tried_dtypes(config))
@@ -123,6 +125,7 @@ class _Side:
 
     def __init__(self, contender: Contender, requests: int, num_threads: int) -> None:
         self.name = contender.name
+        self._here = not isinstance(contender, OpenAIServer)
         self._num_threads = num_threads
         self._ways = contender.ways(requests)
         self._way = next(iter(self._ways))
@@ -140,15 +143,18 @@ class _Side:
         self._way = max(self._trial, key=lambda way: self._trial[way])
         self._ways[self._way](prompts[: self._way.at_once], max_tokens)
 
-    def run(self, prompts: Prompts, max_tokens: int) -> None:
+    def take_turn(self, prompts: Prompts, max_tokens: int, watch: Watch, turn: slice) -> Pass:
+        """Watched unless a server does the work: that would count as others."""
         torch.set_num_threads(self._num_threads)
-        self.passes.append(self._ways[self._way](prompts, max_tokens))
+        with watch.open() if self._here else nullcontext():
+            return self._ways[self._way](prompts[turn], max_tokens)
 
     @property
-    def tokens_per_s(self) -> float:
-        return statistics.median(p.tokens_per_s for p in self.passes)
+    def trial_tokens_per_s(self) -> float:
+        """Of the chosen way."""
+        return self._trial[self._way]
 
-    def figures(self, fastest: _Side, reference: list[list[int]]) -> Figures:
+    def figures(self, first: _Side, reference: list[list[int]]) -> Figures:
         last = self.passes[-1]
         same = None if last.token_ids is None else _num_equal(last.token_ids, reference)
         return {
@@ -156,11 +162,11 @@ class _Side:
             "dtype": self._way.dtype,
             "at_once": self._way.at_once,
             "detail": self._way.detail,
-            "tokens_per_s": round(self.tokens_per_s, 2),
+            "tokens_per_s": round(statistics.median(p.tokens_per_s for p in self.passes), 2),
             "rounds_tokens_per_s": [round(p.tokens_per_s, 2) for p in self.passes],
             "tokens": last.tokens,
             "tokens_per_step": last.tokens_per_step and round(last.tokens_per_step, 4),
-            "ratio": round(fastest.tokens_per_s / self.tokens_per_s, 3),
+            "ratio": round(statistics.median(ratios(first.passes, self.passes)), 3),
             "identical": None if same is None else same == len(reference),
             "identical_prompts": same,
             "trial_tokens_per_s": {str(way): round(speed, 1) for way, speed in self._trial.items()},
@@ -177,21 +183,29 @@ def _measure(
     """All contenders at one concurrency; the first is what the others are compared with."""
     for side in sides:
         side.choose_way(prompts, options.max_tokens)
-    for number in range(options.rounds):
-        first = number % len(sides)
-        for side in (*sides[first:], *sides[:first]):
-            say(f"{requests} request(s), round {number + 1}/{options.rounds}, {side.name}")
-            side.run(prompts, options.max_tokens)
+    slowest = min(side.trial_tokens_per_s for side in sides)
+    turns = split_evenly(len(prompts), prompts_per_turn(requests, slowest, options.max_tokens), requests)
+    watch = Watch()
+    passes = run_rounds(
+        {side.name: partial(side.take_turn, prompts, options.max_tokens, watch) for side in sides},
+        turns,
+        options.rounds,
+        f"{requests} request(s)",
+    )
+    for side in sides:
+        side.passes = passes[side.name]
     return {
         "requests": requests,
         "prompts": len(prompts),
         "tokens": len(prompts) * options.max_tokens,
+        "turns": len(turns),
         "contenders": [side.figures(sides[0], reference) for side in sides],
+        "idleness": watch.found.as_json(),
     }
 
 
 def print_point(point: Figures) -> None:
-    """The table of one concurrency; who gave fewer tokens than asked is said below it."""
+    """The table of one concurrency; below it who gave fewer tokens than asked, and what disturbed."""
     columns = ["contender", "dtype", "how", "tok/s", "per step", "DFlash is", "identical"]
     rows = [
         [
@@ -209,6 +223,7 @@ def print_point(point: Figures) -> None:
     for side in point["contenders"]:
         if side["tokens"] != point["tokens"]:
             print(f"{side['name']} gave {side['tokens']} of {point['tokens']} tokens; tokens/s counts those.")
+    print_warning([point["idleness"]])
 
 
 def _identical(side: Figures, prompts: int) -> str:

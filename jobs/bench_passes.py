@@ -1,18 +1,20 @@
 """What the benchmarks share: which prompts, through which engines, and what a pass over them measured.
 
-Not what is compared with what: `bench.py` compares speculation on with off, `bench_compare.py` Manta with
-others.
+Not who runs when (`turns.py`), nor what is compared with what: `bench.py` compares speculation on with off,
+`bench_compare.py` Manta with others, `bench_busy.py` an idle machine with a busy one.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from ..actors.llm import LLM
 from ..actors.outputs import RequestOutput
@@ -22,12 +24,13 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, DatasetError
 from ..cluster.request import SamplingParams
 from .batch_io import open_source, write_json
-from .batch_rows import Layout, parse_line, row_id
+from .batch_rows import Layout, parse_line, row_id, row_seed
 from .generate import open_llm
 from .provenance import provenance
 
 MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
+Prompt = tuple[str, list[int]]  # id, token ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +63,23 @@ class RunOptions:
             )
 
 
-@dataclass(slots=True)
+@dataclass
 class Pass:
-    """One pass over all prompts; `token_ids` of the answers, None where a server does not tell them."""
+    """One pass over prompts; `token_ids` of the answers, None where a server does not tell them."""
 
     seconds: float
     tokens: int
     token_ids: list[list[int]] | None = field(repr=False)
+
+    def __add__(self, more: Self) -> Self:
+        """This pass, then that one."""
+        told = self.token_ids is not None and more.token_ids is not None
+        return replace(
+            self,
+            seconds=self.seconds + more.seconds,
+            tokens=self.tokens + more.tokens,
+            token_ids=[*self.token_ids, *more.token_ids] if told else None,  # type: ignore[misc]
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -78,7 +91,7 @@ class Pass:
         return None
 
 
-@dataclass(slots=True)
+@dataclass
 class SteppedPass(Pass):
     """A pass that counted its verify steps; `step_seconds` by part, where an engine of ours ran it."""
 
@@ -86,9 +99,23 @@ class SteppedPass(Pass):
     num_accepted: int
     step_seconds: dict[str, float] = field(default_factory=dict)
 
+    def __add__(self, more: Self) -> Self:  # type: ignore[override]  # passes of one kind are added
+        parts = [*self.step_seconds, *(part for part in more.step_seconds if part not in self.step_seconds)]
+        return replace(
+            super().__add__(more),
+            num_steps=self.num_steps + more.num_steps,
+            num_accepted=self.num_accepted + more.num_accepted,
+            step_seconds={
+                part: self.step_seconds.get(part, 0.0) + more.step_seconds.get(part, 0.0) for part in parts
+            },
+        )
+
     @property
     def tokens_per_step(self) -> float:
         return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+
+_Pass = TypeVar("_Pass", bound=Pass)
 
 
 def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: a prompt or messages
@@ -105,9 +132,14 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: a pro
     return [(row_id(record, Layout()), _prompt_of(record, path)) for record in records]
 
 
-def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Token ids of those rows; special tokens of a conversation come from its template alone."""
-    return [_token_ids(prompt, tokenizer) for _, prompt in rows]
+def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Those rows as token ids; special tokens of a conversation come from its template alone."""
+    return [(name, _token_ids(prompt, tokenizer)) for name, prompt in rows]
+
+
+def joined(passes: Sequence[_Pass]) -> _Pass:
+    """One after the other."""
+    return reduce(operator.add, passes)
 
 
 @contextmanager
@@ -135,6 +167,29 @@ def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
         return (config.dtype,)
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return ("bfloat16",) if on_gpu else ("float32", "bfloat16")
+
+
+class EngineRun:
+    """Prompts and how they are sampled, for one engine; runs any part of them.
+
+    Args:
+        prompts: their ids give the seeds, so that all modes sample alike.
+    """
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[Prompt], max_tokens: int, temperature: float = 0.0
+    ) -> None:
+        self._llm = llm
+        self._prompts = [token_ids for _, token_ids in prompts]
+        self._params = [
+            SamplingParams(
+                temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=row_seed(0, name)
+            )
+            for name, _ in prompts
+        ]
+
+    def __call__(self, part: slice = slice(None)) -> SteppedPass:
+        return run_engine(self._llm, self._prompts[part], self._params[part])
 
 
 def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> SteppedPass:

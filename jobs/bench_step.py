@@ -19,7 +19,7 @@ from ..cluster.errors import ConfigError
 from ..cluster.roofline import Dense, Roofline, check_survival, geometric_survival, tokens_per_step
 from .batch_io import write_json
 from .device_rates import find_device
-from .made_up_steps import Measured, Memory, Point, measure_points
+from .made_up_steps import Measured, Memory, Point, Seen, measure_points
 from .provenance import provenance
 from .step_tables import print_figures
 from .synthetic import PairShape
@@ -109,7 +109,7 @@ def bench_step(options: StepOptions) -> Figures:
         "dtype": str(plan.dtype).removeprefix("torch."),
         "device": asdict(roofline.device),
         "acceptance": {"rates": survival, "tokens_per_step": tokens_per_step(survival, len(survival) + 1)},
-        "points": [_figures(point, *steps, roofline, survival) for point, steps in measured.items()],
+        "points": [_figures(point, seen, roofline, survival) for point, seen in measured.items()],
         "does_not_fit": [asdict(point) for point in points if point not in measured],
     }
     print_figures(figures)
@@ -139,9 +139,7 @@ def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
     return plan_models(config, Path(shape.name), shape.target, Path(shape.name), shape.drafter, room)
 
 
-def _figures(
-    point: Point, drafting: Measured, plain: Measured, roofline: Roofline, survival: Sequence[float]
-) -> Figures:
+def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[float]) -> Figures:
     """Of one point: both steps beside their floors, and what the acceptance curve makes of them.
 
     Plain decoding needs no drafter, so a step without drafts counts without its inject.
@@ -150,8 +148,9 @@ def _figures(
     floor = roofline.step(batch, rows, context)
     floor_s = {"draft": floor.draft_s, "verify": floor.verify_s, "inject": floor.inject_s}
     plain_floor_s = roofline.verify_s(batch, 1, context)
-    plain_parts_s = {part: plain.parts_s[part] for part in ("verify", "sample")}
-    plain = Measured(plain_parts_s, plain.host_s, plain.step_s - plain.parts_s["inject"])
+    drafting, parts_s = seen.drafting, seen.plain.parts_s
+    plain_parts_s = {part: parts_s[part] for part in ("verify", "sample")}
+    plain = Measured(plain_parts_s, seen.plain.host_s, seen.plain.step_s - parts_s["inject"])
     tau = tokens_per_step(survival, rows)
     return {
         "batch": batch,
@@ -163,6 +162,7 @@ def _figures(
         "speedup": round(tau * plain.step_s / drafting.step_s, 3),
         "floor_speedup": round(roofline.speedup(batch, rows, context, survival), 3),
         "floor_best_rows": roofline.best_rows(batch, context, survival),
+        "idleness": seen.idleness.as_json(),
     }
 
 

@@ -24,9 +24,11 @@ from ..actors.target.runner import Runner
 from ..cluster.errors import ConfigError
 from ..cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from ..drafter.kv_cache import PagedKVCache
+from .idleness import Idleness, Watch
 from .synthetic import PairShape, RandomModels
 
 WARM_UP_STEPS = 3
+TURN_STEPS = 5  # so many of a kind, then as many of the other; the first of a turn finds strange caches
 MEMORY_SHARE = 0.9  # of what is free, for weights and pages; the rest is for activations
 PARTS = ("draft", "verify", "sample", "inject")
 _GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
@@ -47,6 +49,15 @@ class Measured:
     parts_s: dict[str, float]
     host_s: float
     step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """At one point: steps with all drafts, steps with none, and whether the machine was idle."""
+
+    drafting: Measured
+    plain: Measured
+    idleness: Idleness
 
 
 class Memory:
@@ -74,9 +85,7 @@ class Memory:
         return self.num_pages(point) <= self._most_pages
 
 
-def measure_points(
-    points: Sequence[Point], plan: LoadPlan, memory: Memory, steps: int
-) -> dict[Point, tuple[Measured, Measured]]:
+def measure_points(points: Sequence[Point], plan: LoadPlan, memory: Memory, steps: int) -> dict[Point, Seen]:
     """Steps with all drafts, and with none, at every point."""
     if not points:
         raise ConfigError(
@@ -90,34 +99,56 @@ def measure_points(
     runner, _ = start_runner(plan, RandomModels())
     with torch.inference_mode():
         runner.cache.kv.normal_()
-    found: dict[Point, tuple[Measured, Measured]] = {}
+    found: dict[Point, Seen] = {}
     for point in points:
         _say(f"batch {point.batch}, context {point.context}")
         admission = _admission(point, memory.pages_per_request(point.context), plan)
-        drafting, plain = (
-            _measure(runner, admission, _decode(point.batch, -1, num_drafts), steps)
-            for num_drafts in (plan.num_speculative_tokens, 0)
-        )
-        found[point] = (drafting, plain)
+        watch = Watch()
+        with watch.open():
+            drafting, plain = _take_turns(runner, admission, plan.num_speculative_tokens, steps)
+        found[point] = Seen(drafting, plain, watch.found)
     return found
 
 
-def _measure(runner: Runner, admission: SchedulerOutput, step: SchedulerOutput, steps: int) -> Measured:
-    """The same step over and over."""
-    parts: dict[str, list[float]] = {part: [] for part in PARTS}
-    walls: list[float] = []
-    for i in range(WARM_UP_STEPS + steps):
-        runner.execute(admission)
-        begin_s = time.perf_counter()
-        timings = runner.execute(step).timings
-        wall_s = time.perf_counter() - begin_s
-        if i >= WARM_UP_STEPS:
-            walls.append(wall_s)
-            for part, seconds in parts.items():
-                seconds.append(getattr(timings, f"{part}_s"))
-    gaps = [wall - sum(of_step) for wall, *of_step in zip(walls, *parts.values(), strict=True)]
-    medians = {part: statistics.median(seconds) for part, seconds in parts.items()}
-    return Measured(medians, statistics.median(gaps), statistics.median(walls))
+def _take_turns(
+    runner: Runner, admission: SchedulerOutput, num_drafts: int, steps: int
+) -> tuple[Measured, Measured]:
+    """Steps with drafts and without, in turns of some: what else the machine does meets both."""
+    batch = len(admission.slots)
+    kinds = [_Steps(runner, admission, _decode(batch, -1, drafts)) for drafts in (num_drafts, 0)]
+    for kind in kinds:
+        kind.run(WARM_UP_STEPS, counted=False)
+    for begin in range(0, steps, TURN_STEPS):
+        for kind in kinds if begin // TURN_STEPS % 2 == 0 else kinds[::-1]:
+            kind.run(1, counted=False)
+            kind.run(min(TURN_STEPS, steps - begin))
+    drafting, plain = (kind.measured() for kind in kinds)
+    return drafting, plain
+
+
+class _Steps:
+    """The same step over and over, and what it took."""
+
+    def __init__(self, runner: Runner, admission: SchedulerOutput, step: SchedulerOutput) -> None:
+        self._runner, self._admission, self._step = runner, admission, step
+        self._parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._walls: list[float] = []
+
+    def run(self, count: int, *, counted: bool = True) -> None:
+        for _ in range(count):
+            self._runner.execute(self._admission)
+            begin_s = time.perf_counter()
+            timings = self._runner.execute(self._step).timings
+            wall_s = time.perf_counter() - begin_s
+            if counted:
+                self._walls.append(wall_s)
+                for part, seconds in self._parts.items():
+                    seconds.append(getattr(timings, f"{part}_s"))
+
+    def measured(self) -> Measured:
+        gaps = [wall - sum(parts) for wall, *parts in zip(self._walls, *self._parts.values(), strict=True)]
+        medians = {part: statistics.median(seconds) for part, seconds in self._parts.items()}
+        return Measured(medians, statistics.median(gaps), statistics.median(self._walls))
 
 
 def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .idleness import print_warning
 from .report import print_table
 
 Figures = dict[str, Any]  # Any: JSON
@@ -30,6 +31,7 @@ def print_figures(figures: Figures) -> None:
         "Weights are random and no draft is accepted: the cost of a step is measured, tokens per step come\n"
         "from the acceptance curve that was set. Floors and best rows (per request) are the roofline's."
     )
+    print_warning([point["idleness"] for point in points])
     for point in figures["does_not_fit"]:
         print(f"not measured, does not fit into memory: batch {point['batch']}, context {point['context']}")
 

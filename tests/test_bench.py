@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from manta import LLM
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
 from manta.jobs.bench import BenchOptions, run_bench
@@ -39,7 +41,7 @@ def test_both_modes_are_measured_and_their_outputs_compared(
 ) -> None:
     output, plot = tmp_path / "out" / "bench.json", tmp_path / "out" / "speedup.svg"
     options = BenchOptions(
-        prompts=prompts, num_prompts=5, concurrency=(1, 3), rounds=1, max_tokens=8, output=output, plot=plot
+        prompts=prompts, num_prompts=5, concurrency=(1, 3), rounds=2, max_tokens=8, output=output, plot=plot
     )
     run_bench(config(pair), options)
     figures = json.loads(output.read_text())
@@ -50,12 +52,29 @@ def test_both_modes_are_measured_and_their_outputs_compared(
         assert point["on"]["tokens_per_step"] >= 1.0
         assert point["off"]["tokens_per_step"] == 1.0
         assert set(point["on"]["step_seconds"]) >= {"draft", "verify"}
-        assert point["speedup"] == pytest.approx(
-            point["on"]["tokens_per_s"] / point["off"]["tokens_per_s"], rel=1e-2
-        )
+        assert len(point["on"]["rounds_tokens_per_s"]) == len(point["rounds_speedup"]) == 2
+        for ratio, on, off in zip(
+            point["rounds_speedup"],
+            point["on"]["rounds_tokens_per_s"],
+            point["off"]["rounds_tokens_per_s"],
+            strict=True,
+        ):
+            assert ratio == pytest.approx(on / off, rel=1e-2)
+        assert point["speedup"] == pytest.approx(sum(point["rounds_speedup"]) / 2, rel=1e-2), "the median"
+        assert point["turns"] >= 1 and point["idleness"]["seconds"] > 0
     assert {"command", "cpu", "cores", "versions", "git_sha"} <= set(figures["provenance"])
     assert plot.read_text().lstrip().startswith("<?xml")
     assert "float32: yes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_a_trial_the_engine_chooses_its_dtype(pair: tuple[Path, Path], prompts: Path) -> None:
+    options = BenchOptions(
+        prompts=prompts, num_prompts=2, concurrency=(1,), rounds=1, max_tokens=4, trial=False
+    )
+    (point,) = run_bench(replace(config(pair), dtype="auto"), options)["points"]
+    with LLM(str(pair[0]), speculative_config={"model": str(pair[1])}, num_threads=1) as llm:
+        assert point["on"]["dtype"] == point["off"]["dtype"] == llm.info.dtype
+    assert point["identical"] == {llm.info.dtype: True} and len(point["trial_tokens_per_s"]) == 2
 
 
 def test_prompts_are_spread_over_the_file(prompts: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -117,12 +118,13 @@ def test_all_contenders_give_the_same_tokens_and_are_held_to_dflash(
             assert side["tokens"] == point["tokens"] == 3 * 6
             assert side["identical"] is True and side["identical_prompts"] == 3
             assert len(side["rounds_tokens_per_s"]) == 2
-            assert side["ratio"] == pytest.approx(first["tokens_per_s"] / side["tokens_per_s"], rel=1e-2)
+            both = zip(first["rounds_tokens_per_s"], side["rounds_tokens_per_s"], strict=True)
+            assert side["ratio"] == pytest.approx(median(ours / theirs for ours, theirs in both), rel=1e-2)
         assert first["tokens_per_step"] >= 1.0
+        assert point["turns"] >= 1 and point["idleness"]["seconds"] > 0
     said = capsys.readouterr()
     assert "3 request(s), 3 prompts" in said.out and said.out.count("yes") == 10
-    turns = [line.rsplit(", ", 1)[-1] for line in said.err.splitlines() if ", round " in line]
-    assert turns[0] == "DFlash" and turns[5] == "plain" and turns[9] == "DFlash", "who begins moves on"
+    assert said.err.count("round 2/2") == 2
 
 
 def test_the_fastest_way_of_a_trial_is_measured(

@@ -16,7 +16,7 @@ from manta.drafter.states import RequestStates, StepRows
 from manta.jobs.bench_step import StepOptions, bench_step, parse_rates
 from manta.jobs.cli import main
 from manta.jobs.device_rates import find_device
-from manta.jobs.made_up_steps import Memory
+from manta.jobs.made_up_steps import TURN_STEPS, WARM_UP_STEPS, Memory
 from manta.jobs.synthetic import QWEN3_8B, PairShape, z_lab_drafter
 
 RATES = "20,0.5"
@@ -70,6 +70,7 @@ def test_a_config_without_weights_gives_steps_beside_their_floors(
         )
         assert set(plain) == {"verify", "sample", "host_gap", "step", "of_floor"}
         assert 0 < plain["step"]["floor_ms"] < drafting["step"]["floor_ms"]
+        assert point["idleness"]["seconds"] > 0
     said = capsys.readouterr().out
     assert "a step with 15 drafts" in said and "no draft is accepted" in said
 
@@ -98,9 +99,20 @@ def test_steps_are_the_engines_own_behind_whole_contexts(
         assert len(set(plan.page_ids.tolist())) == len(plan.page_ids) == 3 * 4
     for plan in steps:
         assert not plan.admitted and plan.num_computed.tolist() == [-1] * 3  # so it is 37, as they say
-    assert positions == [list(range(37, 53)) * 3] * 7 + [[37] * 3] * 7
     drafts = [plan.num_drafts.tolist() for plan in steps]
-    assert drafts == [[15] * 3] * 7 + [[0] * 3] * 7  # three steps before the four that count
+    kinds = [15] * 3 + [0] * 3 + [15] * 5 + [0] * 5  # three of each, then turns: one and the four that count
+    assert drafts == [[kind] * 3 for kind in kinds]
+    assert positions == [list(range(37, 37 + kind + 1)) * 3 for kind in kinds]
+
+
+def test_steps_with_drafts_and_without_take_turns(
+    config_file: Path, plans: list[tuple[SchedulerOutput, StepResult]]
+) -> None:
+    bench_step(options(config_file, batches=(1,), steps=TURN_STEPS + 2))
+    drafts = [int(plan.num_drafts[0]) for plan, _ in plans if plan.num_computed.tolist() == [-1]]
+    first, second = 1 + TURN_STEPS, 1 + 2
+    turns = [15] * first + [0] * first + [0] * second + [15] * second
+    assert drafts[2 * WARM_UP_STEPS :] == turns
 
 
 def test_contexts_are_noise_in_both_models_pages(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +152,7 @@ def test_the_acceptance_curve_alone_makes_tokens_per_step(config_file: Path) -> 
 
 
 def test_the_first_steps_do_not_count(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    durations = {15: [9.0, 9.0, 9.0, 0.001, 0.003], 0: [9.0, 9.0, 9.0, 0.005, 0.007]}
+    durations = {15: [9.0, 9.0, 9.0, 9.0, 0.001, 0.003], 0: [9.0, 9.0, 9.0, 9.0, 0.005, 0.007]}
     execute = StepRunner.execute
 
     def told(self: StepRunner, plan: SchedulerOutput) -> StepResult:
