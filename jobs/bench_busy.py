@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
+from ..actors.machine import owned_cores
 from ..actors.prompts import load_tokenizer
-from ..actors.target.memory import owned_cores
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
 from .bench_passes import (

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cpu_quota import ControlGroup
+from ..actors.control_groups import ControlGroup
 
 _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: places in a line of /proc/stat
 _STEAL = 7

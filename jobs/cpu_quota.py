@@ -1,60 +1,16 @@
-"""The CPU quota of this process's control group: how long one held us up, and a narrower one for a while.
-
-Linux's control groups in both versions; elsewhere there is none. Read by `idleness.py`; `bench_busy.py` runs
-below a quota of its own.
-"""
+"""A CPU quota for a while: a control group that this process enters and leaves. Used by `bench_busy.py`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from ..actors.control_groups import ControlGroup
 from ..cluster.errors import ConfigError
 
 PERIOD_US = 100_000  # the kernel's own default
-
-
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
-    """This process's place in the hierarchy that shares out CPU time: `folder`, at or below `mount`."""
-
-    folder: Path
-    mount: Path
-    version: int
-
-    @classmethod
-    def of_this_process(cls) -> ControlGroup | None:
-        """None where nothing of the kind is mounted."""
-        try:
-            places = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-            mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return None
-        paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in places)}
-        v1 = next((path for names, path in paths.items() if "cpu" in names.split(",")), None)
-        path, version = (v1, 1) if v1 is not None else (paths.get(""), 2)
-        found = _mounted(mounts, version)
-        if path is None or found is None:
-            return None
-        root, mount = found
-        below = path.removeprefix(root.rstrip("/")).strip("/")  # a container sees its own group as the root
-        folder = mount / below
-        return cls(folder if folder.is_dir() else mount, mount, version)
-
-    def throttled_s(self) -> float | None:
-        """How long quotas have held up this group and those above it, summed over cores; None: no quota."""
-        found: list[float] = []
-        folder = self.folder
-        while True:
-            held_s = _throttled_s(folder / "cpu.stat")
-            if held_s is not None:
-                found.append(held_s)
-            if folder == self.mount:
-                return sum(found) if found else None
-            folder = folder.parent
 
 
 class QuotaGroup:
@@ -114,25 +70,3 @@ def _cannot(cores: float, why: str) -> ConfigError:
         f"and start the benchmark in a container that has the quota.",
         param="cpu_quota",
     )
-
-
-def _mounted(mounts: list[str], version: int) -> tuple[str, Path] | None:
-    """Which group the mount shows as its root, and where it is."""
-    for line in mounts:
-        before, after = line.split(" - ", 1)
-        root, where = before.split()[3:5]
-        kind, _, options = after.split(" ", 2)
-        if kind == "cgroup2" if version == 2 else kind == "cgroup" and "cpu" in options.split(","):
-            return root, Path(where)
-    return None
-
-
-def _throttled_s(stat: Path) -> float | None:
-    try:
-        lines = stat.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    facts = dict(line.split() for line in lines)
-    if "throttled_usec" in facts:
-        return int(facts["throttled_usec"]) / 1e6
-    return int(facts["throttled_time"]) / 1e9 if "throttled_time" in facts else None

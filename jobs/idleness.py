@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..actors.control_groups import ControlGroup
 from .cpu_clocks import Clocks, read_clocks
-from .cpu_quota import ControlGroup
 
 IDLE_SHARE = 0.05  # of the cores' time: what others may take from a machine that still counts as idle
 _PROC = Path("/proc")

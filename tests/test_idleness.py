@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from manta.actors.control_groups import ControlGroup
 from manta.cluster.errors import ConfigError
 from manta.jobs.busy_processes import busy_processes
-from manta.jobs.cpu_quota import ControlGroup, quota_group
+from manta.jobs.cpu_quota import quota_group
 from manta.jobs.idleness import IDLE_SHARE, Idleness, Watch, print_warning
 
 TICKS_S = 0.1  # clocks of 10 ms, two readings, some processes

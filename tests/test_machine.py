@@ -9,16 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manta.actors import machine
+from manta.actors import control_groups, machine
 
 GIB = 2**30
 
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A mount of control groups without any; this process may use 8 cores."""
-    monkeypatch.setattr(machine, "_MOUNT", tmp_path / "mount")
-    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "membership")
+    """Hierarchies of control groups below `mount`, yet without groups; this process may use 8 cores."""
+    mounts = [f"1 0 0:1 / {tmp_path}/mount rw - cgroup2 none rw"]
+    for controllers in ("cpu", "memory"):
+        mounts.append(f"1 0 0:1 / {tmp_path}/mount/{controllers} rw - cgroup none rw,{controllers},cpuacct")
+    (tmp_path / "mounts").write_text("\n".join(mounts) + "\n")
+    monkeypatch.setattr(control_groups, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(control_groups, "_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     return tmp_path
 
@@ -42,7 +46,7 @@ def test_this_machine_has_memory_and_a_core() -> None:
     [("max", 8), ("50000", 1), ("100000", 1), ("150000", 1), ("190000", 2), ("350000", 3), ("900000", 8)],
 )
 def test_a_quota_bounds_the_cores(groups: Path, quota: str, cores: int) -> None:
-    write(groups, "0::/\n", cgroup_dot_controllers="cpu memory\n", cpu_dot_max=f"{quota} 100000\n")
+    write(groups, "0::/\n", cpu_dot_max=f"{quota} 100000\n")
     assert machine.owned_cores() == cores
 
 
@@ -50,7 +54,6 @@ def test_the_least_quota_of_all_groups_above_counts(groups: Path) -> None:
     write(
         groups,
         "0::/slice/job\n",
-        cgroup_dot_controllers="cpu\n",
         slice__cpu_dot_max="200000 100000\n",
         slice__job__cpu_dot_max="max 100000\n",
     )
@@ -59,7 +62,7 @@ def test_the_least_quota_of_all_groups_above_counts(groups: Path) -> None:
 
 def test_version_1_counts_too_and_no_quota_is_none(groups: Path) -> None:
     membership = "5:memory:/\n4:cpu,cpuacct:/job\n3:cpuset:/\n0::/\n"
-    quota, period = "cpu,cpuacct__job__cpu_dot_cfs_quota_us", "cpu,cpuacct__job__cpu_dot_cfs_period_us"
+    quota, period = "cpu__job__cpu_dot_cfs_quota_us", "cpu__job__cpu_dot_cfs_period_us"
     write(groups, membership, **{quota: "300000\n", period: "100000\n"})
     assert machine.owned_cores() == 3
     write(groups, membership, **{quota: "-1\n"})
@@ -80,7 +83,6 @@ def test_memory_is_what_the_group_leaves_and_caches_can_go(groups: Path) -> None
     write(
         groups,
         "0::/job\n",
-        cgroup_dot_controllers="memory\n",
         job__memory_dot_max=f"{GIB}\n",
         job__memory_dot_current=f"{GIB - 2**20}\n",
         job__memory_dot_stat=f"anon 1\ninactive_file {2**22}\n",
