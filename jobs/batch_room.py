@@ -51,9 +51,7 @@ class Room:
     def __init__(self, claim: Claim, engines: int) -> None:
         self.claim = claim
         bundles = [dict(bundle) for bundle in claim.bundles]
-        self._groups = [
-            placement_group(bundles, strategy="STRICT_PACK", name="manta-batch") for _ in range(engines)
-        ]
+        self._groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(engines)]
         self._names: list[str] = []  # of the engines' actors
         self._lock = threading.Lock()
 

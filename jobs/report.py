@@ -94,7 +94,8 @@ class ProgressView:
         self.total = total_rows
         self._console = console or Console(stderr=True)
         self._bar: Progress | None = None
-        self._started_s = self._printed_s = time.monotonic()
+        self._started_s = time.monotonic()
+        self._printed_s = self._started_s - PLAIN_INTERVAL_S  # the first rows are news at once
         if self._console.is_terminal:
             columns = (
                 SpinnerColumn(),

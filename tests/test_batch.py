@@ -19,11 +19,14 @@ import pytest
 import ray
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import CheckpointError, ConfigError, DatasetError
-from manta.jobs.batch import BatchOptions, run_batch
+from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
+from manta.jobs import batch_room
+from manta.jobs.batch import BatchOptions, check_answered, run_batch
 from manta.jobs.batch_io import read_results
 from manta.jobs.batch_rows import row_seed
+from manta.jobs.cli import main
 from manta.jobs.report import JobFigures
+from ray.util.placement_group import placement_group, remove_placement_group
 from text_pair import make_text_pair
 
 pytestmark = pytest.mark.usefixtures("own_cores")
@@ -244,7 +247,7 @@ def test_what_can_never_fit_is_refused_before_anything_starts(
 def test_workers_of_their_own_and_two_engines_find_room(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path, answered: Answered
 ) -> None:
-    target, drafter = pair
+    _, drafter = pair
     split = {"speculative_config": {"model": str(drafter), "placement": "split"}}
     for name, engine, engines in (("split", config(pair, **split), 1), ("two", config(pair), 2)):
         options = BatchOptions(
