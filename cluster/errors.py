@@ -8,6 +8,7 @@
     │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
     │   └── PlacementError        500  the cluster cannot hold the topology that was asked for
     ├── DatasetError              400  an input file of a batch job cannot be read or understood
+    ├── OutputError               500  results of a batch job cannot be written
     ├── OverloadedError           503  a queue is full; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
     └── EngineDeadError           503  a worker died under the request; retry
@@ -84,6 +85,10 @@ class DatasetError(MantaError):
 
     status = 400
     kind = "BadRequestError"
+
+
+class OutputError(MantaError):
+    """The results of a batch job cannot be written."""
 
 
 class OverloadedError(MantaError):

@@ -79,21 +79,23 @@ class Topology:
         lacking = shortfall(total(self.worker_bundles()), node)
         if lacking:
             raise PlacementError(
-                f"{self} needs {lacking} on the engine's node. {self._remedy()}", param=self._param()
+                f"{self} needs {lacking} on the engine's node. {self.remedy()}", param=self.param()
             )
 
     def __str__(self) -> str:
         drafter = " and a split drafter" if self.split_drafter else ""
         return f"tensor_parallel_size={self.tensor_parallel_size}{drafter} on {self.device}"
 
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
+        """What to change where it does not fit."""
         noun = "GPUs" if self.device == "cuda" else "CPUs"
         smaller = "lower tensor_parallel_size" if self.tensor_parallel_size > 1 else "colocate the drafter"
         if self.num_workers == 1:
             return f"Run it on a node with enough {noun}, or choose another device."
         return f"Run it on a node with enough {noun}, or {smaller}."
 
-    def _param(self) -> str:
+    def param(self) -> str:
+        """The setting to change."""
         if self.num_workers == 1:
             return "device"
         return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "speculative_config.placement"

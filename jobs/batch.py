@@ -1,41 +1,34 @@
-"""`manta batch`: a dataset through engine actors, with Ray Data distributing the rows.
+"""`manta batch`: a dataset through engines on Ray, row by row, into a folder.
 
-    files -> Ray Data blocks -> BatchEngine actors (one engine each) -> driver -> part files
+    files -> spans -> engine actors (`batch_run.py`) -> driver -> part files (`batch_sink.py`)
 
-The driver takes results as they come and is the only writer. With RAY_ADDRESS set (`ray job submit ... --
-manta batch ...` sets it) the job joins that cluster, else it starts a Ray of its own.
+The driver takes results as they come and is the only writer. However the job ends, what is answered is on
+disk before anything else is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import logging
-import math
-import os
+import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray
-import ray.data
 
 from ..actors.target.load_plan import plan_load
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, MantaError
-from ..cluster.placement import Topology
-from .batch_engine import BatchEngine
-from .batch_io import InputFormat, OutputFormat, Sink, Source, check_columns, open_source
+from ..cluster.errors import ConfigError, DatasetError, OutputError
+from .batch_io import InputFormat, OutputFormat, Source, check_columns, local_path, open_source
 from .batch_rows import Layout
+from .batch_run import EngineRun, Phase
+from .batch_sink import Sink
 from .report import JobFigures, ProgressView
-from .serve import OBJECT_STORE_BYTES
-
-MAX_ROWS_PER_BLOCK = 16
-MAX_BLOCKS = 8192
+from .stop import Stopped, StopSignals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,109 +59,88 @@ class BatchOptions:
     model_name: str | None = None
 
     def __post_init__(self) -> None:
+        local_path(self.input, "input")
+        local_path(self.output, "output")
         if self.concurrency < 1:
             raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
 
 
-def run_batch(config: EngineConfig, options: BatchOptions) -> JobFigures:
-    """Answer every row of the input; returns the job's figures. Failed rows do not fail the job."""
+def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals | None = None) -> JobFigures:
+    """Answer every row of the input; returns the job's figures. Failed rows do not fail the job.
+
+    Args:
+        signals: end the job with `Stopped`; without them the caller's handlers stand.
+    """
     started_s = time.monotonic()
     source = open_source(options.input, options.input_format)
     layout = _layout(source, config, options)
     check_columns(source, layout)
     _check_models(config)
-    sink = Sink(options.output, _output_format(source, options), overwrite=options.overwrite)
-    figures = JobFigures()
-    try:
-        with _ray(), ProgressView(source.num_rows) as view:
-            for results in _results(source, layout, config, options):
-                figures.add(results)
-                sink.add(results)
-                view.update(figures)
-    finally:
-        sink.flush()  # what is answered stays, also when the job does not end well
-    total_s = time.monotonic() - started_s
-    sink.finish(
-        {**figures.as_json(), "total_s": round(total_s, 3)}, _manifest(source, layout, config, options)
-    )
+    output_format = _output_format(source, options)
+    figures, signals = JobFigures(), signals or StopSignals()
+    with Sink(options.output, output_format, overwrite=options.overwrite) as sink:
+        run = EngineRun(source, layout, config, options.concurrency, options.model_name or config.model)
+        with ProgressView(source.num_rows) as view, signals.told_to(run.tell):
+            run.start()
+            try:
+                _collect(run, sink, figures, view, signals)
+                report = {**figures.as_json(), "total_s": round(time.monotonic() - started_s, 3)}
+                sink.finish(report, _manifest(source, layout, config, options))
+            except BaseException as error:
+                if words := _keep(error, sink, source.num_rows):
+                    view.say(words)
+                raise
+            finally:
+                run.stop()
     return figures
 
 
-def _results(
-    source: Source, layout: Layout, config: EngineConfig, options: BatchOptions
-) -> Iterator[pa.Table]:
-    """Tables of results as engines finish them; errors of the actors as what they were."""
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.raise_original_map_exception = True
-    context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints every error that it raises
-    num_blocks = _num_blocks(source, config, options)
-    rows_per_block = -(-source.num_rows // num_blocks)
-    # Enough rows in flight to fill the engine while others are on their way.
-    calls = max(2, math.ceil(1.25 * config.max_num_seqs / rows_per_block))
-    config, resources = _place(config, options.concurrency)
-    answered = source.read(num_blocks).map_batches(
-        BatchEngine,
-        fn_constructor_args=(config, layout, options.model_name or config.model),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(
-            size=options.concurrency,
-            max_tasks_in_flight_per_actor=calls + 1,
-            max_concurrent_calls_per_actor=calls,
-        ),
-        **resources,
-    )
-    try:
-        yield from answered.iter_batches(batch_size=None, batch_format="pyarrow")
-    except Exception as error:  # Ray wraps what an actor raised; a user wants the reason, not the layers
-        raise _reason(error) from error
+def check_answered(figures: JobFigures, options: BatchOptions) -> None:
+    """Raise DatasetError when no row at all was answered: something is wrong with all of them."""
+    if figures.failed and figures.failed == figures.rows:
+        raise DatasetError(
+            f"All {figures.rows} rows failed, the first with: {figures.first_error} The rows' errors and "
+            f"inputs are in {options.output}.",
+            param="input",
+        )
 
 
-def _num_blocks(source: Source, config: EngineConfig, options: BatchOptions) -> int:
-    """Rows come back in blocks: small ones, so that they come soon, but not more than Ray Data likes."""
-    wanted = -(-source.num_rows // min(MAX_ROWS_PER_BLOCK, config.max_num_seqs))
-    return max(len(source.files), min(MAX_BLOCKS, max(options.concurrency, wanted)))
+def _collect(
+    run: EngineRun, sink: Sink, figures: JobFigures, view: ProgressView, signals: StopSignals
+) -> None:
+    """Take what the run has to tell until all rows are answered."""
+    while (event := run.next_event()) is not Phase.ANSWERED:
+        if isinstance(event, pa.Table):
+            figures.add(event)
+            sink.add(event)
+            view.update(figures)
+        elif isinstance(event, str):
+            view.say(event)
+        elif isinstance(event, Phase):
+            signals.take_back()
+        else:
+            raise Stopped(event) if isinstance(event, signal.Signals) else event
 
 
-def _place(config: EngineConfig, concurrency: int) -> tuple[EngineConfig, dict[str, Any]]:
-    """What an engine actor claims. With workers of its own it claims nothing: they have a placement group."""
-    cluster = ray.cluster_resources()
-    topology = Topology.of(config, cluster)
-    if config.needs_ray:
-        return config, {"num_cpus": 0}
-    if topology.device == "cuda":
-        return config, {"num_cpus": 1, "num_gpus": 1}
-    threads = config.num_threads or max(1, int(cluster.get("CPU", 1)) // concurrency)
-    return replace(config, num_threads=threads), {"num_cpus": min(threads, cluster.get("CPU", 1))}
-
-
-@contextmanager
-def _ray() -> Iterator[None]:
-    """A Ray to run on: the one that is there, the one RAY_ADDRESS names, or a local one for this job."""
-    if ray.is_initialized():
-        yield
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    if address and (Path.home() / ".ray" / "auth_token").is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # an explicit address does not look for it
-    # Ray Data's actors make Ray complain at its error level about what is of no consequence here.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address:
-        ray.init(address=address, **quiet)
-    else:
-        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def _keep(error: BaseException, sink: Sink, total: int) -> str | None:
+    """Write what is answered before the job ends early; what there is, in words."""
+    with contextlib.suppress(OutputError):  # the counts below say it
+        sink.flush()
+    lost = f", {sink.num_pending} answered rows could not be written" if sink.num_pending else ""
+    there = f"{sink.num_rows} of {total} rows are in {sink.folder}{lost}"
+    if sink.num_rows:
+        there += "; without _SUCCESS: a new run answers all of them, elsewhere or with --overwrite"
+    if isinstance(error, Stopped):
+        error.told = True
+        return f"{error}: {there}"
+    return there if sink.num_rows else None
 
 
 def _check_models(config: EngineConfig) -> None:
-    """Check the checkpoints before Ray starts; this node may lack the GPUs of the others."""
-    plan_load(replace(config, device="cpu"))
+    """Check the checkpoints before Ray starts. What the engines compute with is another node's matter."""
+    if config.device != "cpu":
+        config = replace(config, device="cpu", attention_backend="auto")
+    plan_load(config)
 
 
 def _layout(source: Source, config: EngineConfig, options: BatchOptions) -> Layout:
@@ -214,15 +186,3 @@ def _manifest(
         "output_format": _output_format(source, options),
         "rows": source.num_rows,
     }
-
-
-def _reason(error: BaseException) -> BaseException:
-    """The error of our own tree inside Ray's wrappings, else the error itself."""
-    seen: set[int] = set()
-    inner: BaseException | None = error
-    while inner is not None and id(inner) not in seen:
-        if isinstance(inner, MantaError):
-            return inner
-        seen.add(id(inner))
-        inner = getattr(inner, "cause", None) or inner.__cause__ or inner.__context__
-    return error

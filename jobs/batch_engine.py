@@ -1,8 +1,8 @@
 """The engine actor of a batch job: a callable class that Ray Data's `map_batches` runs.
 
-Takes small tables of records, answers their rows concurrently through one `AsyncEngine`, and gives back one
-result per row, whatever happens to it: a bad row becomes an error row. A dead engine ends the job instead.
-Started lazily, on the event loop on which Ray Data calls it. Writes nothing: `batch_io.py` does.
+Takes spans of the dataset's files, answers their rows concurrently through one `AsyncEngine`, and gives back
+one result per row, whatever happens to it: a bad row becomes an error row. A dead engine ends the job
+instead. Started lazily, on the event loop on which Ray Data calls it. Writes nothing: `batch_sink.py` does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..actors.outputs import RequestMetrics, RequestOutput
 from ..actors.prompts import Prompt
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError, MantaError, RequestError
+from .batch_read import Span, SpanReader
 from .batch_rows import (
     Layout,
     Record,
@@ -106,6 +107,7 @@ class BatchEngine:
         self._config = replace(config, max_num_queued_reqs=None)
         self._layout = layout
         self._model_name = model_name
+        self._reader = SpanReader(lines=layout.lines)
         self._engine: AsyncEngine | None = None
         self._generation = GenerationDefaults()
         self._starting = asyncio.Lock()
@@ -113,7 +115,9 @@ class BatchEngine:
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         engine = await self._started()
-        results = await asyncio.gather(*(self._result(engine, row) for row in batch.to_pylist()))
+        spans = [Span(**span) for span in batch.to_pylist()]
+        rows = await asyncio.to_thread(self._reader.read, spans)
+        results = await asyncio.gather(*(self._result(engine, row) for row in rows))
         return pa.Table.from_pylist(results, schema=WIRE_SCHEMA)
 
     async def _started(self) -> AsyncEngine:

@@ -1,8 +1,7 @@
-"""What a batch job reads and writes: datasets in, parts out.
+"""The files of a batch job: datasets as they are found and checked, results as they are read back.
 
-Reading: which files, in which format, how many rows, and the Ray dataset of their records. Writing: results
-are gathered into part files, each written under a temporary name and renamed when it is complete; then come
-`report.json`, `manifest.json` and, last, `_SUCCESS`. Runs in the driver; knows no engine.
+Which files, in which format, how many rows, and the spans that engines read (`batch_read.py`); and the one
+way to put a file in place whole. What a job writes is `batch_sink.py`. Runs in the driver; knows no engine.
 """
 
 from __future__ import annotations
@@ -11,21 +10,18 @@ import contextlib
 import hashlib
 import json
 import os
-import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..cluster.errors import ConfigError, DatasetError, RequestError
+from .batch_read import Span, line_spans, parquet_spans
 from .batch_rows import PROMPT_COLUMNS, Layout, parse_line, prompt_column
-
-if TYPE_CHECKING:
-    import ray.data
 
 InputFormat = Literal["parquet", "jsonl", "openai"]
 OutputFormat = Literal["parquet", "jsonl", "openai"]
@@ -35,10 +31,9 @@ SUFFIXES: Mapping[str, InputFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
 }
-ROWS_PER_PART = 4096
-PART_INTERVAL_S = 60.0  # what a killed job loses at most
 PROBED_LINES = 100
-OURS = ("part-*", "errors-*", ".tmp-*", "_SUCCESS", "manifest.json", "report.json")
+TEMPORARY = ".manta-tmp-"  # with a suffix of its own: pathlib's *.parquet matches names with a dot in front
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +48,22 @@ class Source:
     def lines(self) -> bool:
         return self.format != "parquet"
 
-    def read(self, num_blocks: int) -> ray.data.Dataset:
-        """Its records. Reading claims no CPU: the engines may own them all."""
-        import ray.data
+    def spans(self, rows_per_span: int) -> Iterator[Span]:
+        """All rows, in spans that engines can read wherever they are."""
+        for file in self.files:
+            yield from (line_spans if self.lines else parquet_spans)(file.resolve(), rows_per_span)
 
-        paths = [str(path.resolve()) for path in self.files]
-        if self.lines:
-            return ray.data.read_text(paths, override_num_blocks=num_blocks, num_cpus=0)
-        # Neither suffixes nor `key=value` folders mean anything: the files were chosen already.
-        return ray.data.read_parquet(
-            paths, override_num_blocks=num_blocks, num_cpus=0, file_extensions=None, partitioning=None
+
+def local_path(where: str | Path, field: str) -> Path:
+    """The path; a URL is refused, as no job reads or writes one."""
+    if found := URL.match(str(where)):
+        kind = DatasetError if field == "input" else ConfigError
+        raise kind(
+            f"{field}: {where} is a URL ({found[1]}), and batch jobs read and write folders only. Give a "
+            "path that all nodes see: mount the bucket, or copy from and to it.",
+            param=field,
         )
+    return Path(where)
 
 
 def open_source(path: Path, wanted: InputFormat | None = None) -> Source:
@@ -130,8 +130,8 @@ def _count_parquet(file: Path) -> int:
 
 def _count_lines(file: Path) -> int:
     try:
-        with file.open(encoding="utf-8") as lines:
-            return sum(1 for line in lines if line.strip())
+        with file.open("rb") as lines:
+            return sum(bool(line.strip()) for line in lines if line.decode("utf-8"))
     except OSError as error:
         raise DatasetError(f"input: {file} cannot be read: {error.strerror}.", param="input") from None
     except UnicodeDecodeError as error:
@@ -157,64 +157,6 @@ def _columns(source: Source) -> list[str]:
     return list(dict.fromkeys(name for record in _first_records(source.files[0]) for name in record))
 
 
-class Sink:
-    """The output folder. Nothing in it is ever half-written; without `_SUCCESS` it is not complete."""
-
-    def __init__(self, folder: Path, format: OutputFormat, *, overwrite: bool = False) -> None:
-        self._folder = folder
-        self._format: OutputFormat = format
-        self._pending: list[pa.Table] = []
-        self._num_pending = 0
-        self._flushed_s = time.monotonic()
-        self._parts: list[dict[str, Any]] = []  # Any: JSON
-        _claim(folder, overwrite=overwrite)
-
-    def add(self, results: pa.Table) -> None:
-        """Take results (WIRE_SCHEMA); every ROWS_PER_PART of them, or those of a minute, become a part."""
-        self._pending.append(results)
-        self._num_pending += results.num_rows
-        if self._num_pending >= ROWS_PER_PART or time.monotonic() - self._flushed_s > PART_INTERVAL_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is pending as a part."""
-        self._flushed_s = time.monotonic()
-        if not self._num_pending:
-            return
-        table = pa.concat_tables(self._pending)
-        self._pending, self._num_pending = [], 0
-        if self._format == "openai":
-            rows = table.to_pylist()
-            self._write_lines("errors", (_openai_failure(row) for row in rows if row["error"]))
-            self._write_lines("part", (_openai_success(row) for row in rows if not row["error"]))
-            return
-        table = table.drop_columns(["response", "begin_s", "end_s"])
-        if self._format == "jsonl":
-            self._write_lines("part", table.to_pylist())
-        else:
-            self._write("part", "parquet", table.num_rows, lambda path: pq.write_table(table, path))
-
-    def finish(self, report: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-        """Write the last part and the papers; `_SUCCESS` comes last."""
-        self.flush()
-        write_json(self._folder / "report.json", report)
-        write_json(self._folder / "manifest.json", {**manifest, "parts": self._parts})
-        _replace(self._folder / "_SUCCESS", lambda path: path.write_bytes(b""))
-
-    def _write_lines(self, kind: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        if lines:
-            self._write(
-                kind, "jsonl", len(lines), lambda path: path.write_text("".join(lines), encoding="utf-8")
-            )
-
-    def _write(self, kind: str, suffix: str, num_rows: int, write: Any) -> None:  # Any: returns what it likes
-        path = self._folder / f"{kind}-{len(self._parts):05d}-{uuid.uuid4().hex[:8]}.{suffix}"
-        _replace(path, write)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        self._parts.append({"file": path.name, "rows": num_rows, "sha256": digest})
-
-
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """All rows of a finished job, ordered by id (tests, the demo's comparison)."""
     rows: list[dict[str, Any]] = []
@@ -227,51 +169,40 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    _replace(path, lambda target: target.write_text(text, encoding="utf-8"))
+    write_whole(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
-def _claim(folder: Path, *, overwrite: bool) -> None:
-    """Make the folder; an earlier job's files go only when asked."""
+def write_whole(
+    path: Path, write: Callable[[Path], object], before: Callable[[], object] | None = None
+) -> str:
+    """Write a file under a temporary name, make it durable, and give it its name. Returns its SHA-256.
+
+    Args:
+        write: writes the content to the path that it is given.
+        before: done last before the file gets its name.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}.part")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = any(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(f"output: {folder} cannot be made: {error.strerror}.", param="output") from None
-    if taken and not overwrite:
-        raise ConfigError(
-            f"output: {folder} is not empty. Choose another folder, or replace its results with --overwrite.",
-            param="output",
-        )
-    for pattern in OURS:
-        for path in folder.glob(pattern):
-            path.unlink()
+        write(temporary)
+        with temporary.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+            os.fsync(written.fileno())
+        if before is not None:
+            before()
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+    return digest
 
 
-def _replace(path: Path, write: Any) -> None:  # Any: a callable that returns what it likes
-    """Write under a temporary name, make it durable, and give it its name."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    write(temporary)
-    with temporary.open("rb") as written:
-        os.fsync(written.fileno())
-    temporary.replace(path)
-
-
-def _openai_success(row: Mapping[str, Any]) -> dict[str, Any]:
-    body = json.loads(row["response"])
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex[:24]}",
-        "custom_id": row["id"],
-        "response": {"status_code": 200, "request_id": body["id"], "body": body},
-        "error": None,
-    }
-
-
-def _openai_failure(row: Mapping[str, Any]) -> dict[str, Any]:
-    error = row["error"]
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex[:24]}",
-        "custom_id": row["id"],
-        "response": None,
-        "error": {"code": error["type"], **error},
-        "input": row["input"],
-    }
+def _sync_folder(folder: Path) -> None:
+    """A rename is durable when its folder is; some network file systems cannot promise it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -126,11 +126,12 @@ def serve(
 def batch(
     settings: dict[str, Any],
     sampling: dict[str, Any],
+    # Not Paths: those would take the second slash out of a URL before anyone can say what is wrong with it.
     input_file: Annotated[
-        Path,
+        str,
         typer.Option("-i", "--input-file", "--input", help="A Parquet or JSONL file, or a folder of them."),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the results.")],
+    output: Annotated[str, typer.Option("-o", "--output", help="Folder for the results.")],
     input_format: Annotated[
         Literal["parquet", "jsonl", "openai"] | None,
         typer.Option("--input-format", help="Found from suffix and content if absent."),
@@ -162,23 +163,34 @@ def batch(
     batch line is not looked at: the job names the model. Also as `ray job submit ... -- manta batch ...`.
     """
     config = engine_config(settings)
-    from .batch import BatchOptions, run_batch
-    from .report import print_job
-
     names = settings.get("served_model_name")
-    options = BatchOptions(
-        input=input_file,
-        output=output,
-        input_format=input_format,
-        output_format=output_format,
-        overwrite=overwrite,
-        concurrency=concurrency,
-        prompt_column=prompt_column,
-        id_column=id_column,
-        sampling=sampling,
-        model_name=names[0] if isinstance(names, list) else names,
-    )
-    print_job(run_batch(config, options), str(output))
+    from .stop import Stopped, StopSignals
+
+    try:
+        with StopSignals() as signals:
+            from .batch import BatchOptions, check_answered, run_batch
+            from .batch_io import local_path
+            from .report import print_job
+
+            options = BatchOptions(
+                input=local_path(input_file, "input"),
+                output=local_path(output, "output"),
+                input_format=input_format,
+                output_format=output_format,
+                overwrite=overwrite,
+                concurrency=concurrency,
+                prompt_column=prompt_column,
+                id_column=id_column,
+                sampling=sampling,
+                model_name=names[0] if isinstance(names, list) else names,
+            )
+            figures = run_batch(config, options, signals)
+            print_job(figures, output)
+            check_answered(figures, options)
+    except Stopped as stopped:
+        if not stopped.told:
+            typer.echo(f"{stopped} before anything was answered", err=True)
+        raise typer.Exit(stopped.exit_code) from None
 
 
 @app.command()

@@ -30,6 +30,7 @@ class JobFigures:
 
     rows: int = 0
     failed: int = 0
+    first_error: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     num_steps: int = 0
@@ -43,7 +44,10 @@ class JobFigures:
         if not results.num_rows:
             return
         self.rows += results.num_rows
-        self.failed += results.num_rows - results["error"].null_count
+        errors = [error for error in results["error"].to_pylist() if error]
+        self.failed += len(errors)
+        if errors:
+            self.first_error = self.first_error or errors[0]["message"]
         for name in (
             "prompt_tokens",
             "completion_tokens",
@@ -87,10 +91,11 @@ class ProgressView:
     """Rows and figures while a job runs: a bar on a terminal, else a plain line now and then."""
 
     def __init__(self, total_rows: int, console: Console | None = None) -> None:
+        self.total = total_rows
         self._console = console or Console(stderr=True)
-        self._total = total_rows
         self._bar: Progress | None = None
-        self._started_s = self._printed_s = time.monotonic()
+        self._started_s = time.monotonic()
+        self._printed_s = self._started_s - PLAIN_INTERVAL_S  # the first rows are news at once
         if self._console.is_terminal:
             columns = (
                 SpinnerColumn(),
@@ -107,7 +112,7 @@ class ProgressView:
         if self._bar is not None:
             self._bar.start()
         else:
-            print(f"{self._total} rows; loading the models", file=sys.stderr, flush=True)
+            print(f"{self.total} rows; loading the models", file=sys.stderr, flush=True)
         return self
 
     def __exit__(
@@ -115,6 +120,13 @@ class ProgressView:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """A line that stays, whatever the bar shows."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def update(self, figures: JobFigures) -> None:
         text = (
@@ -129,8 +141,8 @@ class ProgressView:
         if now_s - self._printed_s < PLAIN_INTERVAL_S:
             return
         self._printed_s = now_s
-        left_s = (now_s - self._started_s) * (self._total - figures.rows) / max(figures.rows, 1)
-        print(f"{figures.rows}/{self._total} rows, {text}, {left_s:.0f} s left", file=sys.stderr, flush=True)
+        left_s = (now_s - self._started_s) * (self.total - figures.rows) / max(figures.rows, 1)
+        print(f"{figures.rows}/{self.total} rows, {text}, {left_s:.0f} s left", file=sys.stderr, flush=True)
 
 
 def print_table(

@@ -1,24 +1,51 @@
-"""Batch jobs on a real local Ray: every row answered or explained, whatever the drafter does."""
+"""Batch jobs on a real local Ray: every row answered or explained, whatever the drafter does.
+
+The Ray declares this machine's own cores, as a user's does: a job that needs one core more hangs.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import CheckpointError, ConfigError, DatasetError
-from manta.jobs.batch import BatchOptions, run_batch
+from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
+from manta.jobs import batch_room
+from manta.jobs.batch import BatchOptions, check_answered, run_batch
 from manta.jobs.batch_io import read_results
 from manta.jobs.batch_rows import row_seed
+from manta.jobs.cli import main
 from manta.jobs.report import JobFigures
+from ray.util.placement_group import placement_group, remove_placement_group
 from text_pair import make_text_pair
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = pytest.mark.usefixtures("own_cores")
+
+
+@pytest.fixture(scope="module")
+def own_cores() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
+    ray.init(
+        num_cpus=os.cpu_count(),
+        num_gpus=1,  # an entry in a book: what runs there finds no CUDA and computes on the CPU
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def config(pair: tuple[Path, Path], *, speculate: bool = True, **settings: Any) -> EngineConfig:
     target, drafter = pair
     spec = {"model": str(drafter)} if speculate else None
-    small = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 256}
+    small = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256}
     return EngineConfig.from_dict({"model": str(target), "speculative_config": spec, **small, **settings})
 
 
@@ -149,3 +176,105 @@ def test_what_fails_in_an_engine_actor_comes_out_as_what_it_was(
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         run_batch(engine, options)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
+    for backend in ("auto", "triton"):
+        engine = config(pair, speculate=False, device="auto", attention_backend=backend)
+        figures = run_batch(engine, BatchOptions(input=path, output=tmp_path / backend))
+        assert (figures.rows, figures.failed) == (1, 0)
+
+
+class _Taken:
+    """CPUs of the cluster in someone else's hands."""
+
+    def __init__(self, cpus: float) -> None:
+        self._group = placement_group([{"CPU": cpus}])
+
+    def __enter__(self) -> None:
+        assert self._group.wait(30)
+
+    def __exit__(self, *_: object) -> None:
+        remove_placement_group(self._group)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_room, "TOLD_EVERY_S", 0.5)
+    monkeypatch.setattr(batch_room, "ROOM_TIMEOUT_S", 2.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_job_without_room_says_what_it_waits_for_and_gives_up(
+    pair: tuple[Path, Path], parquet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = os.cpu_count()
+    options = BatchOptions(input=parquet, output=tmp_path / "out")
+    with _Taken(cores or 1), pytest.raises(PlacementError, match=r"within 2 s.*`ray status`"):
+        run_batch(config(pair), options)
+    assert f"waiting for {cores} CPU; 0 of {cores} are free" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core that can be taken")
+def test_a_job_makes_do_with_the_cores_that_are_free(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
+    with _Taken((os.cpu_count() or 2) - 1):
+        figures = run_batch(config(pair), BatchOptions(input=path, output=tmp_path / "out"))
+    assert (figures.rows, figures.failed) == (1, 0)
+    assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
+
+
+def test_what_can_never_fit_is_refused_before_anything_starts(
+    pair: tuple[Path, Path], parquet: Path, tmp_path: Path
+) -> None:
+    wrong: list[tuple[str, dict[str, Any], int]] = [
+        (r"2 GPU on one node", {"device": "cuda", "tensor_parallel_size": 2}, 1),
+        (r"Lower concurrency to 1", {"device": "cuda"}, 2),
+    ]
+    for said, settings, engines in wrong:
+        options = BatchOptions(input=parquet, output=tmp_path / "out", concurrency=engines)
+        with pytest.raises(PlacementError, match=said):
+            run_batch(config(pair, **settings), options)
+
+
+def test_workers_of_their_own_and_two_engines_find_room(
+    pair: tuple[Path, Path], parquet: Path, tmp_path: Path, answered: Answered
+) -> None:
+    _, drafter = pair
+    split = {"speculative_config": {"model": str(drafter), "placement": "split"}}
+    for name, engine, engines in (("split", config(pair, **split), 1), ("two", config(pair), 2)):
+        options = BatchOptions(
+            input=parquet, output=tmp_path / name, sampling={"max_tokens": 16}, concurrency=engines
+        )
+        run_batch(engine, options)
+        assert answers(tmp_path / name) == answers(answered[True][0])
+
+
+def test_a_job_whose_rows_all_failed_has_failed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "prompt": "x", "temperature": -1}\n')
+    options = BatchOptions(input=path, output=tmp_path / "out")
+    figures = run_batch(config(pair), options)
+    with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
+        check_answered(figures, options)
+    check_answered(JobFigures(rows=2, failed=1), options)
+
+
+def test_urls_are_refused_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flag, other in (("-o", "-i"), ("-i", "-o")):
+        for url in ("s3://bucket/x", "gs://bucket/x", f"file://{tmp_path}"):
+            with pytest.raises(SystemExit) as ended:
+                main(["batch", "-m", "m", flag, url, other, "rows.jsonl"])
+            assert ended.value.code == 1
+            assert f"{url} is a URL" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []

@@ -12,8 +12,9 @@ from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.protocol import ChatRequest, CompletionRequest
 from manta.cluster.errors import ConfigError, DatasetError, RequestError
 from manta.jobs.batch_engine import WIRE_SCHEMA
-from manta.jobs.batch_io import Sink, check_columns, open_source, read_results
+from manta.jobs.batch_io import check_columns, open_source, read_results
 from manta.jobs.batch_rows import Layout, parse_line, read_request, row_id, row_seed
+from manta.jobs.batch_sink import LOCK, Sink
 
 DATASET = Layout()
 OPENAI = Layout(kind="openai", lines=True)
@@ -175,6 +176,7 @@ def test_parts_hold_answers_and_error_rows(tmp_path: Path) -> None:
         sink = Sink(tmp_path / form, form)  # type: ignore[arg-type]
         sink.add(results())
         sink.finish({"rows": 2}, {"model": "m"})
+        sink.close()
         good, bad = read_results(tmp_path / form)
         assert (good["id"], good["text"], good["token_ids"], good["error"]) == ("a", "hi", [1, 2], None)
         assert (bad["id"], bad["error"]["param"], bad["input"]) == ("b", "prompt", "{")
@@ -197,19 +199,29 @@ def test_openai_answers_and_errors_go_to_files_of_their_own(tmp_path: Path) -> N
 
 def test_results_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    Sink(folder, "jsonl").finish({}, {})
+    with Sink(folder, "jsonl") as sink:
+        sink.add(results())
+        sink.finish({}, {})
     (folder / "notes.txt").write_text("mine")
+    before = {path.name for path in folder.iterdir()}
     with pytest.raises(ConfigError, match="--overwrite") as refused:
         Sink(folder, "jsonl")
     assert refused.value.param == "output"
-    Sink(folder, "jsonl", overwrite=True)
-    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    with Sink(folder, "jsonl", overwrite=True):
+        pass  # a job that has no row leaves what was there
+    assert {path.name for path in folder.iterdir()} == before
+    with Sink(folder, "jsonl", overwrite=True) as sink:
+        sink.add(results())
+        sink.flush()
+        left = {path.name for path in folder.iterdir()} - {LOCK}
+    assert len(left - before) == 1
+    assert left & before == {"notes.txt"}
 
 
 def test_a_folder_without_success_is_what_a_stopped_job_leaves(tmp_path: Path) -> None:
-    sink = Sink(tmp_path / "out", "jsonl")
-    sink.add(results())
-    sink.flush()
+    with Sink(tmp_path / "out", "jsonl") as sink:
+        sink.add(results())
+        sink.flush()
     names = [path.name for path in (tmp_path / "out").iterdir()]
     assert len(names) == 1
     assert names[0].startswith("part-")

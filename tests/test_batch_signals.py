@@ -1,0 +1,182 @@
+"""Stopping `manta batch` as users do, by real signals; then what is on disk, and what still runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from manta.jobs.batch_io import read_results
+from text_pair import make_text_pair
+
+NUM_ROWS = 3000
+WAIT_S = 90.0
+PARQUET = "--output-format=parquet"
+
+
+class Job:
+    """A batch job in a process of its own, with the temporary folder that tells its Ray from others."""
+
+    def __init__(
+        self, pair: tuple[Path, Path], folder: Path, *flags: str, address: str | None = None
+    ) -> None:
+        self.out = folder / "out"
+        self._log = (folder / "log").open("w+")
+        self.ray_folder = tempfile.mkdtemp(prefix="mr-")  # short: Ray puts sockets below it
+        rows = folder / "rows.jsonl"
+        with rows.open("w") as lines:
+            lines.writelines(
+                json.dumps({"id": f"r{i}", "prompt": f"row {i}"}) + "\n" for i in range(NUM_ROWS)
+            )
+        command = [sys.executable, "-m", "manta.jobs.cli", "batch", "-i", str(rows), "-o", str(self.out)]
+        command += ["-m", str(pair[0]), "--spec-model", str(pair[1]), "--dtype", "float32"]
+        command += ["--max-model-len", "256", "--max-num-seqs", "8", "--max-tokens", "64", "--ignore-eos"]
+        environment = {**os.environ, "RAY_TMPDIR": self.ray_folder}
+        environment.pop("RAY_ADDRESS", None)
+        if address:
+            environment["RAY_ADDRESS"] = address
+        self.process = subprocess.Popen(
+            [*command, *flags], stdout=self._log, stderr=self._log, env=environment, start_new_session=True
+        )
+
+    def said(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def wait_for(self, words: str) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            ended = self.process.poll() is not None
+            if words in self.said():
+                return
+            assert not ended and time.monotonic() < deadline_s, self.said()
+            time.sleep(0.05)
+
+    def stop(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def left_over(self) -> list[str]:
+        """Processes that still speak of this job's Ray."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if self.ray_folder.encode() in command:
+                found.append(f"{folder.name}: {command[:80]!r}")
+        return found
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._log.close()
+        shutil.rmtree(self.ray_folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.close()
+
+
+def none_left(job: Job) -> bool:
+    deadline_s = time.monotonic() + 10.0
+    while job.left_over() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return not job.left_over()
+
+
+@pytest.mark.parametrize(("number", "flag"), [(signal.SIGTERM, PARQUET), (signal.SIGINT, "--seed=1")])
+def test_a_stopped_job_keeps_every_answered_row(
+    number: signal.Signals, flag: str, pair: tuple[Path, Path], tmp_path: Path, jobs: list[Job]
+) -> None:
+    jobs.append(job := Job(pair, tmp_path, flag))
+    job.wait_for(f"/{NUM_ROWS} rows, ")
+    started_s = time.monotonic()
+    job.process.send_signal(number)
+    job.wait_for("rows are in ")  # said when it is so, and before Ray is left
+    told_s = time.monotonic() - started_s
+    assert job.process.wait(WAIT_S) == 128 + number, job.said()
+    told = re.search(rf"stopped by {number.name}: (\d+) of {NUM_ROWS} rows are in (\S+);", job.said())
+    assert told, job.said()
+    rows = read_results(job.out)
+    assert len(rows) == len({row["id"] for row in rows}) == int(told[1]) > 0
+    assert all(len(row["token_ids"]) == 64 for row in rows)
+    assert told[2] == str(job.out)
+    assert told_s < 3.0  # `ray job stop` kills after 3 s
+    assert "Traceback" not in job.said()
+    assert {path.suffix for path in job.out.iterdir()} == {".parquet" if flag == PARQUET else ".jsonl"}
+    assert none_left(job), job.left_over()
+
+
+def test_a_job_that_is_stopped_while_it_loads_says_so_and_leaves_nothing(
+    pair: tuple[Path, Path], tmp_path: Path, jobs: list[Job]
+) -> None:
+    for name, moment in (("ray", "loading the models"), ("import", "")):
+        (folder := tmp_path / name).mkdir()
+        jobs.append(job := Job(pair, folder))
+        if moment:
+            job.wait_for(moment)
+        else:
+            time.sleep(1.0)
+        assert job.stop(signal.SIGTERM) == 143, job.said()
+        assert "stopped by SIGTERM" in job.said()
+        assert "Traceback" not in job.said()
+        assert not job.out.exists() or not list(job.out.iterdir())
+        assert none_left(job), job.left_over()
+
+
+def test_a_job_on_a_cluster_without_room_stops_and_a_killed_one_blocks_nobody(
+    pair: tuple[Path, Path], tmp_path: Path, jobs: list[Job]
+) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    folder = tempfile.mkdtemp(prefix="mr-")
+    context = ray.init(
+        num_cpus=os.cpu_count(),
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
+    try:
+        taken = placement_group([{"CPU": float(os.cpu_count() or 1)}])
+        assert taken.wait(30)
+        address = context.address_info["gcs_address"]
+        jobs.append(job := Job(pair, tmp_path, address=address))
+        job.wait_for(f"waiting for {os.cpu_count()} CPU; 0 of {os.cpu_count()} are free")
+        assert job.stop(signal.SIGTERM) == 143, job.said()
+        assert f"stopped by SIGTERM: 0 of {NUM_ROWS} rows are in" in job.said()
+        remove_placement_group(taken)
+        jobs.append(killed := Job(pair, tmp_path, PARQUET, address=address))
+        killed.wait_for(f"/{NUM_ROWS} rows, ")
+        killed.stop(signal.SIGKILL)
+        jobs.append(third := Job(pair, tmp_path, PARQUET, "--overwrite", address=address))
+        third.wait_for(f"/{NUM_ROWS} rows, ")  # the engine of the killed job gave its cores back
+        assert third.stop(signal.SIGINT) == 130, third.said()
+        rows = [pq.read_table(path).num_rows for path in third.out.glob("*.parquet")]
+        assert f"stopped by SIGINT: {sum(rows)} of {NUM_ROWS} rows are in" in third.said()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
