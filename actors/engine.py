@@ -21,9 +21,10 @@ from ..cluster.engine import Engine, EngineStats, SequenceUpdate
 from ..cluster.errors import EngineDeadError, MantaError, RequestError
 from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.request import FinishReason, Request, SamplingParams
+from .encoding import PromptEncoder
 from .executor import make_executor
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
-from .prompts import Prompt, SeedSource, encode_prompt, load_tokenizer
+from .prompts import Prompt, SeedSource, load_tokenizer
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class AsyncEngine:
         self._executor: Executor | None = None
         self._engine: Engine | None = None
         self._tokenizer: Tokenizer | None = None
+        self._encoder: PromptEncoder | None = None
         self._processor = OutputProcessor(None)
         self._seeds = SeedSource(config.seed)
         self._streams: dict[str, _Stream] = {}  # by the user's request id
@@ -70,6 +72,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
         self._executor = await asyncio.to_thread(self._make, self.config)
+        self._encoder = PromptEncoder(self._tokenizer, self._executor.info.max_model_len)
         self._processor = OutputProcessor(self._tokenizer)
         self._engine = Engine(self.config, self._executor)
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
@@ -83,6 +86,12 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """The door for text: encodes beside the event loop, and refuses what cannot fit."""
+        assert self._encoder is not None, "start() the engine first"
+        return self._encoder
 
     def stats(self) -> EngineStats:
         assert self._engine is not None, "start() the engine first"
@@ -111,12 +120,12 @@ class AsyncEngine:
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
         """
         self.check_health()
+        text, token_ids = await self.encoder.prompt(prompt)
         if request_id in self._streams:
             raise RequestError(
                 f"request_id={request_id!r} is already running; give each request an id of its own.",
                 param="request_id",
             )
-        text, token_ids = encode_prompt(prompt, self._tokenizer)
         tracker, requests = self._processor.add(
             request_id,
             text,
@@ -157,6 +166,8 @@ class AsyncEngine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=60.0)
+        if self._encoder is not None:
+            self._encoder.close()
         if self._executor is not None:
             self._executor.close()
 

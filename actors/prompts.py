@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
@@ -45,26 +45,43 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
     """Text (or None) and token ids of a prompt: a string, token ids, or {"prompt"|"prompt_token_ids": ..}."""
-    if isinstance(prompt, Mapping):
-        return _encode_mapping(prompt, tokenizer)
-    if not isinstance(prompt, str):
-        return None, [_token_id(t) for t in prompt]
+    text, token_ids = prompt_parts(prompt)
+    if token_ids is not None:
+        return text, checked_token_ids(token_ids)
+    assert text is not None, "a prompt without token ids has a text"
+    return text, needed(tokenizer).encode(text)
+
+
+def needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of an engine that is given text."""
     if tokenizer is None:
         raise RequestError(
             "prompt: this engine runs without a tokenizer (skip_tokenizer_init); send token ids.",
             param="prompt",
         )
-    return prompt, tokenizer.encode(prompt)
+    return tokenizer
 
 
-def _encode_mapping(
-    prompt: Mapping[str, object], tokenizer: Tokenizer | None
-) -> tuple[str | None, list[int]]:
+def checked_token_ids(values: Sequence[object]) -> list[int]:
+    """The ids as plain integers. Lists of a million come, so what is in order is not looked at one by one."""
+    if set(map(type, values)) == {int}:
+        plain = cast("list[int]", list(values))
+        if min(plain) >= 0 and max(plain) <= MAX_COUNT:
+            return plain
+    return [_token_id(value) for value in values]
+
+
+def prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[object] | None]:
+    """Text and token ids as they were given; only the text is to be encoded when there are no ids."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
-        return (text if isinstance(text, str) else None), [_token_id(t) for t in token_ids]
+        return (text if isinstance(text, str) else None), token_ids
     if isinstance(text, str):
-        return encode_prompt(text, tokenizer)
+        return text, None
     raise RequestError(
         'prompt: a mapping must hold "prompt" (text) or "prompt_token_ids" (integers); '
         f"this one holds {sorted(map(str, prompt))}.",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,10 +21,12 @@ from ray import serve
 from ..cluster.config import EngineConfig
 from ..cluster.placement import Topology
 from .http.settings import ServerSettings, split_settings
+from .room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
 RESERVED_REQUESTS = 16
 # A replica that is to go ends its streams first; only longer generations are cut.
@@ -81,11 +82,13 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
 
     Raises:
         ConfigError: a setting is unknown or wrong; nothing has been started.
+        PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
     """
     config, settings = split_settings(args)
     topology = Topology.of(config, _largest_node())
+    _check_place(topology)
     wrap = serve.deployment(
-        name="manta",
+        name=DEPLOYMENT,
         max_ongoing_requests=max_ongoing_requests(config),
         max_queued_requests=4 * config.max_num_seqs,
         backpressure_config={"status_code": 503, "retry_after_s": RETRY_AFTER_S},
@@ -118,10 +121,19 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
     }
 
 
+def _check_place(topology: Topology) -> None:
+    """A driver may build the application before it connects: where it will run is not known then."""
+    bundles = topology.replica_bundles(REPLICA_CPUS)
+    if ray.is_initialized():
+        check_room(topology, bundles, DEPLOYMENT)
+    else:
+        warn_of_this_machine(topology, bundles)
+
+
 def _largest_node() -> Mapping[str, float]:
     """Resources of the living node with most GPUs; of this machine when Ray is not running yet."""
     if not ray.is_initialized():
-        return {"GPU": float(len(list(Path("/dev").glob("nvidia[0-9]*"))))}
+        return machine_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return max(nodes, key=lambda resources: resources.get("GPU", 0.0), default={})
 

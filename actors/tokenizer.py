@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from ..cluster.errors import CheckpointError, RequestError
+from .token_coverage import token_coverage
 
 Message = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_TEMPLATE_STEPS = 2_000_000
@@ -29,6 +30,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of ids, added tokens included.
         chat_template: Jinja source, or None when the checkpoint has none.
+        coverage: how much text a token stands for at most; None where there is no such bound.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self._special_tokens = dict(special_tokens)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.coverage = token_coverage(backend)
         self._environment = _template_environment(chat_template) if chat_template else None
 
     @classmethod
@@ -62,12 +65,23 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """The same for a thread: other threads run meanwhile (`encode` holds Python's lock to its end).
+
+        The encoding knows its length at once, before a list of millions of integers is made of it.
+        """
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def decode_unlocked(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `decode`, for a thread."""
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, None beyond the vocabulary."""
-        return self._backend.id_to_token(token_id)
+    def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
+        return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def apply_chat_template(
         self,

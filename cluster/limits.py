@@ -80,11 +80,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             param="stop_token_ids",
         )
     if length + 1 > limits.max_model_len:
-        raise RequestError(
-            f"The prompt has {length} tokens; with one to generate it must fit max_model_len="
-            f"{limits.max_model_len}. Shorten it, or raise max_model_len.",
-            param="prompt",
-        )
+        raise prompt_too_long(length, limits.max_model_len)
     if not limits.enable_chunked_prefill and length > limits.max_rows:
         raise RequestError(
             f"The prompt has {length} tokens; without chunked prefill it must fit a step of "
@@ -99,6 +95,15 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
         )
+
+
+def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:
+    """The refusal of a prompt with `length` tokens; given before they are counted where that is certain."""
+    return RequestError(
+        f"The prompt has {length} tokens; with one to generate it must fit max_model_len={max_model_len}. "
+        "Shorten it, or raise max_model_len.",
+        param=param,
+    )
 
 
 def _check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -2,13 +2,13 @@
 
 One bundle per worker: the target ranks, then the drafter if it is split. All on the engine's node
 (STRICT_PACK): plans travel through shared memory. `actors/placement.py` asks Ray for them, and the Serve
-deployment in `actors/replica.py` is given the same bundles.
+deployment in `actors/replica.py` is given the same bundles, after `actors/room.py` has asked what is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .config import EngineConfig
@@ -20,6 +20,15 @@ Bundle = dict[str, float]
 # A CPU worker reserves this much of Ray's books, however many threads it runs: a target, a drafter and a
 # replica then fit a two-core machine. Threads are set by `num_threads`, not by Ray.
 CPUS_PER_CPU_WORKER = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """One node in Ray's books: all that it has, what is free, and what each placement group holds of it."""
+
+    resources: Mapping[str, float]
+    free: Mapping[str, float]
+    held: Mapping[str, Bundle] = field(default_factory=dict[str, Bundle])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +91,77 @@ class Topology:
                 f"{self} needs {lacking} on the engine's node. {self.remedy()}", param=self.param()
             )
 
+    def check_ever(self, bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> None:
+        """Raise PlacementError unless some node, were it empty, could hold all the bundles."""
+        needs = total(bundles)
+        lacking = shortfall(needs, _nearest(needs, [node.resources for node in nodes]))
+        if lacking:
+            raise PlacementError(f"{self} needs {lacking} on one node. {self.remedy()}", param=self.param())
+
+    def check_free(self, bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> None:
+        """Raise PlacementError unless some node has room for all the bundles now."""
+        lacking = lacking_now(bundles, nodes)
+        if lacking:
+            raise PlacementError(
+                f"{self} needs {lacking}. {self.remedy('End what runs there')}", param=self.param()
+            )
+
     def __str__(self) -> str:
         drafter = " and a split drafter" if self.split_drafter else ""
         return f"tensor_parallel_size={self.tensor_parallel_size}{drafter} on {self.device}"
 
-    def remedy(self) -> str:
-        """What to change where it does not fit."""
+    def remedy(self, first: str | None = None) -> str:
+        """What to change where it does not fit; `first` in place of a larger node."""
         noun = "GPUs" if self.device == "cuda" else "CPUs"
+        first = first or f"Run it on a node with enough {noun}"
         smaller = "lower tensor_parallel_size" if self.tensor_parallel_size > 1 else "colocate the drafter"
-        if self.num_workers == 1:
-            return f"Run it on a node with enough {noun}, or choose another device."
-        return f"Run it on a node with enough {noun}, or {smaller}."
+        return f"{first}, or {'choose another device' if self.num_workers == 1 else smaller}."
 
     def param(self) -> str:
         """The setting to change."""
         if self.num_workers == 1:
             return "device"
         return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "speculative_config.placement"
+
+
+def lacking_now(bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> str:
+    """What is not free on the node that has most of it, and who holds it; empty if one has room for all.
+
+    Nodes that could never hold the bundles are looked at only when there are no others.
+    """
+    needs = total(bundles)
+    candidates = [node for node in nodes if not shortfall(needs, node.resources)] or list(nodes)
+    free = _nearest(needs, [node.free for node in candidates])
+    lacking = shortfall(needs, free)
+    if not lacking:
+        return ""
+    holders = next((node for node in candidates if node.free is free), NodeRoom({}, {}))
+    return f"{lacking} free on one node{_who_holds(holders, needs)}"
+
+
+def _who_holds(node: NodeRoom, needs: Mapping[str, float]) -> str:
+    """The holders of what is needed, e.g. " (manta-engine holds 1 CPU, other actors and tasks 0.5 CPU)"."""
+    held = {name: {k: v for k, v in bundle.items() if k in needs} for name, bundle in node.held.items()}
+    rest = {
+        k: node.resources.get(k, 0.0) - node.free.get(k, 0.0) - sum(b.get(k, 0.0) for b in held.values())
+        for k in needs
+    }
+    everyone = {**held, "other actors and tasks": {k: v for k, v in rest.items() if v > 1e-6}}
+    said = [f"{name}: {_amounts(bundle)}" for name, bundle in everyone.items() if bundle]
+    return f"; held by {', '.join(said)}" if said else ""
+
+
+def _amounts(bundle: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+
+
+def _nearest(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """The node that lacks least of what is needed, each resource in parts of its need."""
+
+    def lacks(node: Mapping[str, float]) -> float:
+        return sum(max(0.0, 1.0 - node.get(name, 0.0) / amount) for name, amount in needs.items() if amount)
+
+    return min(nodes, key=lacks) if nodes else {}
 
 
 def total(bundles: list[Bundle]) -> Bundle:

@@ -11,38 +11,26 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import ray
-import ray._private.state  # nowhere else does Ray say what is free on each node
 from ray.util.placement_group import (
     placement_group,
-    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..actors.room import may_grow, nodes
 from ..cluster.config import EngineConfig
 from ..cluster.errors import PlacementError
-from ..cluster.placement import Bundle, total
+from ..cluster.placement import NodeRoom
 from ..cluster.room import Claim, Resources, check_room, full_claim, lacking, smaller_claim, spell
 
 ROOM_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where new nodes may come: clouds take minutes to start one
 TOLD_EVERY_S = 5.0
 LOOK_EVERY_S = 0.5
-NODE_GROUP_LABEL = "ray.io/node-group"  # on nodes that an autoscaler or KubeRay started
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """The cluster's living nodes: all that they have, and what of it is free."""
-
-    all: tuple[Resources, ...]
-    free: tuple[Resources, ...]
-    may_grow: bool
 
 
 class Room:
@@ -74,15 +62,10 @@ class Room:
             pending[0].wait(min(LOOK_EVERY_S, left_s))
         return False
 
-    def held(self) -> dict[str, Bundle]:
-        """What the groups that are ready already hold, by node."""
-        held: dict[str, Bundle] = {}
-        for group in self._groups:
-            table = placement_group_table(group)
-            if table["state"] == "CREATED":
-                node_id = table["bundles_to_node_id"][0]
-                held[node_id] = total([held.get(node_id, {}), self.claim.needs])
-        return held
+    def nodes(self) -> list[NodeRoom]:
+        """The cluster's; what groups of this room hold already counts as free."""
+        ours = {group.id.hex() for group in self._groups}
+        return nodes(lambda group: group["placement_group_id"] in ours)
 
     def kill_engines(self) -> None:
         """End the engines that were started so far, and with them whoever waits for their answers."""
@@ -108,23 +91,25 @@ def find_room(
     Raises:
         PlacementError: they can never fit, or did not in time.
     """
-    nodes = look()
-    if not nodes.may_grow:
-        check_room(config, engines, nodes.all)
-    timeout_s = GROWTH_TIMEOUT_S if nodes.may_grow else ROOM_TIMEOUT_S
-    deadline_s = time.monotonic() + timeout_s
-    room = Room(full_claim(config, engines, nodes.all), engines)
+    everything = [node.resources for node in nodes()]
+    if not _holds(config, engines, everything) and not may_grow():
+        check_room(config, engines, everything)
+    room = Room(full_claim(config, engines, everything), engines)
+    begin_s, timeout_s = time.monotonic(), ROOM_TIMEOUT_S
     try:
-        while not room.wait(min(TOLD_EVERY_S, deadline_s - time.monotonic()), stopping):
+        while not room.wait(min(TOLD_EVERY_S, begin_s + timeout_s - time.monotonic()), stopping):
             if stopping.is_set():
                 room.release()
                 return None
-            nodes = look(room.held())
-            full = full_claim(config, engines, nodes.all)
-            if time.monotonic() >= deadline_s:
-                raise _no_room(config, lacking(full, engines, nodes.all, nodes.free), timeout_s)
-            claim = smaller_claim(config, engines, nodes.free, full)
-            say(_news(claim, full) or f"waiting for {lacking(full, engines, nodes.all, nodes.free)}")
+            found = room.nodes()
+            everything, free = [node.resources for node in found], [node.free for node in found]
+            full = full_claim(config, engines, everything)
+            if time.monotonic() >= begin_s + timeout_s and timeout_s < GROWTH_TIMEOUT_S and may_grow():
+                timeout_s = GROWTH_TIMEOUT_S
+            if time.monotonic() >= begin_s + timeout_s:
+                raise _no_room(config, lacking(full, engines, everything, free), timeout_s)
+            claim = smaller_claim(config, engines, free, full)
+            say(_news(claim, full) or f"waiting for {lacking(full, engines, everything, free)}")
             if (claim or full) != room.claim:
                 room.release()
                 room = Room(claim or full, engines)
@@ -134,17 +119,8 @@ def find_room(
     return room
 
 
-def look(held: Mapping[str, Bundle] | None = None) -> Nodes:
-    """The nodes as they are; what the job's own groups hold counts as free."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    free = ray._private.state.available_resources_per_node()
-    held = held or {}
-    ids = [node["NodeID"] for node in alive]
-    return Nodes(
-        all=tuple(node["Resources"] for node in alive),
-        free=tuple(total([free.get(node_id, {}), held.get(node_id, {})]) for node_id in ids),
-        may_grow=any(node["Labels"].get(NODE_GROUP_LABEL) for node in alive),
-    )
+def _holds(config: EngineConfig, engines: int, everything: list[Resources]) -> bool:
+    return full_claim(config, engines, everything).num_fitting(everything) >= engines
 
 
 def _news(claim: Claim | None, full: Claim) -> str | None:

@@ -23,12 +23,16 @@ from typing import Any, Self
 
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, MantaError
+from ..cluster.errors import ConfigError, MantaError, PlacementError
 
 # Above the longest generation: a reload of HAProxy ends older streams after so long.
 HAPROXY_HARD_STOP_S = 3600
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 POLL_S = 0.2
+TELL_S = 5.0
+# A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
+ROOM_TIMEOUT_S = 60.0
+NEW_NODE_TIMEOUT_S = 900.0
 # Serve's own lines are for those who look for a fault in Serve; requests have a line of ours.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
@@ -259,14 +263,31 @@ def _await_running(options: ServeOptions, deadline_s: float, report: Report) -> 
         now_s = time.monotonic()
         if now_s > deadline_s:
             raise ConfigError(
-                f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). Does the "
-                "cluster have the CPUs and GPUs that the topology needs? `ray status` shows them.",
+                f"The engine was not ready after {options.ready_timeout_s:.0f} s (state {state}). "
+                "`serve status` and the replica's log tell more.",
                 param="ready_timeout_s",
             )
-        if now_s - told_s >= 5.0:
+        if now_s - told_s >= TELL_S:
             told_s = now_s
-            report(f"loading the models ({now_s - begin_s:.0f} s)")
+            report(f"{_what_it_does(options, now_s - begin_s)} ({now_s - begin_s:.0f} s)")
         time.sleep(POLL_S)
+
+
+def _what_it_does(options: ServeOptions, waited_s: float) -> str:
+    """A replica waits for its place in the cluster, then it loads."""
+    from ..actors.replica import DEPLOYMENT
+    from ..actors.room import may_grow, waiting_for_room
+
+    lacking = waiting_for_room(options.name, DEPLOYMENT)
+    if lacking is None:
+        return "loading the models"
+    if waited_s > NEW_NODE_TIMEOUT_S or (waited_s > ROOM_TIMEOUT_S and not may_grow()):
+        raise PlacementError(
+            f"The replica found no room within {waited_s:.0f} s: it needs {lacking}. End what runs there, "
+            "add a node, or use a smaller topology.",
+            param="tensor_parallel_size",
+        )
+    return f"waiting for room: the replica needs {lacking}"
 
 
 def _cause(application: Any) -> str:  # Any: Serve's status object.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import PlacementError
-from manta.cluster.placement import CPUS_PER_CPU_WORKER, Topology, shortfall, total
+from manta.cluster.placement import CPUS_PER_CPU_WORKER, NodeRoom, Topology, lacking_now, shortfall, total
 
 
 def config(tp: int = 1, placement: str | None = None, **settings: object) -> EngineConfig:
@@ -66,6 +66,38 @@ def test_a_node_that_is_too_small_is_refused_by_name(topology, node, message, pa
 def test_a_node_that_is_large_enough_is_accepted() -> None:
     Topology(2, True, "cuda").check_node({"GPU": 3.0, "CPU": 1.0})
     assert shortfall({"GPU": 1.0}, {"GPU": 1.0}) == ""
+
+
+TWO_OF_FOUR = Topology(2, False, "cuda").replica_bundles()
+
+
+def test_one_node_must_hold_all_bundles_whatever_the_cluster_has_together() -> None:
+    small = {"GPU": 1.0, "CPU": 8.0}
+    with pytest.raises(PlacementError, match=r"2 GPU \(there is 1\) on one node.*lower") as caught:
+        Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [NodeRoom(small, small)] * 4)
+    assert caught.value.param == "tensor_parallel_size"
+    large = {"GPU": 2.0, "CPU": 1.0}
+    Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [NodeRoom(small, small), NodeRoom(large, {})])
+
+
+def test_an_empty_cluster_holds_nothing() -> None:
+    with pytest.raises(PlacementError, match=r"there is 0\) on one node"):
+        Topology(2, False, "cuda").check_ever(TWO_OF_FOUR, [])
+
+
+def test_what_is_taken_is_named_with_its_holders() -> None:
+    large, free = {"GPU": 4.0, "CPU": 8.0}, {"GPU": 1.0, "CPU": 8.0}
+    nodes = [
+        NodeRoom({"GPU": 1.0, "CPU": 64.0}, {"GPU": 1.0, "CPU": 64.0}),  # free, but it can never hold two
+        NodeRoom(large, free, {"manta-engine": {"GPU": 2.0}}),
+    ]
+    with pytest.raises(PlacementError) as caught:
+        Topology(2, False, "cuda").check_free(TWO_OF_FOUR, nodes)
+    assert caught.value.message == (
+        "tensor_parallel_size=2 on cuda needs 2 GPU (there is 1) free on one node; held by manta-engine: "
+        "2 GPU, other actors and tasks: 1 GPU. End what runs there, or lower tensor_parallel_size."
+    )
+    assert lacking_now(TWO_OF_FOUR, [*nodes, NodeRoom(large, {"GPU": 2.0, "CPU": 1.0})]) == ""
 
 
 def test_threads_are_the_setting_or_an_even_share_of_the_cores() -> None:

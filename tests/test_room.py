@@ -1,103 +1,158 @@
-"""What a job's engines claim of a cluster's nodes: arithmetic, no Ray."""
+"""Whether one more replica has room: a real Ray that counts two CPUs, who holds them, who gives them back."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+import ray
+from manta.actors import room
+from manta.actors.replica import DEPLOYMENT, build_app
 from manta.cluster.errors import PlacementError
-from manta.cluster.placement import CPUS_PER_CPU_WORKER
-from manta.cluster.room import check_room, full_claim, lacking, smaller_claim
+from manta.jobs import serve as serving
+from manta.jobs.serve import ServeOptions, free_port, start_server
+from ray import serve
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from text_pair import make_text_pair
 
 
-def config(tp: int = 1, *, split: bool = False, **settings: object) -> EngineConfig:
-    spec = SpeculativeConfig(model="d", placement="split") if split else None
-    return EngineConfig(model="t", tensor_parallel_size=tp, speculative_config=spec, **settings)  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return {
+        "model": str(target),
+        "speculative_config": {"model": str(drafter)},
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "num_pages": 64,
+        "num_threads": 1,
+    }
 
 
-def cpus(*counts: float) -> list[dict[str, float]]:
-    return [{"CPU": float(count)} for count in counts]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "engines", "threads"),
-    [
-        (cpus(2), 1, 2),
-        (cpus(8), 3, 2),
-        (cpus(8, 8), 1, 8),  # not 16: an engine is on one node
-        (cpus(8, 8), 3, 4),
-        (cpus(0, 4), 1, 4),
-    ],
-)
-def test_an_engine_takes_its_share_of_a_nodes_cores(
-    nodes: list[dict[str, float]], engines: int, threads: int
-) -> None:
-    claim = full_claim(config(), engines, nodes)
-    assert (claim.actor, claim.num_threads) == ({"CPU": threads}, threads)
-    check_room(config(), engines, nodes)
-
-
-def test_threads_that_were_set_are_claimed_up_to_a_nodes_cores() -> None:
-    assert full_claim(config(num_threads=2), 1, cpus(8)).actor == {"CPU": 2.0}
-    claim = full_claim(config(num_threads=6), 1, cpus(4, 4))
-    assert (claim.actor, claim.num_threads) == ({"CPU": 4.0}, 6)
-
-
-def test_more_engines_than_cores_share_them() -> None:
-    assert full_claim(config(), 4, cpus(2)).actor == {"CPU": CPUS_PER_CPU_WORKER}
-    with pytest.raises(PlacementError, match=r"hold 4 of them\. Lower concurrency to 4"):
-        check_room(config(), 5, cpus(2))
-
-
-def test_fewer_threads_do_where_cores_are_taken_unless_their_number_was_set() -> None:
-    nodes = cpus(4)
-    full = full_claim(config(), 1, nodes)
-    assert smaller_claim(config(), 1, cpus(4), full) == full
-    taken = smaller_claim(config(), 1, cpus(1.5), full)
-    assert taken is not None
-    assert (taken.actor, taken.num_threads) == ({"CPU": 1.0}, 1)
-    assert smaller_claim(config(), 1, cpus(0), full) is None
-    fixed = config(num_threads=4)
-    assert smaller_claim(fixed, 1, cpus(3), full_claim(fixed, 1, nodes)) is None
-
-
-def test_a_gpu_engine_takes_one_and_waits_for_it() -> None:
-    nodes = [{"CPU": 2.0, "GPU": 1.0}]
-    full = full_claim(config(), 1, nodes)
-    assert full.actor == {"CPU": 1.0, "GPU": 1.0}
-    assert smaller_claim(config(), 1, [{"CPU": 2.0, "GPU": 0.0}], full) is None
-    assert (
-        lacking(full, 1, nodes, [{"CPU": 2.0}]) == "1 CPU and 1 GPU; 2 of 2 CPU are free, 0 of 1 GPU are free"
+@pytest.fixture(scope="module")
+def two_cpus() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="mr-")
+    ray.init(
+        address="local",
+        namespace="serve",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
     )
-    with pytest.raises(PlacementError, match="Lower concurrency to 1") as refused:
-        check_room(config(), 2, nodes)
-    assert refused.value.param == "concurrency"
+    yield
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_workers_of_their_own_must_fit_one_node() -> None:
-    two_by_two = [{"CPU": 8.0, "GPU": 2.0}] * 2
-    claim = full_claim(config(2), 2, two_by_two)
-    assert (claim.bundles, claim.actor) == (({"GPU": 1.0}, {"GPU": 1.0}), {})
-    check_room(config(2), 2, two_by_two)
-    with pytest.raises(PlacementError, match=r"needs 4 GPU on one node; the most that a node has is 2 GPU"):
-        check_room(config(4), 1, two_by_two)
-    with pytest.raises(PlacementError, match="colocate the drafter"):
-        check_room(config(split=True, device="cuda"), 1, [{"CPU": 8.0, "GPU": 1.0}])
+@pytest.fixture
+def held(two_cpus: None) -> Iterator[Callable[..., PlacementGroup]]:
+    groups: list[PlacementGroup] = []
+
+    def hold(cpus: float, name: str) -> PlacementGroup:
+        groups.append(placement_group([{"CPU": cpus}], strategy="STRICT_PACK", name=name))
+        return groups[-1]
+
+    yield hold
+    for group in groups:
+        remove_placement_group(group)
 
 
-def test_what_is_waited_for_is_said() -> None:
-    claim = full_claim(config(), 1, cpus(2))
-    assert lacking(claim, 1, cpus(2), cpus(0)) == "2 CPU; 0 of 2 are free"
-    claim = full_claim(config(num_threads=2), 1, cpus(2, 2))
-    assert lacking(claim, 1, cpus(2, 2), cpus(1, 1)) == "2 CPU; 2 of 4 are free, but not on one node"
+def test_serving_on_a_machine_that_is_too_small_ends_at_once_and_names_the_setting(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "run_many", lambda *_, **__: pytest.fail("something was placed"))
+    options = ServeOptions(port=free_port(), num_cpus=2)
+    with pytest.raises(PlacementError) as caught:
+        start_server({**args, "speculative_config": None, "tensor_parallel_size": 4}, options)
+    assert caught.value.message == (
+        "tensor_parallel_size=4 on cpu needs 3 CPU (there is 2) on one node. Run it on a node with enough "
+        "CPUs, or lower tensor_parallel_size."
+    )
+    assert caught.value.param == "tensor_parallel_size"
+    assert not ray.is_initialized()
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 6))
-def test_what_is_claimed_fits_or_is_refused(counts: list[int], engines: int) -> None:
-    nodes, claim = cpus(*counts), full_claim(config(), engines, cpus(*counts))
-    if claim.num_fitting(nodes) >= engines:
-        check_room(config(), engines, nodes)
-    else:
-        with pytest.raises(PlacementError):
-            check_room(config(), engines, nodes)
+def test_a_driver_without_ray_is_warned_and_not_refused(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(room, "get_num_cpus", lambda: 2)
+    assert not ray.is_initialized()
+    build_app({**args, "tensor_parallel_size": 4})
+    assert "needs 3 CPU (there is 2) on one node" in caplog.text
+
+
+def test_a_cluster_that_may_grow_is_not_refused(
+    args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room.ray_worker, "_global_node", None)  # as in a driver that has connected
+    node_id = ray.nodes()[0]["NodeID"]
+    settings = {**args, "tensor_parallel_size": 4}
+    monkeypatch.setattr(room, "_autoscaler_report", lambda: {"active_nodes": {"ray.head.default": 1}})
+    build_app(settings)
+    monkeypatch.setattr(room, "_autoscaler_report", lambda: {"active_nodes": {f"node_{node_id}": 1}})
+    with pytest.raises(PlacementError):
+        build_app(settings)
+    monkeypatch.setattr(room, "_autoscaler_report", lambda: None)  # who knows
+    monkeypatch.setattr(room, "REPORT_WAIT_S", 0.1)
+    build_app(settings)
+
+
+def test_ray_itself_reports_that_it_has_no_autoscaler(
+    two_cpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room.ray_worker, "_global_node", None)
+    assert not room.may_grow()
+
+
+def test_what_others_hold_is_not_free_and_is_named(
+    args: dict[str, Any], held: Callable[..., PlacementGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "FREE_WAIT_S", 0.5)
+    group = held(1.0, "manta-batch")
+    assert group.wait(30)
+    with pytest.raises(
+        PlacementError, match=r"1\.5 CPU \(there is 1\) free on one node; held by manta-batch: 1"
+    ):
+        build_app(args)
+    monkeypatch.setattr(room, "FREE_WAIT_S", 30.0)
+    remove_placement_group(group)
+    build_app(args)  # what ends now is waited for
+
+
+def test_a_replica_that_waits_for_room_says_for_what_and_gives_up(
+    held: Callable[..., PlacementGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert held(1.0, "somebody").wait(30)
+    held(1.5, f"SERVE_REPLICA::mine#{DEPLOYMENT}#abc")
+    options = ServeOptions(name="mine")
+    wanted = (
+        "waiting for room: the replica needs 1.5 CPU (there is 1) free on one node; held by somebody: 1 CPU"
+    )
+    deadline_s = time.monotonic() + 30
+    while serving._what_it_does(options, 1.0) != wanted:
+        assert time.monotonic() < deadline_s, serving._what_it_does(options, 1.0)
+        time.sleep(0.1)
+    assert serving._what_it_does(ServeOptions(name="other"), 1.0) == "loading the models"
+    with pytest.raises(PlacementError, match="found no room within 61 s"):
+        serving._what_it_does(options, 61.0)
+
+
+def test_an_application_is_deployed_again_where_only_one_replica_fits(
+    args: dict[str, Any], two_cpus: None
+) -> None:
+    port = free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    for name in ("first", "second"):
+        settings = {**args, "tensor_parallel_size": 2, "served_model_name": name}
+        serve.run(build_app(settings), name="mine", route_prefix="/")
+        models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60).json()
+        assert [model["id"] for model in models["data"]] == [name]

@@ -38,11 +38,17 @@ def chat_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
         variables, ignored = _template_variables(body, frontend)
-        prompt = await frontend.encode_chat(
+        text = await frontend.render_chat(
             body.for_template(),
             variables,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+        )
+        prompt = await frontend.encode(
+            text,
+            truncate=body.truncate_prompt_tokens,
+            add_special_tokens=False,  # they come from the template
+            param="messages",
         )
         work = prepare(frontend, shape, body, http, [prompt], default_max_tokens=None, ignored=ignored)
         return await respond(frontend, shape, work, http)

@@ -34,7 +34,7 @@ def completion_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, http: Request) -> Response:
         prompts = [
-            await frontend.encode(prompt, add_special_tokens=True)
+            await frontend.encode(prompt, truncate=body.truncate_prompt_tokens)
             if isinstance(prompt, str)
             else EncodedPrompt(None, prompt)
             for prompt in body.prompt

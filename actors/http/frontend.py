@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from ...cluster.errors import ModelNotFoundError, RequestError
+from ..encoding import LONG_TEXT_CHARS
 from ..engine import AsyncEngine
 from ..telemetry import Telemetry
 from ..tokenizer import Tokenizer
@@ -20,9 +21,6 @@ from .defaults import GenerationDefaults
 from .fields import check_extra_fields
 from .protocol import GenerationRequest
 from .settings import ServerSettings
-
-# Longer texts are encoded off the event loop, so that other streams do not stall.
-LONG_TEXT_CHARS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +103,41 @@ class Frontend:
             )
         return self.engine.tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> EncodedPrompt:
-        tokenizer = self.tokenizer
-        if len(text) < LONG_TEXT_CHARS:
-            return EncodedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    async def encode(
+        self, text: str, *, truncate: int | None, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> EncodedPrompt:
+        """A prompt that fits the model; see `PromptEncoder.text`. `truncate` is `truncate_prompt_tokens`."""
+        token_ids = await self.engine.encoder.text(
+            text,
+            add_special_tokens=add_special_tokens,
+            keep_last=None if truncate is None else self.prompt_room(truncate),
+            param=param,
+        )
         return EncodedPrompt(text, token_ids)
 
-    async def encode_chat(
+    def prompt_room(self, truncate: int) -> int:
+        """The tokens that `truncate_prompt_tokens` leaves; -1 is as many as the model takes."""
+        return self.engine.info.max_model_len - 1 if truncate == -1 else truncate
+
+    async def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
         variables: dict[str, Any],
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
-        add_special_tokens: bool = False,
-    ) -> EncodedPrompt:
-        """Special tokens come from the template, unless they are asked for on top."""
-        text = self.tokenizer.apply_chat_template(
+    ) -> str:
+        """The prompt's text. Long messages are rendered apart from the event loop's other turns."""
+        render = partial(
+            self.tokenizer.apply_chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **variables,
         )
-        return await self.encode(text, add_special_tokens=add_special_tokens)
+        if sum(len(message["content"]) for message in messages) < LONG_TEXT_CHARS and len(messages) < 100:
+            return render()
+        return await self.engine.encoder.in_thread(render)
 
     def template_uses(self, variable: str) -> bool:
         return variable in (self.tokenizer.chat_template or "")

@@ -65,7 +65,7 @@ def prepare(
         )
     limit = request.truncate_prompt_tokens
     if limit is not None:
-        room = frontend.engine.info.max_model_len - 1 if limit == -1 else limit
+        room = frontend.prompt_room(limit)
         prompts = [EncodedPrompt(p.text, p.token_ids[-room:] if room else []) for p in prompts]
     if not all(prompt.token_ids for prompt in prompts):
         raise RequestError("The prompt is empty: send at least one token.", param="prompt")

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from ...cluster.errors import RequestError
 from ...cluster.request import SamplingParams
@@ -20,6 +29,7 @@ MAX_STOP_STRINGS = 64
 MAX_PROMPTS = 1024
 REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
 TextOrIds = str | list[int]
+Prompts = str | list[str] | list[int] | list[list[int]]
 StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
 
 
@@ -38,21 +48,29 @@ def _prompt_list(value: Any) -> Any:
             "and not empty.",
             param="prompt",
         )
-    prompts = [value] if all(_is_id(item) for item in value) else value
+    prompts = [value] if _are_ids(value) else value
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(
             f"prompt: {len(prompts)} prompts in one request; at most {MAX_PROMPTS}.", param="prompt"
         )
     for prompt in prompts:
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_id, prompt))):
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and _are_ids(prompt)):
             raise RequestError(
                 "prompt: each prompt must be a string or a list of token ids, not a mixture.", param="prompt"
             )
     return prompts
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_ids(values: list[Any]) -> bool:
+    """Whether all are integers and no booleans; lists of a million come, so none is looked at in Python."""
+    return set(map(type, values)) <= {int}
+
+
+def _ids_as_they_are(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """What is in order is not copied one by one; for what is not, pydantic finds the words."""
+    if isinstance(value, list) and _are_ids(value) and min(value, default=0) >= 0:
+        return value
+    return validate(value)
 
 
 def _speculation(value: Any) -> Any:
@@ -148,7 +166,7 @@ class GenerationRequest(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[list[TextOrIds], BeforeValidator(_prompt_list)]
+    prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
 
 
 class ChatMessage(BaseModel):
@@ -218,7 +236,7 @@ class TokenizeRequest(BaseModel):
 
 class DetokenizeRequest(BaseModel):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], WrapValidator(_ids_as_they_are)]
 
 
 def _first(*values: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ...cluster.errors import RequestError
-from .frontend import EncodedPrompt, Frontend
+from .frontend import Frontend
 from .protocol import DetokenizeRequest, TokenizeRequest
-from .wire import JsonRoute, json_response
+from .wire import MAX_VALUES, JsonRoute, json_response
 
 
 def tokenization_routes(frontend: Frontend) -> APIRouter:
@@ -16,8 +16,10 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         frontend.check_model(body.model)
-        token_ids = (await _encode(body, frontend)).token_ids
-        strings = [frontend.tokenizer.token(i) for i in token_ids] if body.return_token_strs else None
+        token_ids = await _encode(body, frontend)
+        strings = None
+        if body.return_token_strs:
+            strings = await frontend.engine.encoder.in_thread(frontend.tokenizer.tokens, token_ids)
         limit = frontend.engine.info.max_model_len
         return json_response(
             {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings}
@@ -27,27 +29,30 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         frontend.check_model(body.model)
         vocabulary = frontend.engine.info.vocab_size
-        for at, token_id in enumerate(body.tokens):
-            if token_id >= vocabulary:
-                raise RequestError(
-                    f"tokens.{at}: {token_id} is no token id; the vocabulary has {vocabulary}.",
-                    param=f"tokens.{at}",
-                )
-        text = frontend.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        if max(body.tokens, default=0) >= vocabulary:
+            at = next(at for at, token_id in enumerate(body.tokens) if token_id >= vocabulary)
+            raise RequestError(
+                f"tokens.{at}: {body.tokens[at]} is no token id; the vocabulary has {vocabulary}.",
+                param=f"tokens.{at}",
+            )
+        text = await frontend.engine.encoder.in_thread(
+            frontend.tokenizer.decode_unlocked, body.tokens, skip_special_tokens=False
+        )
         return json_response({"prompt": text})
 
     return router
 
 
-async def _encode(body: TokenizeRequest, frontend: Frontend) -> EncodedPrompt:
+async def _encode(body: TokenizeRequest, frontend: Frontend) -> list[int]:
     """By default special tokens are added to a prompt, and left to the template in a chat."""
     if body.prompt is not None:
-        return await frontend.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    messages = [message.for_template(f"messages.{i}") for i, message in enumerate(body.messages or ())]
-    return await frontend.encode_chat(
-        messages,
-        dict(body.chat_template_kwargs or {}),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens is True,
-    )
+        text, special = body.prompt, body.add_special_tokens is not False
+    else:
+        special = body.add_special_tokens is True
+        text = await frontend.render_chat(
+            [message.for_template(f"messages.{i}") for i, message in enumerate(body.messages or ())],
+            dict(body.chat_template_kwargs or {}),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+    return await frontend.engine.encoder.any_text(text, MAX_VALUES, add_special_tokens=special)

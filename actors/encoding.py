@@ -1,0 +1,121 @@
+"""Prompts of many users become token ids without holding anybody up.
+
+`Tokenizer.encode` keeps Python's lock, and with it every stream, while it runs. Here a text that can never
+fit is refused unread, short ones are encoded on the spot, and long ones in a few threads that leave the lock
+alone. Owned by `AsyncEngine`; the HTTP front comes through the same door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import tokenizers
+
+from ..cluster.errors import RequestError
+from ..cluster.limits import prompt_too_long
+from .prompts import Prompt, checked_token_ids, needed, prompt_parts
+from .tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+# Shorter texts take a few milliseconds.
+LONG_TEXT_CHARS = 8_000
+# While it is encoded, a long text costs a core and 100 to 200 bytes of memory per character.
+MAX_LONG_TEXTS = 2
+# Where a text is cut its tokens are others than in the whole; after so many they are the same.
+CUT_TOKENS = 256
+
+
+class PromptEncoder:
+    """Encodes for one engine.
+
+    Args:
+        tokenizer: None where prompts come as token ids.
+        max_model_len: tokens of prompt and output together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="manta-encode")
+
+    async def prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text (or None) and token ids of whatever `AsyncEngine.add` takes."""
+        text, token_ids = prompt_parts(prompt)
+        if token_ids is None:
+            assert text is not None, "a prompt without token ids has a text"
+            return text, await self.text(text)
+        if len(token_ids) >= self._max_model_len:
+            raise prompt_too_long(len(token_ids), self._max_model_len)
+        return text, checked_token_ids(token_ids)
+
+    async def text(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        keep_last: int | None = None,
+        param: str = "prompt",
+    ) -> list[int]:
+        """Token ids of a prompt. Raises RequestError, naming `param`, if they do not fit the model.
+
+        With `keep_last` only so many tokens from the end are returned, and no text is too long: of one that
+        surely has more tokens than the model takes, only an end with at least that many is read.
+        """
+        limit = self._max_model_len - 1
+        if keep_last is not None:
+            text = self._readable_end(text, max(keep_last, limit) + CUT_TOKENS)
+            encoding = await self._encode(text, add_special_tokens)
+            return _last_ids(encoding, keep_last)
+        if self._fewest_tokens(text) > limit:
+            raise prompt_too_long(f"more than {limit}", self._max_model_len, param)
+        encoding = await self._encode(text, add_special_tokens)
+        if len(encoding) > limit:
+            raise prompt_too_long(len(encoding), self._max_model_len, param)
+        return encoding.ids
+
+    async def any_text(self, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text that need not fit the model, only `max_tokens`."""
+        count = self._fewest_tokens(text)
+        if count <= max_tokens:
+            encoding = await self._encode(text, add_special_tokens)
+            if len(encoding) <= max_tokens:
+                return encoding.ids
+            count = len(encoding)
+        raise RequestError(
+            f"prompt: at least {count} tokens; at most {max_tokens} are listed. Send the text in parts.",
+            param="prompt",
+        )
+
+    async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
+        """Run work on long texts. Who leaves keeps his thread until it is done, so that the limit holds."""
+        call = partial(work, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        encode = needed(self._tokenizer).encode_unlocked
+        if len(text) >= LONG_TEXT_CHARS:
+            return await self.in_thread(encode, text, add_special_tokens=add_special_tokens)
+        await asyncio.sleep(0)  # a request may bring a thousand short prompts
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    def _fewest_tokens(self, text: str) -> int:
+        coverage = needed(self._tokenizer).coverage
+        return 0 if coverage is None else coverage.fewest_tokens(text)
+
+    def _readable_end(self, text: str, num_tokens: int) -> str:
+        coverage = needed(self._tokenizer).coverage
+        return text if coverage is None else coverage.tail(text, num_tokens)
+
+
+def _last_ids(encoding: tokenizers.Encoding, count: int) -> list[int]:
+    if len(encoding) > 2 * max(count, LONG_TEXT_CHARS):  # cut before millions of integers are made
+        encoding.truncate(max(count, LONG_TEXT_CHARS), direction="left")
+    return encoding.ids[-count:] if count else []

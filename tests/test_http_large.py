@@ -1,0 +1,174 @@
+"""Large bodies over real HTTP while a stream is open: it goes on, and what cannot fit is refused unread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from manta.actors.http.settings import ServerSettings
+from manta.actors.http.wire import MAX_STRINGS_AND_CONTAINERS, MAX_VALUES, SHORT_BODY_BYTES, check_pieces
+from manta.actors.tokenizer import Tokenizer
+from manta.cluster.config import EngineConfig
+from starlette.exceptions import HTTPException
+from text_pair import LiveServer, make_text_pair
+
+CODE = Path(__file__).read_text(encoding="utf-8")
+LARGE = (CODE * (20_000_000 // len(CODE) + 1))[:20_000_000]
+LONG = (CODE * (1_500_000 // len(CODE) + 1))[:1_500_000]
+
+STREAM = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    settings = {"dtype": "float32", "max_num_seqs": 4, "num_pages": 128, "num_threads": 1}
+    config = EngineConfig.from_dict({"model": str(target), **settings})
+    with LiveServer(config, ServerSettings(served_model_name="tiny")) as server:
+        yield server
+
+
+class Encodings:
+    """Every text that is encoded, whichever way: its length, and the events a listener got meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.listener: Listener | None = None
+        self.found: list[tuple[int, int]] = []
+        for name in ("encode", "encode_unlocked"):
+            monkeypatch.setattr(Tokenizer, name, self._recording(getattr(Tokenizer, name)))
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(self.found)
+
+    def _recording(self, encode: Any) -> Any:
+        def recording(tokenizer: Tokenizer, text: str, **named: Any) -> Any:
+            before = self.listener.num_events if self.listener else 0
+            encoding = encode(tokenizer, text, **named)
+            after = self.listener.num_events if self.listener else 0
+            self.found.append((len(text), after - before))
+            return encoding
+
+        return recording
+
+
+@pytest.fixture
+def encodings(monkeypatch: pytest.MonkeyPatch) -> Encodings:
+    return Encodings(monkeypatch)
+
+
+class Listener:
+    """Reads one stream after the other; counts their events."""
+
+    def __init__(self, url: str) -> None:
+        self.num_events = 0
+        self._url = url
+        self._leaves = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        self.wait_for_more()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaves.set()
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+    def wait_for_more(self) -> None:
+        wanted = self.num_events + 1
+        turn = threading.Event()
+        for _ in range(3000):
+            if self.num_events >= wanted:
+                return
+            turn.wait(0.01)
+        raise AssertionError("the stream brings nothing")
+
+    def _listen(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
+            while not self._leaves.is_set():
+                with http.stream("POST", "/v1/completions", json=STREAM) as response:
+                    for line in response.iter_lines():
+                        self.num_events += line.startswith("data: {")
+                        if self._leaves.is_set():
+                            break
+
+
+def post(server: LiveServer, path: str, body: Any, encodings: Encodings | None = None) -> httpx.Response:
+    """The answer to a large body that comes while a stream is open; the stream goes on after it."""
+    content = body if isinstance(body, bytes) else orjson.dumps(body)
+    with Listener(server.url) as listener, httpx.Client(base_url=server.url, timeout=120) as http:
+        if encodings is not None:
+            encodings.listener = listener
+        answer = http.post(path, content=content, headers={"content-type": "application/json"})
+        listener.wait_for_more()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": LARGE}, "prompt"),
+        ("/v1/completions", {"prompt": ["short", LARGE], "stream": True}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LARGE}]}, "messages"),
+        ("/v1/completions", {"prompt": [7] * 900_000}, "prompt"),
+    ],
+)
+def test_what_can_never_fit_is_refused_unread_while_a_stream_goes_on(
+    server: LiveServer, encodings: Encodings, path: str, body: Any, param: str
+) -> None:
+    answer = post(server, path, body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param and "must fit max_model_len=512" in error["message"]
+    assert encodings.longest[0] < 1000  # the listener's own prompts
+
+
+def test_a_long_text_is_encoded_while_a_stream_goes_on(server: LiveServer, encodings: Encodings) -> None:
+    found = post(server, "/tokenize", {"prompt": LONG}, encodings).json()
+    assert found["count"] > 400_000
+    length, num_events = encodings.longest
+    assert length == len(LONG) and num_events > 5  # at most one where encoding holds Python's lock
+    assert post(server, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": LONG}
+
+
+def test_a_large_text_is_served_when_it_is_truncated(server: LiveServer, encodings: Encodings) -> None:
+    body = {"prompt": LARGE, "truncate_prompt_tokens": 16, "max_tokens": 2, "return_token_ids": True}
+    answer = post(server, "/v1/completions", body)
+    assert encodings.longest[0] < 50_000
+    end = server.engine.tokenizer.encode(LARGE[-5000:])[-16:]  # type: ignore[union-attr]
+    assert answer.json()["choices"][0]["prompt_token_ids"] == end
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": [' + b"7," * (MAX_VALUES + 1) + b"7]}",
+        b'{"prompt": [' + b'"",' * MAX_STRINGS_AND_CONTAINERS + b'""]}',
+        b"[" * 20_000_000,
+    ],
+)
+def test_a_body_of_too_many_pieces_is_refused_unparsed(
+    server: LiveServer, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = orjson.loads
+    parsed: list[int] = []
+    monkeypatch.setattr("manta.actors.http.wire.orjson.loads", lambda b: parsed.append(len(b)) or parse(b))
+    answer = post(server, "/v1/completions", body)
+    assert answer.status_code == 413 and answer.json()["error"]["type"] == "RequestTooLargeError"
+    assert max(parsed) < SHORT_BODY_BYTES
+
+
+@pytest.mark.parametrize(
+    "text", ["," * 2_000_000, '"' * 300_000, '\\",[{' * 300_000, "\\" * 200_000, '\\\\"[']
+)
+def test_what_stands_inside_a_string_is_not_counted(text: str) -> None:
+    check_pieces(orjson.dumps({"prompt": text, "stop": [text, ""]}))
+    with pytest.raises(HTTPException):
+        check_pieces(orjson.dumps({"prompt": text, "stop": [[]] * MAX_STRINGS_AND_CONTAINERS}))
