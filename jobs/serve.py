@@ -19,11 +19,14 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
 
 # Above the longest generation: a reload of HAProxy ends older streams after so long.
 HAPROXY_HARD_STOP_S = 3600
@@ -78,6 +81,7 @@ class Server:
         self._name = options.name
         self._owns_ray = owns_ray
         self._environment = environment
+        self._deployed = False
         self._stopped = False
 
     def wait(self) -> None:
@@ -87,6 +91,16 @@ class Server:
             signal.signal(number, lambda *_: asked.set())
         while not asked.wait(timeout=1.0):
             pass
+
+    def deploy(self, app: Application) -> None:
+        """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""
+        from ray import serve
+
+        self._deployed = True
+        target = serve.RunTarget(app, name=self._name, route_prefix="/", logging_config=QUIET)
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
 
     def stop(self) -> None:
         """End the application, and Ray too if it was started here. Idempotent."""
@@ -99,7 +113,7 @@ class Server:
         if self._owns_ray:
             serve.shutdown()
             ray.shutdown()
-        else:
+        elif self._deployed:
             serve.delete(self._name)
         restore_environment(self._environment)
 
@@ -133,7 +147,7 @@ def start_server(
     owns_ray = _connect(existing, options, report)
     server = Server(options, owns_ray=owns_ray, environment=environment)
     try:
-        _deploy(args, options, report)
+        _deploy(server, args, options, report)
     except BaseException:
         server.stop()
         raise
@@ -230,7 +244,7 @@ def _use_token_if_there_is_one() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
-def _deploy(args: Mapping[str, Any], options: ServeOptions, report: Report) -> None:
+def _deploy(server: Server, args: Mapping[str, Any], options: ServeOptions, report: Report) -> None:
     from ray import serve
 
     from ..actors.replica import build_app
@@ -242,8 +256,7 @@ def _deploy(args: Mapping[str, Any], options: ServeOptions, report: Report) -> N
         logging_config=QUIET,
     )
     report("loading the models")
-    target = serve.RunTarget(app, name=options.name, route_prefix="/", logging_config=QUIET)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    server.deploy(app)
     deadline_s = time.monotonic() + options.ready_timeout_s
     _await_running(options, deadline_s, report)
     _await_answer(options, deadline_s)
