@@ -19,7 +19,8 @@ import torch
 
 from ..cluster.executor import ExecutorInfo
 
-WINDOW_S = 0.05  # between two looks at the count
+WINDOW_S = 0.1  # between two looks at the count
+_OFTEN, _OFTEN_PER_THREAD = 100, 10  # interruptions per second; an idle machine has up to 40 on two threads
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.05, 1.0
 
 
@@ -62,7 +63,7 @@ class TorchThreads:
         if spent_s < WINDOW_S:
             return
         seen = _interruptions()
-        often = (seen - self._seen) / spent_s > 60 + 10 * self._size  # an idle machine interrupts too
+        often = (seen - self._seen) / spent_s > _OFTEN + _OFTEN_PER_THREAD * self._size
         self._seen_s, self._seen = now_s, seen
         if self._size > 1 and often:
             self._size -= _step(self._size - 1)

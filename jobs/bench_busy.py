@@ -141,13 +141,15 @@ def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens:
 def _take_turns(
     runs: Mapping[str, EngineRun], turns: Sequence[slice], company: Company, rounds: int
 ) -> dict[tuple[str, str], list[SteppedPass]]:
-    """By mode and state, a turn per round; all turns of a round are over the same prompts."""
+    """By mode and state, a turn per round, the second of two; all of a round are over the same prompts."""
     passes: dict[tuple[str, str], list[SteppedPass]] = {(m, state): [] for m in MODES for state in STATES}
     for number in range(rounds):
         for mode in begin_with(MODES, number):
             for state in begin_with(STATES, number // len(MODES)):
+                run, turn = runs[mode], turns[number % len(turns)]
                 with company.present() if state == "busy" else nullcontext():
-                    passes[mode, state].append(runs[mode](turns[number % len(turns)]))
+                    run(turn)  # how many threads find a core is learned anew
+                    passes[mode, state].append(run(turn))
     return passes
 
 
