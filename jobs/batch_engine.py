@@ -156,15 +156,16 @@ class BatchEngine:
 
     async def _answer(self, engine: AsyncEngine, request: RowRequest) -> _Answer:
         answer = _Answer([_Choice() for _ in range(request.params.n)])
-        async with aclosing(self._outputs(engine, request)) as outputs:
+        prompt = await _prompt(engine, request)
+        async with aclosing(self._outputs(engine, request, prompt)) as outputs:
             async for output in outputs:
                 answer.feed(output)
         return answer
 
-    def _outputs(self, engine: AsyncEngine, request: RowRequest) -> Any:  # an async generator
+    def _outputs(self, engine: AsyncEngine, request: RowRequest, prompt: Prompt) -> Any:  # a generator
         outputs: AsyncIterator[RequestOutput] = engine.add(
             f"batch-{next(self._ids)}",
-            _prompt(engine, request),
+            prompt,
             request.params,
             speculate=request.body.speculative.enabled,
         )
@@ -218,7 +219,7 @@ class BatchEngine:
         }
 
 
-def _prompt(engine: AsyncEngine, request: RowRequest) -> Prompt:
+async def _prompt(engine: AsyncEngine, request: RowRequest) -> Prompt:
     body = request.body
     if not isinstance(body, ChatRequest):
         prompt = body.prompt[0]
@@ -231,7 +232,7 @@ def _prompt(engine: AsyncEngine, request: RowRequest) -> Prompt:
             continue_final_message=body.continue_final_message,
             **chat_variables(body),
         )
-        token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
+        token_ids = await engine.encoder.text(text, add_special_tokens=False, param="messages")
         return {"prompt": text, "prompt_token_ids": token_ids}
     if not prompt:
         raise RequestError("prompt is empty: give at least one token.", param="prompt")

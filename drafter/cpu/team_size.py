@@ -42,7 +42,7 @@ _NOTICED_NS = 1_000_000  # of waits, before there is a verdict: one quantum will
 _WINDOW_NS = 20_000_000  # of tasks without much waiting, after which rests become shorter
 _TRIAL_NS = 20_000_000  # longer than a quantum: who competes for a core is interrupted by then
 _INTERRUPTED_NS = 200_000
-_SHORTEST_REST_NS, _LONGEST_REST_NS = 10_000_000, 250_000_000
+_SHORTEST_REST_NS, _LONGEST_REST_NS = 10_000_000, 1000_000_000
 
 _clock_gettime = types.ExternalFunction("clock_gettime", signature(types.int32, types.int32, types.int64))
 _timespec = stack_memory(64)
