@@ -14,7 +14,7 @@ from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.plan import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
-    from .target.runner import Runner
+    from .targets.runners.runner import Runner
 
 
 class InProcessExecutor:
@@ -28,7 +28,7 @@ class InProcessExecutor:
         import torch
 
         from .machine import owned_cores
-        from .target.loading import load_runner
+        from .targets.loading.rank import load_runner
         from .torch_threads import TorchThreads
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
@@ -68,7 +68,7 @@ class InProcessExecutor:
 def make_executor(config: EngineConfig) -> Executor:
     """Start what `config` describes; returns when it can run steps."""
     if config.needs_ray:
-        from .ray_executor import RayExecutor
+        from .workers.ray_executor import RayExecutor
 
         return RayExecutor(config)
     return InProcessExecutor(config)

@@ -21,7 +21,7 @@ from ray import serve
 from ..cluster.config import EngineConfig
 from ..cluster.placement import Topology
 from .http.settings import ServerSettings, split_settings
-from .room import check_room, machine_resources, warn_of_this_machine
+from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,7 +41,7 @@ class Replica:
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .engine import AsyncEngine
-        from .ray_executor import RayExecutor
+        from .workers.ray_executor import RayExecutor
 
         _log_to_stderr()
         self._config = config

@@ -3,8 +3,8 @@
 A parallel loop of PyTorch ends with its slowest thread, and one that has no core is slow by a scheduler's
 quantum; a step is some hundred such loops. So a process that is interrupted often gives up threads; after a
 rest, threads that look at the clock try whether more would run undisturbed. The same idea as in
-`drafter/cpu/team_size.py`, whose own threads note their waits themselves; here the system's count of
-interruptions tells. Used by `executor.py` and `worker.py` around their steps.
+`drafter/compute/compiled/team_size.py`, whose own threads note their waits themselves; here the system's
+count of interruptions tells. Used by `executor.py` and `workers/worker.py` around their steps.
 
 Only for fp32: there a product's bits do not depend on the number of threads (tested); oneDNN's in bf16 do.
 """
@@ -99,7 +99,7 @@ class _Trial:
             thread.start()
 
     def _look(self) -> None:
-        from ..drafter.cpu.team_size import runs_undisturbed
+        from ..drafter.compute.loops.clock import runs_undisturbed
 
         self._undisturbed.append(runs_undisturbed())
 

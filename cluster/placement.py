@@ -1,8 +1,9 @@
 """Which devices an engine's workers need, as Ray bundles. Arithmetic only: no Ray here.
 
 One bundle per worker: the target ranks, then the drafter if it is split. All on the engine's node
-(STRICT_PACK): plans travel through shared memory. `actors/placement.py` asks Ray for them, and the Serve
-deployment in `actors/replica.py` is given the same bundles, after `actors/room.py` has asked what is free.
+(STRICT_PACK): plans travel through shared memory. `actors/workers/placement.py` asks Ray for them, and the
+Serve deployment in `actors/replica.py` is given the same bundles, after `actors/workers/room.py` has asked
+what is free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fast a step can be at best: bytes over bandwidth or products over arithmetic, whichever takes longer.
 
 A floor, not a forecast: norms, rotations, sampling, activations and the host's time are left out. Plain
-arithmetic on shapes and rates; nothing is measured here. Called by `jobs/bench_step.py`.
+arithmetic on shapes and rates; nothing is measured here. Called by `jobs/bench/step.py`.
 
 Symbols: B requests, k rows of each (the anchor and k - 1 drafts), c context tokens, w bytes of an element of
 weights and K/V, P weights, L layers, Q query heads, D head dim, S_j how likely drafts 1..j are all accepted.

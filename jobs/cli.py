@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..cluster.errors import MantaError
-from .bench_cli import bench
+from .bench.cli import bench
 from .flags import Model, engine_options, sampling_options
 from .settings import engine_config, sampling_params
 
@@ -168,9 +168,9 @@ def batch(
 
     try:
         with StopSignals() as signals:
-            from .batch import BatchOptions, check_answered, run_batch
-            from .batch_io import local_path
-            from .report import print_job
+            from .batch.figures import print_job
+            from .batch.job import BatchOptions, check_answered, run_batch
+            from .batch.source import local_path
 
             options = BatchOptions(
                 input=local_path(input_file, "input"),
@@ -231,7 +231,7 @@ def train_pair(
     num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
 ) -> None:
     """Train the pair that ships from the Python standard library's sources; resumable."""
-    from .train import train_pair as train
+    from .training.pair import train_pair as train
 
     train(output_dir, work_dir, hours, num_threads)
 

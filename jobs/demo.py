@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.errors import CheckpointError, MantaError
-from .batch_io import read_results
+from .batch.source import read_results
 from .demo_commands import run_command, serving
 from .serve import free_port
 

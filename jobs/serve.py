@@ -172,7 +172,7 @@ def check_port(host: str, port: int) -> None:
 
 def _check_models(config: EngineConfig) -> None:
     """Report what checkpoints and settings show to be wrong now, not from a replica's log."""
-    from ..actors.target.load_plan import plan_load
+    from ..actors.targets.loading.plan import plan_load
 
     plan_load(config)
 
@@ -289,7 +289,7 @@ def _await_running(options: ServeOptions, deadline_s: float, report: Report) -> 
 def _what_it_does(options: ServeOptions, waited_s: float) -> str:
     """A replica waits for its place in the cluster, then it loads."""
     from ..actors.replica import DEPLOYMENT
-    from ..actors.room import may_grow, waiting_for_room
+    from ..actors.workers.room import may_grow, waiting_for_room
 
     lacking = waiting_for_room(options.name, DEPLOYMENT)
     if lacking is None:

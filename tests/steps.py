@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from manta.actors.target.loading import load_runner
-from manta.actors.target.runner import StepRunner
+from manta.actors.targets.loading.rank import load_runner
+from manta.actors.targets.runners.host import StepRunner
 from manta.cluster.config import EngineConfig
 from manta.cluster.executor import ExecutorInfo
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling

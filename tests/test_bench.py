@@ -11,8 +11,8 @@ import pytest
 from manta import LLM
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.jobs.bench import BenchOptions, run_bench
-from manta.jobs.bench_passes import read_prompts
+from manta.jobs.bench.passes import read_prompts
+from manta.jobs.bench.speculation import BenchOptions, run_bench
 from text_pair import make_text_pair
 
 

@@ -17,10 +17,10 @@ import torch
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.jobs.baselines import HuggingFaceGenerate, TransformersTarget
-from manta.jobs.bench_compare import CompareOptions, run_compare
+from manta.jobs.bench.compare import CompareOptions, run_compare
+from manta.jobs.bench.contender_server import OpenAIServer
+from manta.jobs.bench.contenders import HuggingFaceGenerate, TransformersTarget
 from manta.jobs.cli import main
-from manta.jobs.openai_server import OpenAIServer
 from text_pair import LiveServer, make_text_pair
 
 PROMPTS = [[5, 9, 200], [7], [31, 8, 12, 99, 140, 3]]

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.actors.target.runner import StepRunner
+from manta.actors.targets.runners.host import StepRunner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.plan import SchedulerOutput, StepResult, StepTimings
-from manta.drafter.kv_cache import PagedKVCache
-from manta.drafter.states import RequestStates, StepRows
-from manta.jobs.bench_step import StepOptions, bench_step, parse_rates
+from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.step.states import RequestStates, StepRows
+from manta.jobs.bench.device_rates import find_device
+from manta.jobs.bench.random_pair import QWEN3_8B, PairShape, z_lab_drafter
+from manta.jobs.bench.step import StepOptions, bench_step, parse_rates
+from manta.jobs.bench.step_times import TURN_STEPS, WARM_UP_STEPS, Memory
 from manta.jobs.cli import main
-from manta.jobs.device_rates import find_device
-from manta.jobs.made_up_steps import TURN_STEPS, WARM_UP_STEPS, Memory
-from manta.jobs.synthetic import QWEN3_8B, PairShape, z_lab_drafter
 
 RATES = "20,0.5"
 

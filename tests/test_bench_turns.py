@@ -6,8 +6,14 @@ from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.jobs.bench_passes import Pass, SteppedPass, joined
-from manta.jobs.turns import LEAST_GROUPS, prompts_per_turn, ratios, run_rounds, split_evenly
+from manta.jobs.bench.passes import Pass, SteppedPass, joined
+from manta.jobs.bench.turns import (
+    LEAST_GROUPS,
+    prompts_per_turn,
+    ratios,
+    run_rounds,
+    split_evenly,
+)
 
 sizes = st.integers(1, 60)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manta.actors.channel import PeerLostError, StepChannel, WorkerChannel, knock
-from manta.actors.rings import Layout
+from manta.actors.workers.channel import PeerLostError, StepChannel, WorkerChannel, knock
+from manta.actors.workers.rings import Layout
 from manta.cluster.plan import SchedulerOutput, StepResult
 
 WORKER = """
 import os, sys, time
-from manta.actors.channel import PeerLostError, WorkerChannel, knock
+from manta.actors.workers.channel import PeerLostError, WorkerChannel, knock
 address, rank, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 answers = behaviour == "all answer" or rank == 0
 try:
@@ -136,7 +136,7 @@ def test_the_liveness_callback_interrupts_a_wait(spawn) -> None:
 
 def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
     engine_code = (
-        "import sys, time; from manta.actors.channel import StepChannel; c = StepChannel(1);"
+        "import sys, time; from manta.actors.workers.channel import StepChannel; c = StepChannel(1);"
         "print(c.address, flush=True); c.accept(); c.send('work'); c.receive(30.0); time.sleep(60)"
     )
     before = _shared_files()

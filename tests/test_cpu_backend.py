@@ -11,15 +11,16 @@ import sys
 import numpy as np
 import pytest
 import torch
-from manta.drafter.attention import AttentionBatch
-from manta.drafter.backend import AttentionShape, PlacedRows
-from manta.drafter.cpu import kernels
-from manta.drafter.cpu.backend import CpuBackend
-from manta.drafter.cpu.choice import noisy_argmax
-from manta.drafter.kv_cache import PagedKVCache
-from manta.drafter.layers import RMSNorm, RopeConfig, RotaryEmbedding
-from manta.drafter.noise import negative_gumbel, noise_keys
-from manta.drafter.torch_backend import TorchBackend
+from manta.drafter.compute.backend import AttentionShape, PlacedRows
+from manta.drafter.compute.eager.attention import AttentionBatch
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.loops import layers as kernels
+from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from manta.drafter.step.loops.choice import noisy_argmax
+from manta.drafter.step.noise import negative_gumbel, noise_keys
 from torch import Tensor
 
 EPS = 1e-6

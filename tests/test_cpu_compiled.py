@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from manta.drafter.backend import AttentionShape, Backend, BlockWeights, PlacedRows
-from manta.drafter.cpu.backend import CompiledBackend
-from manta.drafter.cpu.heads import BLOCK
-from manta.drafter.cpu.machine import Instructions, bf16_instructions
-from manta.drafter.cpu.products import PackedLinear
-from manta.drafter.invariance import rows_are_invariant
-from manta.drafter.kv_cache import PagedKVCache
-from manta.drafter.layers import RMSNorm, RopeConfig, RotaryEmbedding
-from manta.drafter.torch_backend import TorchBackend
+from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.drafter.compute.compiled.backend import CompiledBackend
+from manta.drafter.compute.compiled.heads import BLOCK
+from manta.drafter.compute.compiled.products import PackedLinear
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.invariance import rows_are_invariant
+from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.loops.machine import Instructions, bf16_instructions
+from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
@@ -179,7 +180,7 @@ class Model:
 
 
 def blocked_order(kv: Tensor) -> Tensor:
-    """[L, P, S, 2, K, D] in the order of `drafter/cpu/heads.py`, the same shape."""
+    """[L, P, S, 2, K, D] in the order of `drafter/compute/compiled/heads.py`, the same shape."""
     layers, _, _, _, heads, dim = kv.shape
     k, v = kv.view(layers, -1, BLOCK, 2, heads, dim).unbind(3)  # [L, B, 16, K, D]
     k = k.transpose(2, 3)  # [L, B, K, 16, D]
@@ -276,7 +277,7 @@ def test_callers_at_the_same_time_get_their_own_results():
 
 SCRIPT = """
 import os, torch
-from manta.drafter.cpu.products import PackedLinear
+from manta.drafter.compute.compiled.products import PackedLinear
 layer = PackedLinear(torch.randn(64, 32).bfloat16(), None, 2)
 x = torch.randn(4, 32).bfloat16()
 expected = layer(x)

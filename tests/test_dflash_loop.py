@@ -10,8 +10,8 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
 from manta.actors.tokenizer import Tokenizer
-from manta.jobs.baselines import TransformersTarget
-from manta.jobs.dflash_loop import LoopDrafter, dflash_loop
+from manta.jobs.bench.contenders import TransformersTarget
+from manta.jobs.bench.dflash_loop import LoopDrafter, dflash_loop
 from oracle_dflash import Oracle, decode
 from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.drafter.attention import AttentionBatch, paged_attention
-from manta.drafter.invariance import rows_are_invariant
-from manta.drafter.kv_cache import PagedKVCache
-from manta.drafter.torch_backend import TorchBackend
+from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.invariance import rows_are_invariant
+from manta.drafter.compute.kv_cache import PagedKVCache
 
 HEAD_DIM = 16
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError
-from manta.drafter.checkpoint import TensorFolder, check_drafter, load_drafter
-from manta.drafter.config import DrafterConfig, DraftLayer
-from manta.drafter.features import LentWeights, TargetFacts
-from manta.drafter.layers import Linear
+from manta.drafter.compute.layers import Linear
+from manta.drafter.compute.tensors import TensorFolder
+from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
+from manta.drafter.dflash.config import DrafterConfig, DraftLayer
+from manta.drafter.dflash.features import LentWeights, TargetFacts
 from safetensors.torch import save_file
 
 from . import drafter_checkpoints as checkpoints

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError
-from manta.drafter.layers import HeadNorm, Linear, RMSNorm, RopeConfig, RotaryEmbedding, silu_mul
+from manta.drafter.compute.layers import HeadNorm, Linear, RMSNorm, silu_mul
+from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
 
 
 def rope_of(config: dict, head_dim: int = 16) -> RopeConfig:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
-from manta.drafter.checkpoint import load_drafter
-from manta.drafter.features import LentWeights, TargetFacts
-from manta.drafter.invariance import rows_are_invariant
-from manta.drafter.layers import Linear
-from manta.drafter.model import DFlashDrafter
-from manta.drafter.propose import Proposer
-from manta.drafter.sampling import sample_rows
-from manta.drafter.states import RequestStates
-from manta.drafter.torch_backend import TorchBackend
-from manta.drafter.verification import accept
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.invariance import rows_are_invariant
+from manta.drafter.compute.layers import Linear
+from manta.drafter.dflash.checkpoint import load_drafter
+from manta.drafter.dflash.features import LentWeights, TargetFacts
+from manta.drafter.dflash.model import DFlashDrafter
+from manta.drafter.dflash.propose import Proposer
+from manta.drafter.step.sampling import sample_rows
+from manta.drafter.step.states import RequestStates
+from manta.drafter.step.verification import accept
 
 from . import drafter_checkpoints as checkpoints
 from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB

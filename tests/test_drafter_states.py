@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
-from manta.drafter.states import RequestStates
+from manta.drafter.step.states import RequestStates
 
 MASK = 99
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from manta.actors.control_groups import ControlGroup
 from manta.cluster.errors import ConfigError
-from manta.jobs.busy_processes import busy_processes
-from manta.jobs.cpu_quota import quota_group
-from manta.jobs.idleness import IDLE_SHARE, Idleness, Watch, print_warning
+from manta.jobs.bench.busy_processes import busy_processes
+from manta.jobs.bench.cpu_quota import quota_group
+from manta.jobs.bench.idleness import IDLE_SHARE, Idleness, Watch, print_warning
 
 TICKS_S = 0.1  # clocks of 10 ms, two readings, some processes
 ORPHAN = """
@@ -155,7 +155,7 @@ def test_no_busy_process_is_left_behind_whatever_happens() -> None:
 
 def test_a_busy_process_ends_when_its_parent_is_killed() -> None:
     script = (
-        "from manta.jobs.busy_processes import busy_processes\n"
+        "from manta.jobs.bench.busy_processes import busy_processes\n"
         "import time\n"
         "with busy_processes(1) as (pid,):\n"
         "    print(pid, flush=True)\n"

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from manta.cluster.errors import ConfigError
-from manta.drafter.attention import AttentionBatch, paged_attention
-from manta.drafter.kernels.attention import verify_attention
-from manta.drafter.kernels.flash_attention import FlashAttention
-from manta.drafter.kernels.tiles import (
+from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
+from manta.drafter.compute.gpu.attention import verify_attention
+from manta.drafter.compute.gpu.flash_attention import FlashAttention
+from manta.drafter.compute.gpu.tiles import (
     MAX_PARTIALS,
     AttentionWorkspace,
     PagedRows,
@@ -27,7 +27,7 @@ from manta.drafter.kernels.tiles import (
     num_splits,
     plan_tiles,
 )
-from manta.drafter.kv_cache import PagedKVCache
+from manta.drafter.compute.kv_cache import PagedKVCache
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for Hopper (sm_90) without spilling registers: the machine needs no GPU.
 
-`VARIANTS` lists, for each module of `drafter/kernels`, few shapes that tell: a wrong one costs seconds. A
-module's are compiled in one process without Triton's interpreter, by this file run as a script.
+`VARIANTS` lists, for each module of `compute/gpu` and `step/device`, few shapes that tell: a wrong one costs
+seconds. A module's are compiled in one process without Triton's interpreter, by this file run as a script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manta.drafter.kernels.tiles import plan_tiles
+from manta.drafter.compute.gpu.tiles import plan_tiles
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an H100 or H200 may have
 

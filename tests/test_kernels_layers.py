@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manta.drafter.kernels.activations import silu_mul
-from manta.drafter.kernels.norms import add_rms_norm, rms_norm, warps_for
-from manta.drafter.kernels.write_kv import heads_per_program, norm_rotate_write, write_context
-from manta.drafter.kv_cache import PagedKVCache
-from manta.drafter.layers import HeadNorm, RMSNorm, RopeConfig, RotaryEmbedding
-from manta.drafter.layers import silu_mul as reference_silu_mul
+from manta.drafter.compute.gpu.activations import silu_mul
+from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
+from manta.drafter.compute.gpu.write_kv import heads_per_program, norm_rotate_write, write_context
+from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.compute.layers import HeadNorm, RMSNorm
+from manta.drafter.compute.layers import silu_mul as reference_silu_mul
+from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
 from torch import Tensor
 
 EPS = 1e-6

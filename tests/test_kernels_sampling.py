@@ -12,12 +12,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from manta.drafter.kernels.filters import find_floors
-from manta.drafter.kernels.noise import negative_gumbel as negative_gumbel_in_kernel
-from manta.drafter.kernels.noise import noise_keys as noise_keys_in_kernel
-from manta.drafter.kernels.sampling import SamplingState, SamplingWorkspace, choose_tokens
-from manta.drafter.noise import negative_gumbel, noise_keys
-from manta.drafter.sampling import SamplingBatch, filter_logits, sample_rows
+from manta.drafter.step.device.filters import find_floors
+from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_in_kernel
+from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
+from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace, choose_tokens
+from manta.drafter.step.noise import negative_gumbel, noise_keys
+from manta.drafter.step.sampling import SamplingBatch, filter_logits, sample_rows
 
 if os.environ["TRITON_INTERPRET"] != "1":
     pytest.skip("these tests run kernels on the CPU", allow_module_level=True)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
-from manta.drafter.kernels.steps import (
+from manta.drafter.step.device.rows import (
     RowIndices,
     SlotTables,
     accept_and_advance,
@@ -21,8 +21,8 @@ from manta.drafter.kernels.steps import (
     lay_out_rows,
     place_drafts,
 )
-from manta.drafter.states import RequestStates
-from manta.drafter.verification import accept
+from manta.drafter.step.states import RequestStates
+from manta.drafter.step.verification import accept
 
 if os.environ["TRITON_INTERPRET"] != "1":
     pytest.skip("these tests run kernels on the CPU", allow_module_level=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.drafter.cpu.machine import bf16_instructions
+from manta.drafter.compute.loops.machine import bf16_instructions
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 NUM_TOKENS = 24

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from manta.actors import process_group
+from manta.actors.workers import process_group
 
 WORKER = """
 import json, os, signal, sys

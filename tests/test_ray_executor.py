@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from manta.actors.executor import InProcessExecutor, make_executor
-from manta.actors.ray_executor import RayExecutor
+from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import CheckpointError, EngineDeadError, PlacementError
@@ -221,7 +221,7 @@ def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_
 
     class Replica:
         def start(self, config: EngineConfig) -> tuple[bool, list[int]]:
-            from manta.actors.ray_executor import RayExecutor
+            from manta.actors.workers.ray_executor import RayExecutor
 
             self.executor = RayExecutor(config)
             return self.executor.owns_placement, [os.getpid(), *self.executor.worker_pids]

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from manta.actors import room
 from manta.actors.replica import DEPLOYMENT, build_app
+from manta.actors.workers import room
 from manta.cluster.errors import PlacementError
 from manta.jobs import serve as serving
 from manta.jobs.serve import ServeOptions, free_port, start_server

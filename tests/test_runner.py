@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.executor import InProcessExecutor, make_executor
-from manta.actors.target.runner import DraftSource, LocalDrafts, StepRunner
+from manta.actors.targets.runners.host import DraftSource, LocalDrafts, StepRunner
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import EngineDeadError
 from manta.cluster.plan import SchedulerOutput
 from manta.cluster.request import Request, SamplingParams
-from manta.drafter.states import RequestStates, StepRows
+from manta.drafter.step.states import RequestStates, StepRows
 from oracle_dflash import Oracle, decode, gumbel
 from safetensors.torch import load_file
 from steps import GREEDY, Steps, open_runner, settings

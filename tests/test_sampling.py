@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from manta.drafter.noise import negative_gumbel, noise_bits, noise_keys
-from manta.drafter.sampling import SamplingBatch, filter_logits, sample_rows
+from manta.drafter.step.noise import negative_gumbel, noise_bits, noise_keys
+from manta.drafter.step.sampling import SamplingBatch, filter_logits, sample_rows
 
 from . import oracle_dflash as oracle
 

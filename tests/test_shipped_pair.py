@@ -11,9 +11,9 @@ from conftest import ROOT
 from manta import LLM, SamplingParams
 from manta.actors.outputs import RequestOutput
 from manta.actors.tokenizer import Tokenizer
-from manta.drafter.cpu.backend import CpuBackend
-from manta.drafter.cpu.machine import bf16_instructions
-from manta.drafter.invariance import rows_are_invariant
+from manta.drafter.compute.invariance import rows_are_invariant
+from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.loops.machine import bf16_instructions
 
 NUM_TOKENS = 48
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.target.config import TargetConfig
-from manta.actors.target.decoder import Decoder
-from manta.actors.target.parallel import Sharding, SingleRank
-from manta.actors.target.weights import TargetWeights
-from manta.drafter.layers import RMSNorm
-from manta.drafter.states import RequestStates
+from manta.actors.targets.model.config import TargetConfig
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.parallel import Sharding, SingleRank
+from manta.actors.targets.model.weights import TargetWeights
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.step.states import RequestStates
 from steps import Steps
 from tiny import TINY_VOCAB, make_tiny_target
 

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.checkpoints import resolve_checkpoint
-from manta.actors.target import load_plan, loading, memory, warm_up
-from manta.actors.target.loading import load_runner, plan_load
-from manta.actors.target.runner import Runner
-from manta.actors.target.weights import TargetWeights
+from manta.actors.targets.loading import memory, warm_up
+from manta.actors.targets.loading import plan as load_plan
+from manta.actors.targets.loading import rank as loading
+from manta.actors.targets.loading.rank import load_runner, plan_load
+from manta.actors.targets.model.weights import TargetWeights
+from manta.actors.targets.runners.runner import Runner
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.cpu.machine import Instructions
+from manta.drafter.compute.compiled import backend as compiled_backend
+from manta.drafter.compute.loops.machine import Instructions
 from steps import settings
 from tiny import TINY_BLOCK, TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
@@ -204,7 +207,7 @@ def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype
     assert by_products is (torch.bfloat16 if native and invariant else torch.float32)
-    monkeypatch.setattr(load_plan, "bf16_instructions", lambda: Instructions.AMX)
+    monkeypatch.setattr(compiled_backend, "bf16_instructions", lambda: Instructions.AMX)
     compiled = plan_load(settings(shipped_pair[0], dtype="auto", device="cpu"))
     assert compiled.dtype is torch.bfloat16 and compiled.attention_backend == "compiled"
     assert plan_load(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
@@ -265,7 +268,7 @@ def test_a_compiled_pass_that_cannot_be_says_why_before_a_weight_is_read(
     changes: dict[str, object],
     message: str,
 ) -> None:
-    monkeypatch.setattr(load_plan, "bf16_instructions", lambda: Instructions.AMX)
+    monkeypatch.setattr(compiled_backend, "bf16_instructions", lambda: Instructions.AMX)
     config = settings(tiny_qwen3, **{"dtype": "bfloat16", "attention_backend": "compiled", **changes})
     with pytest.raises(ConfigError, match=message) as caught:
         plan_load(config)

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.target.config import TargetConfig
-from manta.actors.target.decoder import Decoder
-from manta.actors.target.loading import load_runner
-from manta.actors.target.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
-from manta.actors.target.weights import TargetWeights
+from manta.actors.targets.loading.rank import load_runner
+from manta.actors.targets.model.config import TargetConfig
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
+from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
-from manta.drafter.layers import Linear
+from manta.drafter.compute.layers import Linear
 from steps import Steps, settings
 from tiny import TINY_VOCAB, make_tiny_target
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from manta.drafter.cpu.backend import CpuBackend
+from manta.drafter.compute.loops.backend import CpuBackend
 
 SCRIPT = """
 import os, time, torch

@@ -6,12 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from manta.drafter.training.chat import chat_samples
-from manta.drafter.training.corpus import SourceFile, is_held_out, library_files
-from manta.drafter.training.cuts import CATEGORIES, cuts
-from manta.drafter.training.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, read_prompts
-from manta.drafter.training.tokenizer import CHAT_TEMPLATE, render_chat
-from manta.drafter.training.tokens import TokenStore, WindowReader, encode_documents
+from manta.jobs.training.chat import chat_samples
+from manta.jobs.training.corpus import SourceFile, is_held_out, library_files
+from manta.jobs.training.cuts import CATEGORIES, cuts
+from manta.jobs.training.prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, read_prompts
+from manta.jobs.training.tokenizer import CHAT_TEMPLATE, render_chat
+from manta.jobs.training.tokens import TokenStore, WindowReader, encode_documents
 from minijinja import Environment
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -7,18 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.drafter.training.attention import products_attention
-from manta.drafter.training.blocks import (
-    cut_blocks,
-    decay_weights,
-    dpace_weights,
-    draw_anchors,
-    weighted_mean,
-)
-from manta.drafter.training.budget import Schedule
-from manta.drafter.training.continuations import ContinuationReader, Continuations, Question, corpus_sequences
-from manta.drafter.training.cross_entropy import Teacher, row_losses
-from manta.drafter.training.drafter import (
+from manta.jobs.training.attention import products_attention
+from manta.jobs.training.blocks import cut_blocks, decay_weights, dpace_weights, draw_anchors, weighted_mean
+from manta.jobs.training.budget import Schedule
+from manta.jobs.training.continuations import ContinuationReader, Continuations, Question, corpus_sequences
+from manta.jobs.training.cross_entropy import Teacher, row_losses
+from manta.jobs.training.drafter import (
     DrafterSettings,
     FrozenTarget,
     block_losses,
@@ -27,12 +21,12 @@ from manta.drafter.training.drafter import (
     new_drafter,
     target_layer_ids,
 )
-from manta.drafter.training.loop import LoopSettings, StepLoss, TrainingLoop
-from manta.drafter.training.model import DrafterShape, TrainableDrafter
-from manta.drafter.training.optimizers import HybridOptimizer
-from manta.drafter.training.snapshots import load_snapshot, save_snapshot
-from manta.drafter.training.together import TogetherSettings, train_together
-from manta.drafter.training.tokens import TokenStore
+from manta.jobs.training.loop import LoopSettings, StepLoss, TrainingLoop
+from manta.jobs.training.model import DrafterShape, TrainableDrafter
+from manta.jobs.training.optimizers import HybridOptimizer
+from manta.jobs.training.snapshots import load_snapshot, save_snapshot
+from manta.jobs.training.together import TogetherSettings, train_together
+from manta.jobs.training.tokens import TokenStore
 from tiny import tiny_training_config
 from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from manta.drafter.sampling import SamplingBatch, sample_rows
-from manta.drafter.training.cards import PairFacts, RunFacts, figures_table, write_cards
-from manta.drafter.training.continuations import Question
-from manta.drafter.training.drafter import DrafterSettings, FrozenTarget, drafter_shape
-from manta.drafter.training.evaluate import Figures, accepted_lengths, count_steps, evaluate
-from manta.drafter.training.model import TrainableDrafter
-from manta.drafter.training.prompts import Prompt
-from manta.drafter.training.repetition import before_repetition, repeated_tokens
+from manta.drafter.step.sampling import SamplingBatch, sample_rows
+from manta.jobs.training.cards import PairFacts, RunFacts, figures_table, write_cards
+from manta.jobs.training.continuations import Question
+from manta.jobs.training.drafter import DrafterSettings, FrozenTarget, drafter_shape
+from manta.jobs.training.evaluate import Figures, accepted_lengths, count_steps, evaluate
+from manta.jobs.training.model import TrainableDrafter
+from manta.jobs.training.prompts import Prompt
+from manta.jobs.training.repetition import before_repetition, repeated_tokens
 from tiny import tiny_training_config
 from transformers import Qwen3ForCausalLM
 

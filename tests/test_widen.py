@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import ROOT
 from manta import LLM, SamplingParams
-from manta.actors.target.config import TargetConfig
+from manta.actors.targets.model.config import TargetConfig
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.drafter.checkpoint import TensorFolder
-from manta.drafter.training.widen import Width, widen_pair
+from manta.drafter.compute.tensors import TensorFolder
+from manta.jobs.bench.widen import Width, widen_pair
 from safetensors.torch import load_file, save_file
 from steps import Steps, open_runner
 

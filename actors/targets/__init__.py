@@ -1,0 +1,1 @@
+"""The target: what checkpoints mean, the model, loading, and how a rank steps."""

@@ -1,0 +1,1 @@
+"""What a checkpoint means, a family in each file."""

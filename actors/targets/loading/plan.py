@@ -1,0 +1,197 @@
+"""What will be loaded: settings resolved against checkpoints and checked, without reading a weight.
+
+Every mistake that config files, tensor headers and settings can show is reported here. Called by
+`rank.py`, and by a split drafter's worker, which loads by the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.errors import CheckpointError, ConfigError
+from ....drafter.compute.invariance import rows_are_invariant
+from ....drafter.compute.loops.backend import CpuBackend
+from ....drafter.dflash.checkpoint import check_drafter
+from ....drafter.dflash.config import DrafterConfig
+from ....drafter.dflash.features import TargetFacts
+from ...checkpoints import resolve_checkpoint
+from ..model.config import TargetConfig
+from ..model.parallel import Sharding
+from ..model.weights import open_checkpoint
+from .backends import BackendName, choose_backend, why_not_compiled
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The same on all ranks, but for the device's number.
+
+    Attributes:
+        target_folder, drafter_folder: checkpoints on this disk; no drafter's without speculation.
+        facts: what the drafter must fit.
+        num_speculative_tokens: most drafts per request and step.
+        attention_backend: of target and drafter.
+    """
+
+    config: EngineConfig
+    target_folder: Path
+    target: TargetConfig
+    drafter_folder: Path | None
+    drafter: DrafterConfig | None
+    facts: TargetFacts
+    device: torch.device
+    dtype: torch.dtype
+    num_speculative_tokens: int
+    attention_backend: BackendName
+
+    @property
+    def max_model_len(self) -> int:
+        return self.facts.max_model_len
+
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        return self.drafter.target_layer_ids if self.drafter else ()
+
+    @property
+    def split(self) -> bool:
+        """Whether the drafter lives in a process of its own."""
+        spec = self.config.speculative_config
+        return spec is not None and spec.placement == "split"
+
+
+def plan_load(config: EngineConfig) -> LoadPlan:
+    """Resolve and check; CheckpointError or ConfigError names the field and the remedy."""
+    target_folder = resolve_checkpoint(config.model, field="model")
+    target = TargetConfig.load(target_folder)
+    Sharding.of(target, 0, config.tensor_parallel_size)
+    open_checkpoint(target_folder, target)
+    _check_tokenizer(config, target_folder, target)
+    drafter_folder, drafter = None, None
+    if config.speculative_config is not None:
+        drafter_folder = resolve_checkpoint(config.speculative_config.model, field="speculative_config.model")
+        drafter = DrafterConfig.load(drafter_folder)
+    length = _max_model_len(config, target, drafter)
+    plan = plan_models(config, target_folder, target, drafter_folder, drafter, length)
+    if drafter_folder is not None:
+        check_drafter(drafter_folder, plan.facts)
+    return plan
+
+
+def plan_models(
+    config: EngineConfig,
+    target_folder: Path,
+    target: TargetConfig,
+    drafter_folder: Path | None,
+    drafter: DrafterConfig | None,
+    max_model_len: int,
+) -> LoadPlan:
+    """The plan for models whose shapes are known; of the folders nothing is read."""
+    device = _device(config)
+    dtype = _dtype(config, target, drafter, device)
+    return LoadPlan(
+        config=config,
+        target_folder=target_folder,
+        target=target,
+        drafter_folder=drafter_folder,
+        drafter=drafter,
+        facts=TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, max_model_len),
+        device=device,
+        dtype=dtype,
+        num_speculative_tokens=_num_speculative_tokens(config, drafter),
+        attention_backend=choose_backend(config, target, drafter, dtype, device),
+    )
+
+
+def _check_tokenizer(config: EngineConfig, target_folder: Path, target: TargetConfig) -> None:
+    """A tokenizer that makes ids which the target has no embedding for belongs to another model."""
+    if config.skip_tokenizer_init:
+        return
+    folder = target_folder
+    if config.tokenizer is not None:
+        folder = resolve_checkpoint(config.tokenizer, field="tokenizer")
+    largest = _largest_token_id(folder / "tokenizer.json")
+    if largest >= target.vocab_size:
+        raise CheckpointError(
+            f"tokenizer: {folder} makes token ids up to {largest}, but the target's vocab_size is "
+            f"{target.vocab_size}. Set `tokenizer` to the one that the target was trained with.",
+            param="tokenizer",
+        )
+
+
+def _largest_token_id(file: Path) -> int:
+    """-1 if the file cannot tell: whoever loads the tokenizer complains about its form."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = raw["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        return max([-1, *ids, *(token["id"] for token in raw.get("added_tokens", []))])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def _max_model_len(config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """The setting, or the shorter of both models' limits."""
+    limits = {"the target": target.max_position_embeddings}
+    trained = drafter.rope.scaling.get("max_position_embeddings") if drafter else None
+    if isinstance(trained, int):
+        limits["the drafter"] = trained
+    who, limit = min(limits.items(), key=lambda item: item[1])
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        remedy = ", or drop speculative_config" if who == "the drafter" else ""
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is longer than {who}'s max_position_embeddings ({limit}). "
+            f"Set max_model_len to at most {limit}{remedy}.",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _num_speculative_tokens(config: EngineConfig, drafter: DrafterConfig | None) -> int:
+    if drafter is None or config.speculative_config is None:
+        return 0
+    wanted, most = config.speculative_config.num_speculative_tokens, drafter.max_drafts
+    if wanted is None:
+        return most
+    if wanted > most:
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens={wanted} is more than the drafter proposes: of its "
+            f"block's {drafter.block_size} slots the first holds the last known token, so {most} is the most "
+            "(vLLM's counting; SGLang's --speculative-num-draft-tokens counts that slot too: its "
+            f"{drafter.block_size} is {most} here).",
+            param="speculative_config.num_speculative_tokens",
+        )
+    return wanted
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            'device="cuda": PyTorch sees no CUDA device. Set device="cpu", or install a CUDA build of '
+            "PyTorch and check the driver.",
+            param="device",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dtype(
+    config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, device: torch.device
+) -> torch.dtype:
+    """On a CPU bf16 where it is native and a row's bits do not depend on its batch, else fp32."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device.type == "cuda":
+        return getattr(torch, target.dtype)
+    compiled = why_not_compiled(config, target, drafter, torch.bfloat16, device) is None
+    if compiled and config.attention_backend in ("auto", "compiled"):
+        return torch.bfloat16
+    native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    exact = native and rows_are_invariant(CpuBackend(), torch.bfloat16, device)
+    return torch.bfloat16 if exact else torch.float32

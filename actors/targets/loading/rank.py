@@ -1,0 +1,263 @@
+"""From settings to a target rank that can run steps.
+
+    EngineConfig ─▶ LoadPlan: all checked, nothing loaded ─▶ weights, drafter ─▶ pages that memory holds
+                 ─▶ warm-up ─▶ Runner, ExecutorInfo
+
+Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ....cluster.config import EngineConfig
+from ....cluster.executor import ExecutorInfo
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.invariance import rows_are_invariant
+from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.compute.loops.backend import CpuBackend
+from ....drafter.compute.loops.layers import DTYPES as LOOP_DTYPES
+from ....drafter.dflash.checkpoint import load_drafter
+from ....drafter.dflash.features import LentWeights, TargetLends
+from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.dflash.propose import Proposer
+from ....drafter.step.states import RequestStates
+from ..model.decoder import Decoder
+from ..model.parallel import Communicator, Sharding, SingleRank, smallest
+from ..model.weights import TargetWeights
+from ..runners.host import DraftSource, LocalDrafts, StepRunner
+from ..runners.runner import Runner
+from .memory import affordable_pages, gpu_budget_bytes
+from .plan import LoadPlan, plan_load
+from .warm_up import largest_prefill, measure_step_bytes, warm_up
+
+__all__ = [
+    "LoadPlan",
+    "ModelSource",
+    "lent_weights",
+    "load_runner",
+    "make_backend",
+    "plan_load",
+    "start_runner",
+]
+
+logger = logging.getLogger(__name__)
+
+# Makes a rank's source of drafts where the drafter is split off.
+RemoteDrafts = Callable[[LoadPlan, Backend], DraftSource]
+
+
+class ModelSource(Protocol):
+    """Where a plan's models come from."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights: ...
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter: ...
+
+
+class Checkpoints:
+    """The models in the plan's folders."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
+        return TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
+        assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
+        return load_drafter(plan.drafter_folder, plan.facts, lends, plan.dtype, plan.device, backend)
+
+
+@torch.inference_mode()
+def load_runner(
+    config: EngineConfig,
+    communicator: Communicator | None = None,
+    *,
+    remote_drafts: RemoteDrafts | None = None,
+) -> tuple[Runner, ExecutorInfo]:
+    """Load one rank of the target, and the drafter if it is colocated.
+
+    The device is CUDA's current one; threads are the process's.
+
+    Args:
+        communicator: of the target's ranks; by default this one is alone.
+        remote_drafts: where drafts come from when the drafter is split off.
+
+    Raises:
+        CheckpointError, ConfigError: before weights are read, but for a lack of memory.
+    """
+    return start_runner(plan_load(config), Checkpoints(), communicator, remote_drafts=remote_drafts)
+
+
+@torch.inference_mode()
+def start_runner(
+    plan: LoadPlan,
+    models: ModelSource,
+    communicator: Communicator | None = None,
+    *,
+    remote_drafts: RemoteDrafts | None = None,
+) -> tuple[Runner, ExecutorInfo]:
+    """The same from a plan; `models` says where weights come from."""
+    config = plan.config
+    assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
+    rank = _Rank(plan, models, communicator or SingleRank())
+    num_pages = rank.affordable_pages()
+    runner = rank.runner(num_pages, remote_drafts)
+    if not plan.split:  # else the drafter's process would have to step along
+        room = min(num_pages * config.page_size, plan.max_model_len)
+        warm_up(runner, plan.num_speculative_tokens, room, config.page_size)
+    runner.prepare()
+    info = _info(plan, num_pages)
+    logger.info("%s; backend %s", info, plan.attention_backend)
+    if not _runs_on_device(plan):
+        logger.info("rows are batch-invariant: %s", rows_are_invariant(rank.backend, plan.dtype, plan.device))
+    return runner, info
+
+
+def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
+    """The target's whole embedding and head, for a drafter that lives apart."""
+    whole = Sharding.of(plan.target, 0, 1)
+    weights = TargetWeights(plan.target_folder, plan.target, whole, plan.dtype, plan.device)
+    embedding_VH = weights.embedding()
+    head_VH = embedding_VH if plan.target.tied_head else weights.head()
+    return LentWeights(embedding_VH, backend.linear(head_VH))
+
+
+def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
+    return ExecutorInfo(
+        num_pages=num_pages,
+        page_size=plan.config.page_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.target.vocab_size,
+        eos_token_ids=plan.target.eos_token_ids,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        dtype=str(plan.dtype).removeprefix("torch."),
+        device=plan.device.type,
+        max_in_flight=2 if _runs_ahead(plan) else 1,
+        max_stop_token_ids=_max_stop_token_ids(plan),
+    )
+
+
+def _runs_on_device(plan: LoadPlan) -> bool:
+    """Whether requests' state lives on the device; a split drafter's target is driven from the host."""
+    return plan.attention_backend in ("triton", "flash_attn") and not plan.split
+
+
+def _max_stop_token_ids(plan: LoadPlan) -> int | None:
+    if not _runs_on_device(plan):
+        return None
+    from ....drafter.step.device.states import MAX_STOP_TOKEN_IDS
+
+    return MAX_STOP_TOKEN_IDS
+
+
+def _runs_ahead(plan: LoadPlan) -> bool:
+    """As asked; by itself where a device would wait for the host."""
+    if plan.config.async_scheduling is not None:
+        return plan.config.async_scheduling
+    return plan.device.type == "cuda" and _runs_on_device(plan)
+
+
+def make_backend(plan: LoadPlan) -> Backend:
+    """The plan's, which may take over PyTorch's threads; what is not chosen is not imported."""
+    if plan.attention_backend == "compiled":
+        from ....drafter.compute.compiled.backend import CompiledBackend
+
+        backend = CompiledBackend(torch.get_num_threads())
+        torch.set_num_threads(1)
+        return backend
+    if plan.attention_backend == "torch":
+        has_loops = plan.device.type == "cpu" and plan.dtype in LOOP_DTYPES
+        return CpuBackend() if has_loops else TorchBackend()
+    from ....drafter.compute.gpu.backend import TritonBackend
+
+    if plan.attention_backend == "triton":
+        return TritonBackend(plan.device)
+    from ....drafter.compute.gpu.flash_attention import FlashAttention
+
+    head_dims = {plan.target.head_dim, *([plan.drafter.head_dim] if plan.drafter else [])}
+    return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
+
+
+class _Rank:
+    """A rank's models, on the way to a runner: what is missing are pages."""
+
+    def __init__(self, plan: LoadPlan, models: ModelSource, communicator: Communicator) -> None:
+        self._plan, self._communicator = plan, communicator
+        sharding = Sharding.of(plan.target, communicator.rank, communicator.world_size)
+        weights = models.target(plan, sharding)
+        self.backend = backend = make_backend(plan)
+        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend)
+        self._drafter: DFlashDrafter | None = None
+        if plan.drafter is not None and not plan.split:
+            self._drafter = models.drafter(plan, self._model, backend)
+
+    def affordable_pages(self) -> int:
+        """Pages that every rank can afford: page ids are the same everywhere."""
+        plan, config, budget = self._plan, self._plan.config, None
+        stated = config.num_pages is not None or config.kv_cache_memory_bytes is not None
+        if plan.device.type == "cuda" and not stated:
+            budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
+        pages = affordable_pages(config, plan.max_model_len, self._page_bytes(), budget)
+        return smallest(pages, self._communicator, plan.device)
+
+    def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> Runner:
+        if _runs_on_device(self._plan):
+            return self._device_runner(num_pages)
+        return self._step_runner(num_pages, remote_drafts)
+
+    def _device_runner(self, num_pages: int) -> Runner:
+        from ....drafter.step.device.sampling import SamplingWorkspace
+        from ....drafter.step.device.states import DeviceStates
+        from ..runners.device import DeviceRunner
+        from ..runners.graphs import graph_sizes
+        from ..runners.iteration import DeviceModels
+
+        plan, config = self._plan, self._plan.config
+        num_rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
+        vocab = self._model.vocab_range
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        models = DeviceModels(
+            target=self._model,
+            cache=self._model.new_cache(num_pages, config.page_size),
+            drafter=self._drafter,
+            draft_cache=self._drafter.new_cache(num_pages, config.page_size) if self._drafter else None,
+            states=DeviceStates(*size, plan.device),
+            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
+            local_workspace=SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device),
+            communicator=self._communicator,
+        )
+        sizes = graph_sizes(config.max_num_seqs) if plan.device.type == "cuda" else ()
+        return DeviceRunner(models, plan.num_speculative_tokens, sizes)
+
+    def _step_runner(self, num_pages: int, remote_drafts: RemoteDrafts | None) -> StepRunner:
+        plan, page_size = self._plan, self._plan.config.page_size
+        drafts: DraftSource | None = None
+        if remote_drafts is not None:
+            drafts = remote_drafts(plan, self.backend)
+        elif self._drafter is not None:
+            proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size))
+            drafts = LocalDrafts(proposer, self._communicator)
+        size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
+        states = RequestStates(*size, plan.device, self.backend.attention_batch)
+        cache = self._model.new_cache(num_pages, page_size)
+        return StepRunner(self._model, cache, states, drafts, self._communicator)
+
+    def _page_bytes(self) -> int:
+        page_size, dtype = self._plan.config.page_size, self._plan.dtype
+        size = self._model.page_bytes(page_size)
+        if self._drafter is None:
+            return size
+        c = self._drafter.config
+        return size + PagedKVCache.bytes_per_page(c.num_layers, page_size, c.num_kv_heads, c.head_dim, dtype)
+
+    def _step_bytes(self) -> int:
+        """What steps take beside weights and pages, by running the largest in pages that are given back."""
+        config, page_size = self._plan.config, self._plan.config.page_size
+        lengths = largest_prefill(config, self._plan.max_model_len)
+        pages = sum(-(-n // page_size) for n in lengths)
+        taken = measure_step_bytes(lambda: self.runner(pages), lengths, page_size, self._plan.device)
+        return max(taken - pages * self._page_bytes(), 0)

@@ -1,0 +1,1 @@
+"""What all families share: config, weights, the decoder, and how ranks split it."""

@@ -1,0 +1,1 @@
+"""How a rank steps: driven from the host, or on the device."""

@@ -1,0 +1,139 @@
+"""One decoding step on one target rank: draft, verify, accept, inject.
+
+Decides nothing (the plan does) and keeps nothing but what it is made of: model, pages, request states, and a
+source of drafts. Ranks run the same steps on the same plans; what they choose is rank 0's, by broadcast.
+Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
+
+    plan ─▶ apply ─▶ drafts [R, K] ─▶ rows [N] ─▶ target ─┬─▶ hidden [X] ─▶ equal-noise choice ─▶ accept
+                         ▲                                └─▶ taps [N, m] ─▶ inject ─┐
+                         └─────────────── drafter's context K/V, in pages ◀──────────┘
+
+Legend: N rows, X sampled rows, R requests, K most drafts, W = K + 1, m taps, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
+from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.dflash.propose import Proposer
+from ....drafter.step.sampling import sample_rows
+from ....drafter.step.states import RequestStates, StepRows
+from ....drafter.step.verification import accept
+from ..model.decoder import Decoder
+from ..model.parallel import Communicator
+from .runner import Clock
+
+
+class DraftSource(Protocol):
+    """Where drafts come from, and where the target's features go; on every rank."""
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
+        """Drafts [R, K] int64, the same on all ranks; -1 where there is none. K = 0 if nobody drafts."""
+        ...
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        """Take in what the target computed and which tokens stood; called in every step."""
+        ...
+
+
+class LocalDrafts:
+    """A drafter beside the target. Every rank has it whole; embedding and head are the target's, split."""
+
+    def __init__(self, proposer: Proposer, communicator: Communicator) -> None:
+        self._proposer = proposer
+        self._communicator = communicator
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
+        drafts_RK = self._proposer.propose(plan, states)
+        return self._communicator.broadcast(drafts_RK) if drafts_RK.shape[1] else drafts_RK
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        self._proposer.inject(taps_NmH, rows)
+
+
+class StepRunner:
+    """A loaded rank.
+
+    Args:
+        states: this rank's mirror of the running requests.
+        drafts: None decodes plainly, and nothing is tapped.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedKVCache,
+        states: RequestStates,
+        drafts: DraftSource | None,
+        communicator: Communicator,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.states = states
+        self.drafts = drafts
+        self._communicator = communicator
+        self._results: deque[StepResult] = deque()
+
+    def prepare(self) -> None:
+        """Nothing is left to do."""
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Run one step; its result waits to be collected."""
+        self._results.append(self.execute(plan))
+
+    def is_ready(self) -> bool:
+        """Whether `collect` would not wait: never, once a step was submitted."""
+        return bool(self._results)
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step submitted."""
+        return self._results.popleft()
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step to its end."""
+        clock = Clock(self.model.device)
+        self.states.apply(plan)
+        drafts_RK = self._propose(plan)
+        clock.mark()
+        rows = self.states.rows(plan)
+        hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
+        all_sampled = len(rows.sampled_X) == len(hidden_NH)
+        hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
+        clock.mark()
+        token_ids_RW, num_tokens_R = self._choose(hidden_XH, rows, drafts_RK)
+        self.states.append(plan, token_ids_RW, num_tokens_R)
+        clock.mark()
+        if self.drafts is not None:
+            assert taps_NmH is not None, "a target with a drafter taps"
+            self.drafts.inject(taps_NmH, rows, token_ids_RW, num_tokens_R)
+        clock.mark()
+        return StepResult(
+            plan.step,
+            token_ids=token_ids_RW.cpu().numpy().astype(np.int32),
+            num_tokens=num_tokens_R.cpu().numpy().astype(np.int32),
+            timings=StepTimings(*clock.seconds()),
+        )
+
+    def _propose(self, plan: SchedulerOutput) -> Tensor:
+        """Ask for drafts and put them behind the known tokens."""
+        if self.drafts is None:
+            assert not plan.num_drafts.any(), "drafts were planned, but there is no drafter"
+            return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self.model.device)
+        drafts_RK = self.drafts.propose(plan, self.states)
+        self.states.place_drafts(plan, drafts_RK)
+        return drafts_RK
+
+    def _choose(self, hidden_XH: Tensor, rows: StepRows, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """Each sampled row's token, and how far the drafts agree with them."""
+        if len(hidden_XH) == 0:
+            return accept(rows.sampled_X, rows.counts_R, drafts_RK)
+        sampled_X = sample_rows(self.model.logits(hidden_XH), rows.sampling)
+        return accept(self._communicator.broadcast(sampled_X), rows.counts_R, drafts_RK)

@@ -1,0 +1,68 @@
+"""What a loaded rank can do, whoever drives its steps; and the clock of a step's parts."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from ....cluster.plan import SchedulerOutput, StepResult
+from ....drafter.compute.kv_cache import PagedKVCache
+from ..model.decoder import Decoder
+
+
+class Runner(Protocol):
+    """A loaded rank: `host.StepRunner`, or `device.DeviceRunner`. Steps run in the order of submission."""
+
+    @property
+    def model(self) -> Decoder: ...
+
+    @property
+    def cache(self) -> PagedKVCache: ...
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start a step."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether the oldest step submitted has ended."""
+        ...
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; waits for it."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step to its end; nothing else may be under way."""
+        ...
+
+    def prepare(self) -> None:
+        """Make ready for requests, once every kind of step has run."""
+        ...
+
+
+class Clock:
+    """Times between marks; on a GPU by events, which are read once the results are on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if not self._on_gpu:
+            self._times.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Between consecutive marks."""
+        if not self._on_gpu:
+            return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        self._events[-1].synchronize()
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]

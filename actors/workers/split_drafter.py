@@ -1,0 +1,143 @@
+"""A drafter split off from the target: both halves of the conversation that a step then is.
+
+A step as both sides see it (groups: `process_group.py`):
+
+    target ranks (RemoteDrafts)                      drafter (DrafterRunner)
+    apply the plan                                   apply the plan
+                        ◀── joint: drafts [R, K] ─── propose
+    verify
+    rank 0: fc + norm   ─── link: tokens, counts ──▶ append
+                        ─── link: features [N, H] ─▶ write context into its pages
+
+All sizes follow from the plan, which everybody has, so nothing else is said. Features are computed beside
+the target because they are num_taps times smaller than what they are made of. Page ids are the target's.
+Used by `target_worker.py` and `drafter_worker.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError
+from ...cluster.plan import SchedulerOutput
+from ...drafter.compute.backend import Backend
+from ...drafter.compute.kv_cache import PagedKVCache
+from ...drafter.compute.tensors import TensorFolder
+from ...drafter.dflash.checkpoint import load_drafter
+from ...drafter.dflash.model import ContextFeatures
+from ...drafter.dflash.propose import Proposer
+from ...drafter.step.states import RequestStates, StepRows
+from ..targets.loading.memory import gpu_budget_bytes
+from ..targets.loading.plan import LoadPlan, plan_load
+from ..targets.loading.rank import lent_weights, make_backend
+from .process_group import Communicator, ProcessGroups
+
+
+class RemoteDrafts:
+    """A target rank's source of drafts; see `target.runner.DraftSource`."""
+
+    def __init__(self, plan: LoadPlan, backend: Backend, groups: ProcessGroups) -> None:
+        self._joint = groups.joint
+        self._link = groups.link  # target rank 0 alone speaks with the drafter
+        if self._link is not None:
+            self._features = _context_features(plan, backend)
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
+        """Wait for the drafter's proposals."""
+        most = int(plan.num_drafts.max(initial=0))
+        drafts_RK = torch.empty(plan.num_requests, most, dtype=torch.int64, device=states.device)
+        return self._joint.broadcast(drafts_RK, _drafter_rank(self._joint)) if most else drafts_RK
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        """Tell the drafter what stood, and give it what its context is made of."""
+        if self._link is None:
+            return
+        self._link.broadcast(torch.cat((token_ids_RW, num_tokens_R.unsqueeze(1)), dim=1))
+        self._link.broadcast(self._features(taps_NmH))
+
+
+def tell_num_pages(num_pages: int, groups: ProcessGroups) -> None:
+    """The end of a target rank's loading: the drafter waits for the size of its pool, which is the same."""
+    if groups.link is not None:
+        groups.link.broadcast(torch.tensor([num_pages], device=groups.link.device))
+
+
+class DrafterRunner:
+    """The drafter's side of every step.
+
+    Raises:
+        CheckpointError, ConfigError: from loading.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, config: EngineConfig, groups: ProcessGroups) -> None:
+        plan = plan_load(config)
+        assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
+        assert groups.link is not None, "the drafter speaks with target rank 0"
+        self._joint, self._link = groups.joint, groups.link
+        backend = make_backend(plan)
+        drafter = load_drafter(
+            plan.drafter_folder, plan.facts, lent_weights(plan, backend), plan.dtype, plan.device, backend
+        )
+        num_pages = int(self._link.broadcast(torch.zeros(1, dtype=torch.int64, device=plan.device)))
+        _check_pages_fit(plan, num_pages)
+        self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size))
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        self._states = RequestStates(*size, plan.device, backend.attention_batch)
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> None:
+        """Propose, then learn what became of it."""
+        states = self._states
+        states.apply(plan)
+        drafts_RK = self._proposer.propose(plan, states)
+        if drafts_RK.shape[1]:
+            self._joint.broadcast(drafts_RK, _drafter_rank(self._joint))
+        rows = states.rows(plan)
+        verdict = torch.empty(
+            plan.num_requests, drafts_RK.shape[1] + 2, dtype=torch.int64, device=states.device
+        )
+        self._link.broadcast(verdict)
+        token_ids_RW, num_tokens_R = verdict[:, :-1], verdict[:, -1]
+        states.append(plan, token_ids_RW, num_tokens_R)
+        drafter = self._proposer.drafter
+        c_NH = torch.empty(
+            plan.num_batched_tokens, drafter.config.hidden_size, dtype=drafter.dtype, device=drafter.device
+        )
+        self._proposer.inject_features(self._link.broadcast(c_NH), rows)
+
+
+def _drafter_rank(joint: Communicator) -> int:
+    return joint.world_size - 1
+
+
+def _check_pages_fit(plan: LoadPlan, num_pages: int) -> None:
+    """The target has chosen how many pages there are; the drafter's GPU must hold them beside its weights.
+
+    A rank of a wide tensor-parallel target may hold less of a token than the drafter does.
+    """
+    drafter, config = plan.drafter, plan.config
+    if plan.device.type != "cuda" or drafter is None:
+        return
+    page_bytes = PagedKVCache.bytes_per_page(
+        drafter.num_layers, config.page_size, drafter.num_kv_heads, drafter.head_dim, plan.dtype
+    )
+    room = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, step_bytes=0) // page_bytes
+    if num_pages > room:
+        raise ConfigError(
+            f"The target's GPUs hold {num_pages} K/V pages, the split drafter's only {max(room, 0)}. Set "
+            "num_pages to at most that.",
+            param="num_pages",
+        )
+
+
+def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:
+    assert plan.drafter_folder is not None and plan.drafter is not None, "a split drafter has a checkpoint"
+    folder = TensorFolder(plan.drafter_folder)
+    fc, norm = (
+        folder.get(name).to(device=plan.device, dtype=plan.dtype)
+        for name in ("fc.weight", "hidden_norm.weight")
+    )
+    return ContextFeatures(fc, norm, plan.drafter.rms_norm_eps, backend)

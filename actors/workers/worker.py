@@ -1,0 +1,192 @@
+"""What target ranks and a split drafter share: setting up a process, and the loop that runs steps.
+
+A plain class; `ray_executor.py` wraps its children with `ray.remote(...)`. In order: `__init__` (light: no
+torch), `setup`, `load`, and one `run` that never returns while all is well: its end is how Ray tells that
+the worker is gone. The process also ends when the engine does: its socket closes, and Ray kills it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from ...cluster.config import EngineConfig
+from ...cluster.errors import PlacementError
+from ...cluster.executor import ExecutorInfo
+from ...cluster.placement import Topology
+from ...cluster.plan import SchedulerOutput, StepResult
+from .channel import PeerLostError, WorkerChannel, knock
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..torch_threads import TorchThreads
+    from .process_group import ProcessGroups, Store
+
+logger = logging.getLogger(__name__)
+
+# Settings of libraries that the engine's process may have and Ray's workers then lack.
+FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """All that a worker is told before it loads.
+
+    Attributes:
+        config: the engine's, with absolute paths and the topology's device.
+        topology: of all workers.
+        rank: of this one.
+        channel: address of the engine's step channel.
+        environment: settings of libraries, taken over where the worker has none of its own.
+    """
+
+    config: EngineConfig
+    topology: Topology
+    rank: int
+    channel: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker says after `setup`. `store_port` is where the groups meet; rank 0 serves it."""
+
+    pid: int
+    store_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """In place of a result: the step broke, and the worker with it."""
+
+    message: str
+
+
+class Worker:
+    """One process of an engine."""
+
+    setting: WorkerSetup
+    device: torch.device
+    groups: ProcessGroups
+    _threads: TorchThreads
+    max_in_flight = 1
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._store: Store | None = None
+
+    def setup(self, setting: WorkerSetup) -> WorkerFacts:
+        """Fit the process to its place: environment, threads, device, connection to the engine."""
+        self.setting = setting
+        for name, value in setting.environment.items():
+            os.environ.setdefault(name, value)
+        try:
+            self._socket = knock(setting.channel, setting.rank)
+        except PeerLostError as error:
+            raise PlacementError(
+                f"The worker of rank {setting.rank} cannot reach the engine: {error}. Plans travel through "
+                "shared memory: all workers must run on the engine's node, as the same user."
+            ) from None
+        return WorkerFacts(os.getpid(), self._open())
+
+    def _open(self) -> int | None:
+        """Import torch, take the device, open the store (rank 0)."""
+        import torch
+
+        from ..machine import owned_cores
+        from . import process_group
+
+        topology = self.setting.topology
+        if topology.device == "cuda":
+            self.device = torch.device("cuda", _own_gpu())
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            # Ray has set OMP_NUM_THREADS to the CPUs on its books; this overrules it.
+            torch.set_num_threads(topology.num_threads(self.setting.config, owned_cores()))
+        if self.setting.rank > 0 or topology.num_workers == 1:
+            return None
+        self._store = process_group.open_store(topology.num_workers)
+        return self._store.port
+
+    def load(self, store_port: int | None) -> ExecutorInfo | None:
+        """Join the groups and load the model. Target ranks return what the engine must know."""
+        from ..torch_threads import TorchThreads
+        from . import process_group
+
+        self.groups = process_group.connect(
+            rank=self.setting.rank,
+            num_targets=self.setting.topology.tensor_parallel_size,
+            split_drafter=self.setting.topology.split_drafter,
+            device=self.device,
+            store=self._store or store_port or 0,
+        )
+        info = self._load()
+        self._threads = TorchThreads.of(info) if info else TorchThreads(adapts=self.device.type == "cpu")
+        return info
+
+    def _load(self) -> ExecutorInfo | None:
+        raise NotImplementedError
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start this worker's part of a step."""
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Whether the oldest step submitted has ended."""
+        raise NotImplementedError
+
+    def collect(self) -> StepResult | None:
+        """End the oldest step; target rank 0 returns the result."""
+        raise NotImplementedError
+
+    def run(self) -> str:
+        """Run steps until the engine goes away. Raises what broke a step, after telling the engine."""
+        assert self._socket is not None, "setup comes first"
+        channel: WorkerChannel | None = None
+        try:
+            channel = WorkerChannel(self._socket, self.setting.rank)
+            self._run_steps(channel)
+        except PeerLostError:
+            return "The engine has left."
+        except Exception as error:  # a process's edge: the engine must hear of it
+            logger.exception("rank %d: a step failed", self.setting.rank)
+            if channel is not None:
+                channel.send(StepFailure(f"{type(error).__name__}: {error}"))
+            raise
+
+    def _run_steps(self, channel: WorkerChannel) -> NoReturn:
+        """Until the engine leaves (PeerLostError). A step is started as soon as it comes, even while the last
+        one runs, if the device computes by itself."""
+        in_flight = 0
+        while True:
+            may_start = in_flight < self.max_in_flight
+            if not in_flight or (may_start and channel.has_mail_before(self.is_ready)):
+                plan = channel.receive()
+                self._threads.use()
+                self.submit(plan)
+                in_flight += 1
+            else:
+                result = self.collect()
+                in_flight -= 1
+                if result is not None:
+                    channel.send(result)
+
+
+def forwarded_environment() -> dict[str, str]:
+    """The part of this process's environment that workers take over; devices and ranks are their own."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+
+
+def _own_gpu() -> int:
+    """Index, among the visible devices, of the GPU that Ray gave this actor (it hides none: NOSET)."""
+    import ray
+
+    (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(gpu) if visible else int(gpu)

@@ -1,0 +1,97 @@
+"""Pre-norm transformer blocks over paged K/V, driven from Python: the target's and the drafter's alike.
+
+Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
+one, so that a backend may compute them in one launch with what comes before.
+
+    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --gate,up--> silu, product --down--> (x'', norm x'')
+
+Legend: N rows, H hidden, m taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import AttentionShape, BlockWeights, Operators, PlacedRows, Projection, Stack
+from .kv_cache import PagedKVCache
+from .layers import Linear, RMSNorm
+from .rope import RotaryEmbedding
+
+
+class OperatorBackend:
+    """The part of `backend.Backend` that is the same for all backends whose passes Python drives."""
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return Linear(weight_OH, bias_O)
+
+    def stack(
+        self: Operators,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        return BlockStack(self, blocks, final_norm, rope, tap_ids)
+
+
+class BlockStack:
+    """`backend.Stack` out of a backend's operators; holds no state of requests."""
+
+    def __init__(
+        self,
+        operators: Operators,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int],
+    ) -> None:
+        self._operators, self._rope = operators, rope
+        self._tap_ids = tuple(tap_ids)
+        self._blocks = [_Block(operators, shape, weights) for shape, weights in blocks]
+        self._first_norm = blocks[0][1].input_norm
+        self._next_norms = [*(weights.input_norm for _, weights in blocks[1:]), final_norm]
+
+    def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
+        normed_NH = self._operators.norm(self._first_norm, x_NH)
+        step = self._operators.begin(self._rope, rows)
+        tapped: dict[int, Tensor] = {}
+        for i, (block, next_norm) in enumerate(zip(self._blocks, self._next_norms, strict=True)):
+            x_NH, normed_NH = block(x_NH, normed_NH, step, cache, i, next_norm)
+            if i in self._tap_ids:
+                tapped[i] = x_NH
+        return normed_NH, stack_taps([tapped[i] for i in self._tap_ids]) if tapped else None
+
+
+class _Block:
+    __slots__ = ("_attention", "_operators", "_weights")
+
+    def __init__(self, operators: Operators, shape: AttentionShape, weights: BlockWeights) -> None:
+        self._operators = operators
+        self._attention = operators.attention(shape)
+        self._weights = weights
+
+    def __call__(
+        self, x_NH: Tensor, normed_NH: Tensor, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """The residual behind this block and its norm.
+
+        Args:
+            x_NH: the residual; left as it was.
+            normed_NH: this block's input norm of it.
+            step: what `begin` made for this pass.
+            next_norm: the next block's input norm, or the model's last norm.
+        """
+        weights, operators = self._weights, self._operators
+        attended = self._attention(weights.qkv(normed_NH), step, cache, layer)
+        x_NH, normed_NH = operators.residual_norm(weights.o, attended, x_NH, weights.post_norm)
+        inner = operators.silu_mul(weights.gate_up(normed_NH))
+        return operators.residual_norm(weights.down, inner, x_NH, next_norm)
+
+
+def stack_taps(taps: list[Tensor]) -> Tensor:
+    """Hidden states [N, H] of the tapped blocks in order -> [N, m, H]."""
+    return torch.stack(taps, dim=1)

@@ -1,0 +1,63 @@
+"""Passes of bf16 in one call (`one_pass.py`), where one process has the model and its CPU multiplies bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..backend import AttentionShape, BlockWeights, ContextWriter, Projection, Stack
+from ..layers import Linear, RMSNorm
+from ..loops.backend import CpuBackend
+from ..loops.machine import bf16_instructions
+from ..rope import RotaryEmbedding
+from .attention import PagedContexts
+from .heads import BlockedContextWriter
+from .one_pass import CompiledStack, can_compile, fits_pages
+from .products import PackedLinear, can_pack
+
+
+def why_not(sizes: tuple[int, ...], page_size: int) -> str | None:
+    """What this machine or a model lacks for passes in one call, in words; {model} stands for whose sizes.
+
+    Args:
+        sizes: hidden size, head dimension and inner size.
+        page_size: tokens per K/V page.
+    """
+    if bf16_instructions() is None:
+        return "needs a CPU with AVX512_BF16 or AMX"
+    if not fits_pages(page_size):
+        return "needs a page_size that is a multiple of 16"
+    if not can_compile(*sizes):
+        return "needs sizes that are multiples of 32, not all of the {model}'s are"
+    return None
+
+
+class CompiledBackend(CpuBackend):
+    """A pass is one call (`one_pass.py`); a step's rows come with `attention.PagedContexts`.
+
+    Its threads are its own: PyTorch should have one beside them (threads of both kinds that look for work
+    take each other's cores).
+    """
+
+    attention_batch = staticmethod(PagedContexts.build)
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        if not can_pack(weight_OH.shape[1]):
+            return Linear(weight_OH, bias_O)
+        return PackedLinear(weight_OH, bias_O, self._num_threads)
+
+    def stack(
+        self,
+        blocks: Sequence[tuple[AttentionShape, BlockWeights]],
+        final_norm: RMSNorm,
+        rope: RotaryEmbedding,
+        tap_ids: Sequence[int] = (),
+    ) -> Stack:
+        return CompiledStack(blocks, final_norm, rope, tap_ids, self._num_threads)
+
+    def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
+        return BlockedContextWriter(k_norm_LD, eps, num_kv_heads)

@@ -1,0 +1,106 @@
+"""From a layer's q, k and v to pages: head norm, rotation, and K and V in an order of their own.
+
+The compiled attention (`attention.py`) multiplies K and V where they lie. Slots come in *blocks* of 16:
+
+    [K heads] [16 slots, D] keys, then [K heads] [D / 16] [8 pairs of slots, 16, 2] values
+
+Legend: N rows, J heads, K kv heads, D head dim, L layers.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+from torch import Tensor
+
+from ..backend import PlacedRows
+from ..kv_cache import PagedKVCache
+from ..loops.elements import elements, pointer
+from ..rope import RotaryEmbedding
+from .vectors import copy_lines, norm_rotate, rotate
+
+BLOCK = 16  # slots
+_BF16, _INT64 = np.uint16(0), np.int64(0)
+
+
+class BlockedContextWriter:
+    """`backend.ContextWriter` into such blocks."""
+
+    __slots__ = ("_eps_1", "_norm_JD", "_num_kv")
+
+    def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
+        self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
+        self._eps_1 = np.full(1, eps, dtype=np.float32)
+        self._num_kv = num_kv_heads
+
+    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
+        _write_context(
+            kv_NO.data_ptr(),
+            len(kv_NO),
+            cache.num_layers,
+            self._num_kv,
+            cache.head_dim,
+            self._norm_JD.data_ptr(),
+            rope.cos_TD.data_ptr(),
+            rope.sin_TD.data_ptr(),
+            rows.positions_N.data_ptr(),
+            rows.kv_slots_N.data_ptr(),
+            cache.kv.data_ptr(),
+            cache.layer_bytes,
+            self._eps_1.ctypes.data,
+        )
+
+
+@elements
+def _write_context(
+    rows, num_rows, num_layers, num_kv, head_dim, weight, cos, sin, positions, slots, kv, layer_bytes, eps
+):
+    """Rows of [L, K] keys and [L, K] values of D."""
+    positions_N = carray(pointer(positions, _INT64), (num_rows,))
+    slots_N = carray(pointer(slots, _INT64), (num_rows,))
+    num_keys = num_layers * num_kv
+    for n in range(num_rows):
+        row = rows + 4 * n * num_keys * head_dim
+        place_heads(row, weight, cos, sin, positions_N[n], 0, num_keys, head_dim, eps)
+        for layer in range(num_layers):
+            k = row + 2 * layer * num_kv * head_dim
+            write_slot(
+                kv + layer * layer_bytes,
+                slots_N[n],
+                k,
+                k + 2 * num_keys * head_dim,
+                0,
+                num_kv,
+                num_kv,
+                head_dim,
+            )
+
+
+@elements
+def place_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
+    """Norm and rotate some heads of a row, in place; weights are per head, or 0 without a norm."""
+    at = 2 * position * head_dim
+    for j in range(first, last):
+        x = row + 2 * j * head_dim
+        if weight != 0:
+            norm_rotate(x, weight + 2 * j * head_dim, cos + at, sin + at, head_dim // 32, eps)
+        else:
+            rotate(x, np.int64(0), cos + at, sin + at, head_dim // 32, eps)
+
+
+@elements
+def write_slot(kv, slot, k, v, first, last, num_kv, head_dim):
+    """Copy some heads of a row's K and V, at `k` and `v`, to their slot of the layer at `kv`."""
+    size = 2 * BLOCK * head_dim  # bytes of a head's block
+    block, t = slot // BLOCK, slot % BLOCK
+    base = kv + block * 2 * num_kv * size
+    for head in range(first, last):
+        copy_lines(k + 2 * head * head_dim, base + head * size + 2 * t * head_dim, head_dim // 32)
+        v_D = carray(pointer(v + 2 * head * head_dim, _BF16), (head_dim,))
+        block_D = carray(pointer(base + (num_kv + head) * size + 64 * (t // 2), _BF16), (BLOCK * head_dim,))
+        for c in range(head_dim // 16):
+            for d in range(16):
+                block_D[256 * c + 2 * d + t % 2] = v_D[16 * c + d]

@@ -1,0 +1,1 @@
+"""PyTorch: the meaning of every operator."""

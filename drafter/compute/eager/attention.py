@@ -1,0 +1,345 @@
+"""Attention over paged K/V with PyTorch's own kernel: gather pages, then scaled dot products.
+
+The CPU's backend, and the fallback elsewhere. `AttentionBatch` is built once per step from host integers and
+holds every index and mask that the layers need; `paged_attention` then costs a handful of framework calls per
+layer. Called by `dflash/model.py` and `actors/target`.
+
+A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
+pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked.
+
+Requests are put into groups: short ones (decoding) of similar context together, padded to the longest; each
+long one (prefill) alone, in tiles of query rows. A row's result does not depend on its companions: measured
+bitwise on the CPUs tried (`invariance.py` repeats it at start), given the paddings below.
+
+Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
+dim, T context tokens (padded), P pages of a request, S page size, M rows of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..kv_cache import PagedKVCache
+
+Ints = NDArray[np.integer]
+
+_SHORT_ROWS = 32  # requests with at most so many rows share a group
+_TILE_ROWS = 512  # query rows of a long request that are computed at once
+# How the CPU kernel's products round (measured, AVX-512, MKL): 1 to 3 query rows otherwise than more, where
+# query rows come in 32s or 64s; keys are summed in blocks of 512, and within a block a sum whose length is no
+# multiple of 16 otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192
+# from 384 on; Intel with AMX: elsewhere). So such lengths are filled up.
+_ROW_MULTIPLE = 4
+_KEY_MULTIPLE, _KEY_BLOCK, _LONG_KEYS = 16, 512, (192, 384, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedRows:
+    """Row of each padded query row; places among them that are real; the rows that these are. int64."""
+
+    padded_M: Tensor
+    real_places_N: Tensor
+    real_N: Tensor
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests that one product serves.
+
+    Attributes:
+        num_requests, num_rows, num_keys: G, W and T.
+        rows: the group's rows, as a slice if they stand in order and equally many.
+        pages_GP: page ids (int64, flat).
+        first_page: the first page of the only request, if its pages are consecutive; else None.
+        positions_GW: absolute position of each query row; W is a multiple of four, the last row repeated.
+        lengths_G: keys that exist.
+        masks: additive masks by their meaning, made when first asked for.
+        views: every layer's K and V of consecutive pages, likewise; see `_views`.
+    """
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    rows: slice | _PaddedRows
+    pages_GP: Tensor
+    first_page: int | None
+    positions_GW: Tensor
+    lengths_G: Tensor
+    masks: dict[tuple[bool, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+    views: tuple[PagedKVCache, list[tuple[Tensor, ...]]] | None = None
+
+    def mask(self, causal: bool, window: int | None, dtype: torch.dtype, copies: int) -> Tensor:
+        """[G, 1, copies * W, T], or 1 for W where all rows see the same: 0 where visible, else -inf."""
+        key = (causal, window, dtype, copies)
+        if key not in self.masks:
+            mask_G1WT = self._make_mask(causal, window, dtype)
+            self.masks[key] = mask_G1WT.repeat(1, 1, copies, 1) if mask_G1WT.shape[2] > 1 else mask_G1WT
+        return self.masks[key]
+
+    def _make_mask(self, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
+        keys_T = torch.arange(self.num_keys, device=self.positions_GW.device)
+        query_GW1 = self.positions_GW.unsqueeze(-1)
+        hidden_GWT = keys_T >= self.lengths_G.view(-1, 1, 1)
+        if causal:
+            hidden_GWT = hidden_GWT | (keys_T > query_GW1)
+        if window is not None:
+            hidden_GWT = hidden_GWT | (keys_T <= query_GW1 - window) | (keys_T >= query_GW1 + window)
+        zero = torch.zeros((), dtype=dtype, device=keys_T.device)
+        return torch.where(hidden_GWT, zero - float("inf"), zero).unsqueeze(1)
+
+
+class AttentionBatch:
+    """Indices and masks of one step for one cache geometry; see the module's text."""
+
+    __slots__ = ("groups", "num_rows")
+
+    def __init__(self, groups: list[_Group], num_rows: int) -> None:
+        self.groups = groups
+        self.num_rows = num_rows
+
+    @classmethod
+    def build(
+        cls,
+        first_position_R: Ints,
+        num_rows_R: Ints,
+        pages_RP: Ints,
+        page_size: int,
+        device: torch.device | str,
+    ) -> AttentionBatch:
+        """Plan the attention of rows laid out request after request.
+
+        Args:
+            first_position_R: absolute position of each request's first row.
+            num_rows_R: rows of each request, at least 1.
+            pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
+        """
+        lengths_R = first_position_R + num_rows_R
+        starts_R = np.cumsum(num_rows_R) - num_rows_R
+        step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device)
+        groups: list[_Group] = []
+        for members in _companions(num_rows_R, lengths_R, page_size):
+            groups += step.long_request(members[0]) if len(members) == 1 else [step.short_requests(members)]
+        return cls(groups, int(num_rows_R.sum()))
+
+
+def _companions(num_rows_R: Ints, lengths_R: Ints, page_size: int) -> list[list[int]]:
+    """Which requests are computed together: short ones within a factor of two in context length."""
+    if len(num_rows_R) == 1:
+        return [[0]]
+    groups: dict[int, list[int]] = {}
+    for r, (rows, length) in enumerate(zip(num_rows_R.tolist(), lengths_R.tolist(), strict=True)):
+        key = -1 - r if rows > _SHORT_ROWS else max(length - 1, page_size, 64).bit_length()
+        groups.setdefault(key, []).append(r)
+    return list(groups.values())
+
+
+def _padded(length: int, page_size: int) -> int:
+    """Context tokens to gather: whole pages, and a number whose sums are cut like those of any longer one."""
+    unit = math.lcm(page_size, _KEY_MULTIPLE)
+    count = -(-length // unit) * unit
+    blocks, rest = divmod(count, _KEY_BLOCK)
+    if rest > _LONG_KEYS[0]:
+        filled = blocks * _KEY_BLOCK + min(keys for keys in _LONG_KEYS if keys >= rest)
+        count = -(-filled // unit) * unit
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Makes groups out of a step's host integers."""
+
+    first_R: Ints
+    rows_R: Ints
+    lengths_R: Ints
+    starts_R: Ints
+    pages_RP: Ints
+    page_size: int
+    device: torch.device | str
+
+    def _tensor(self, values: Ints | list[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
+
+    def _pages(self, requests: list[int], num_keys: int) -> Ints:
+        """Page ids [G, T / S]; what a request has not got is page 0, which the masks hide."""
+        count = num_keys // self.page_size
+        have = self.pages_RP[requests, :count]
+        pages_GP = np.zeros((len(requests), count), dtype=np.int64)
+        used_G = -(-self.lengths_R[requests] // self.page_size)
+        pages_GP[:, : have.shape[1]] = np.where(np.arange(have.shape[1]) < used_G[:, None], have, 0)
+        return pages_GP
+
+    def long_request(self, r: int) -> list[_Group]:
+        """One request alone, in tiles of query rows; every tile gathers only the keys up to its end."""
+        tiles: list[_Group] = []
+        first, start, rows = int(self.first_R[r]), int(self.starts_R[r]), int(self.rows_R[r])
+        for begin in range(0, rows, _TILE_ROWS):
+            # Causal tiles need no later keys, but bidirectional ones do: keep them all.
+            size = min(_TILE_ROWS, rows - begin)
+            tiles.append(self._tile(r, first + begin, start + begin, size))
+        return tiles
+
+    def _tile(self, r: int, position: int, row: int, size: int) -> _Group:
+        length = int(self.lengths_R[r])
+        num_keys = _padded(length, self.page_size)
+        pages_P = self._pages([r], num_keys)[0]
+        consecutive = bool((np.diff(pages_P[: -(-length // self.page_size)]) == 1).all())
+        width = -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        return _Group(
+            num_requests=1,
+            num_rows=width,
+            num_keys=num_keys,
+            rows=slice(row, row + size),
+            pages_GP=self._tensor(pages_P),
+            first_page=int(pages_P[0]) if consecutive else None,
+            positions_GW=self._tensor(position + np.minimum(np.arange(width), size - 1)[None]),
+            lengths_G=self._tensor([length]),
+        )
+
+    def short_requests(self, members: list[int]) -> _Group:
+        """Several requests, padded to the longest; padding repeats a request's last row."""
+        rows_G, starts_G = self.rows_R[members], self.starts_R[members]
+        longest = int(rows_G.max())
+        width = -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members])
+        places_GW = np.minimum(np.arange(width), rows_G[:, None] - 1)
+        rows_GW = starts_G[:, None] + places_GW
+        real_GW = np.arange(width) < rows_G[:, None]
+        begin, end = int(starts_G[0]), int(starts_G[0]) + longest * len(members)
+        if (rows_G == longest).all() and (starts_G == np.arange(begin, end, longest)).all():
+            rows: slice | _PaddedRows = slice(begin, end)
+        else:
+            rows = _PaddedRows(
+                padded_M=self._tensor(rows_GW.ravel()),
+                real_places_N=self._tensor(np.flatnonzero(real_GW)),
+                real_N=self._tensor(rows_GW[real_GW]),
+            )
+        return _Group(
+            num_requests=len(members),
+            num_rows=width,
+            num_keys=num_keys,
+            rows=rows,
+            pages_GP=self._tensor(self._pages(members, num_keys).ravel()),
+            first_page=None,
+            positions_GW=self._tensor(self.first_R[members][:, None] + places_GW),
+            lengths_G=self._tensor(self.lengths_R[members]),
+        )
+
+
+def paged_attention(
+    q_NQD: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from every row to its request's keys in `cache` (the rows' own must be written already).
+
+    Args:
+        causal: whether a row sees only keys up to its own position.
+        window: with it a row at p sees keys p - window < key < p + window; None sees all.
+
+    Returns:
+        [N, Q * D], ready for the output projection.
+    """
+    groups = batch.groups
+    if len(groups) == 1 and isinstance(groups[0].rows, slice):
+        return _attend(q_NQD, cache, layer, groups[0], scale, causal, window).reshape(len(q_NQD), -1)
+    out_NQD = torch.empty_like(q_NQD)
+    for group in groups:
+        if isinstance(group.rows, slice):
+            out_NQD[group.rows] = _attend(q_NQD[group.rows], cache, layer, group, scale, causal, window)
+        else:
+            padded_MQD = q_NQD.index_select(0, group.rows.padded_M)
+            result_MQD = _attend(padded_MQD, cache, layer, group, scale, causal, window)
+            real_NQD = result_MQD.index_select(0, group.rows.real_places_N)
+            out_NQD.index_copy_(0, group.rows.real_N, real_NQD)
+    return out_NQD.view(len(q_NQD), -1)
+
+
+def _attend(
+    q_MQD: Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    group: _Group,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """M rows of one group -> [M, Q, D]."""
+    shared = q_MQD.shape[1] // cache.num_kv_heads
+    if group.num_requests == 1:
+        mask_11WT = group.mask(causal, window, q_MQD.dtype, 1)
+        return _attend_one(
+            q_MQD, _context_of_one(cache, layer, group, shared), mask_11WT, group.num_rows, scale
+        )
+    mask_G1WT = group.mask(causal, window, q_MQD.dtype, shared)
+    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, group.num_rows, scale)
+
+
+def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
+    """K and V of the group's requests, gathered: [G, T, 2, K, D]."""
+    found = cache.pages(layer).index_select(0, group.pages_GP)
+    return found.view(group.num_requests, group.num_keys, 2, cache.num_kv_heads, cache.head_dim)
+
+
+def _context_of_one(cache: PagedKVCache, layer: int, group: _Group, shared: int) -> tuple[Tensor, ...]:
+    """K and V [K, C, T, D] of the group's only request: views where its pages are consecutive.
+
+    Grouped heads copy neither K nor V.
+    """
+    count, num_pages = group.num_keys // cache.page_size, cache.num_pages + 1
+    if group.first_page is not None and group.first_page + count <= num_pages:
+        if group.views is None or group.views[0] is not cache:
+            group.views = (cache, _views(cache, group.first_page, count, shared))
+        return group.views[1][layer]
+    kv_2K1TD = _context(cache, layer, group)[0].permute(1, 2, 0, 3).unsqueeze(2)
+    return kv_2K1TD.expand(-1, -1, shared, -1, -1).unbind(0)
+
+
+def _views(cache: PagedKVCache, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
+    """K and V [K, C, T, D] of every layer. Pages behind the context are strangers', and masked."""
+    kv_LT2KD = cache.kv.narrow(1, first, count).flatten(1, 2)
+    kv_L2KCTD = kv_LT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
+    return [pair.unbind(0) for pair in kv_L2KCTD.unbind(0)]
+
+
+def _attend_one(
+    q_MQD: Tensor, kv: tuple[Tensor, ...], mask_11WT: Tensor, num_rows: int, scale: float
+) -> Tensor:
+    """One request: kv heads take the place of the batch."""
+    k_KCTD, v_KCTD = kv
+    num_kv, shared, _, head_dim = k_KCTD.shape
+    q_KCWD = _pad_rows(q_MQD.view(-1, num_kv, shared, head_dim).permute(1, 2, 0, 3), num_rows)
+    out_KCWD = F.scaled_dot_product_attention(q_KCWD, k_KCTD, v_KCTD, attn_mask=mask_11WT, scale=scale)
+    return out_KCWD[:, :, : len(q_MQD)].permute(2, 0, 1, 3).reshape(q_MQD.shape)
+
+
+def _pad_rows(q: Tensor, num_rows: int) -> Tensor:
+    """Repeat the last but one dimension's last row up to `num_rows`."""
+    missing = num_rows - q.shape[-2]
+    if missing == 0:
+        return q
+    # Copied: a row stride of 0 takes the slow way through the product.
+    return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
+
+
+def _attend_many(q_MQD: Tensor, kv_GT2KD: Tensor, mask_G1WT: Tensor, num_rows: int, scale: float) -> Tensor:
+    """Several requests: the heads that share a kv head become further query rows of it (C * W in all)."""
+    num_requests, _, _, num_kv, head_dim = kv_GT2KD.shape
+    shared, rows_each = q_MQD.shape[1] // num_kv, len(q_MQD) // num_requests
+    q_GKCWD = q_MQD.view(num_requests, rows_each, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
+    q_GKMD = _pad_rows(q_GKCWD, num_rows).reshape(num_requests, num_kv, shared * num_rows, head_dim)
+    k_GKTD, v_GKTD = kv_GT2KD.permute(2, 0, 3, 1, 4).unbind(0)
+    out_GKMD = F.scaled_dot_product_attention(q_GKMD, k_GKTD, v_GKTD, attn_mask=mask_G1WT, scale=scale)
+    out_GKCWD = out_GKMD.view(num_requests, num_kv, shared, num_rows, head_dim)
+    return out_GKCWD[..., :rows_each, :].permute(0, 3, 1, 2, 4).reshape(q_MQD.shape)

@@ -1,0 +1,89 @@
+"""Whether this machine gives a row the same bits whatever rows stand beside it.
+
+Measured at start, not assumed: it depends on the CPU, the dtype and the libraries. Where it holds, greedy and
+seeded outputs are the same to the last token with speculation on or off and in any batch; where it does not,
+they are up to near-ties. Called by whoever loads a target, for the log, and by tests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .backend import AttentionShape, Backend, BlockWeights, PlacedRows, Stack
+from .kv_cache import PagedKVCache
+from .layers import RMSNorm
+from .rope import RopeConfig, RotaryEmbedding
+
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 192, 512, 4, 2, 64
+_BLOCK, _PAGE, _PAGES = 16, 16, 64
+_COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
+_LENGTHS = (16, 100, 200, 330, 450, 730)
+
+
+def rows_are_invariant(backend: Backend, dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Compare the rows of a block, alone and among others, bit by bit at several context lengths."""
+    return _Trial(backend, dtype, device).passes()
+
+
+class _Trial:
+    """One transformer block with random weights, and pages of random K and V."""
+
+    def __init__(self, backend: Backend, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._backend, self._dtype, self._device = backend, dtype, device
+        self._stack = self._make_stack()
+        num_requests = 1 + len(_COMPANIONS)
+        self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, _KV_HEADS, _HEAD_DIM, dtype, device)
+        self._cache.kv.copy_(self._random(*self._cache.kv.shape))
+        self._pages = np.arange(num_requests * _PAGES).reshape(_PAGES, num_requests).T.copy()
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(device=self._device, dtype=self._dtype)
+
+    def _make_stack(self) -> Stack:
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(1 + 0.1 * self._random(size), 1e-6)
+
+        def linear(outputs: int, inputs: int):
+            return self._backend.linear(self._random(outputs, inputs) * inputs**-0.5)
+
+        heads = (_HEADS, _KV_HEADS, _HEAD_DIM)
+        shape = AttentionShape(*heads, norm(_HEAD_DIM).weight_H, norm(_HEAD_DIM).weight_H, 1e-6)
+        weights = BlockWeights(
+            input_norm=norm(_HIDDEN),
+            qkv=linear((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN),
+            o=linear(_HIDDEN, _HEADS * _HEAD_DIM),
+            post_norm=norm(_HIDDEN),
+            gate_up=linear(2 * _INNER, _HIDDEN),
+            down=linear(_HIDDEN, _INNER),
+        )
+        rope = RotaryEmbedding(
+            RopeConfig(_HEAD_DIM, 1e4, "default", {}), _PAGE * _PAGES, self._dtype, self._device
+        )
+        return self._backend.stack([(shape, weights)], norm(_HIDDEN), rope)
+
+    def passes(self) -> bool:
+        others_NH = self._random(sum(rows for _, rows in _COMPANIONS), _HIDDEN)
+        begins, counts = (list(column) for column in zip(*_COMPANIONS, strict=True))
+        for length in _LENGTHS:
+            x_NH, first = self._random(_BLOCK, _HIDDEN), length - _BLOCK
+            block = self._run(x_NH, [first], [_BLOCK])
+            alone = [self._run(x_NH[i : i + 1], [first + i], [1]) for i in range(_BLOCK)]
+            beside = self._run(torch.cat((x_NH, others_NH)), [first, *begins], [_BLOCK, *counts])
+            if not (torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])):
+                return False
+        return True
+
+    def _run(self, x_NH: Tensor, first: list[int], counts: list[int]) -> Tensor:
+        positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]
+        slots = [self._pages[r][at // _PAGE] * _PAGE + at % _PAGE for r, at in enumerate(positions)]
+        batch = self._backend.attention_batch(
+            np.array(first), np.array(counts), self._pages[: len(first)], _PAGE, self._device
+        )
+        rows = PlacedRows(self._ints(positions), self._ints(slots), batch)
+        return self._stack(x_NH.clone(), rows, self._cache)[0]
+
+    def _ints(self, parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self._device)

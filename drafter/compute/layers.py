@@ -1,0 +1,89 @@
+"""The few layers that target and drafter are made of: Linear, RMSNorm, gated MLP.
+
+Plain callables over tensors, not nn.Modules: nothing here is trained, and every framework call costs
+microseconds at batch 1. Weights come in once and are laid out for speed there. Called by `dflash/model.py`
+and by `actors/targets`.
+
+Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_PACKABLE = (torch.float32, torch.bfloat16)
+_ROWS_HINT = 16  # rows of a verified block: what the packed layout is tuned for
+
+
+class Linear:
+    """y = x W^T (+ bias) (+ residual), for W [O, H].
+
+    On a CPU the weight is reordered once into oneDNN's blocked layout: twice as fast at 16 rows, and a
+    row's result is bitwise the same whatever the number of rows (tests/test_drafter_layers.py). The plain
+    weight is dropped then. Anywhere else this is `F.linear`.
+    """
+
+    __slots__ = ("_bias", "_packed", "_weight", "dtype", "in_features", "out_features")
+
+    def __init__(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight_OH.shape
+        self.dtype = weight_OH.dtype
+        self._bias = bias_O
+        self._packed: Tensor | None = None
+        self._weight: Tensor | None = None
+        if _can_pack(weight_OH):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), _ROWS_HINT)
+        else:
+            self._weight = weight_OH
+
+    def __call__(self, x_NH: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        if self._packed is None:
+            y_NO = F.linear(x_NH, self._weight, self._bias)  # type: ignore[arg-type]
+            return y_NO if residual_NO is None else y_NO + residual_NO
+        if residual_NO is None:
+            return torch.ops.mkldnn._linear_pointwise(x_NH, self._packed, self._bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x_NH, residual_NO, self._packed, self._bias, "add")
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in _PACKABLE:
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32."""
+
+    __slots__ = ("_shape", "eps", "weight_H")
+
+    def __init__(self, weight_H: Tensor, eps: float) -> None:
+        self.weight_H = weight_H
+        self.eps = eps
+        self._shape = (weight_H.shape[-1],)
+
+    def __call__(self, x_NH: Tensor) -> Tensor:
+        return F.rms_norm(x_NH, self._shape, self.weight_H, self.eps)
+
+
+class HeadNorm:
+    """RMSNorm per head, heads with different weights: q and k of a layer at once, or k of all layers."""
+
+    __slots__ = ("_eps", "_shape", "_weight_JD")
+
+    def __init__(self, weight_JD: Tensor, eps: float) -> None:
+        self._weight_JD = weight_JD.contiguous()
+        self._shape = (weight_JD.shape[-1],)
+        self._eps = eps
+
+    def __call__(self, x_NJD: Tensor) -> Tensor:
+        return F.rms_norm(x_NJD, self._shape, None, self._eps).mul_(self._weight_JD)
+
+
+def silu_mul(gate_up_NI: Tensor) -> Tensor:
+    """SwiGLU's inner product: silu(first half) * second half of the last dimension."""
+    gate_NI, up_NI = gate_up_NI.chunk(2, dim=-1)
+    return F.silu(gate_NI).mul_(up_NI)

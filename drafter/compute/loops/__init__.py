@@ -1,0 +1,1 @@
+"""What lies between products, compiled for any CPU by Numba."""

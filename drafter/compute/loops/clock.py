@@ -1,0 +1,44 @@
+"""Whether a thread has a core to itself: it looks at the clock for a while, and any gap is an interruption.
+
+Used where threads were given up: `compiled/team_size.py`, `actors/torch_threads.py`.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from time import CLOCK_MONOTONIC
+
+import numpy as np
+from numba import carray, types
+from numba.core.typing import signature
+
+from .elements import elements, pointer
+from .llvm import stack_memory
+
+_TRIAL_NS = 20_000_000  # longer than a quantum: who competes for a core is interrupted by then
+_INTERRUPTED_NS = 200_000
+
+_clock_gettime = types.ExternalFunction("clock_gettime", signature(types.int32, types.int32, types.int64))
+_timespec = stack_memory(64)
+
+
+@elements
+def now_ns():
+    at = _timespec()
+    _clock_gettime(CLOCK_MONOTONIC, at)
+    seconds_and_ns = carray(pointer(at, np.int64(0)), (2,))
+    return seconds_and_ns[0] * 1_000_000_000 + seconds_and_ns[1]
+
+
+@elements
+def runs_undisturbed():
+    """Look at the clock for a while: does this thread have a core to itself?"""
+    begin_ns = last_ns = now_ns()
+    while last_ns - begin_ns < _TRIAL_NS:
+        at_ns = now_ns()
+        if at_ns - last_ns > _INTERRUPTED_NS:
+            return False
+        last_ns = at_ns
+    return True

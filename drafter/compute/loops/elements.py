@@ -1,0 +1,152 @@
+"""What the compiled loops are made of: addresses as arrays, elements as fp32 values, options of the compiler.
+
+A loop takes addresses and sizes, for turning tensors into NumPy's arrays costs as much as the work; a value
+`like` says of which type the elements are. NumPy has no bfloat16: its bits travel as uint16. Loops are
+compiled when they are first called on a machine and kept on the disk, beside their file or where
+NUMBA_CACHE_DIR says.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportReturnType=false, reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
+from numba.extending import intrinsic, overload
+
+from .argmax import argmax_bf16, argmax_fp32
+from .machine import bf16_instructions
+
+LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+
+
+class _KeptCode(FunctionCache):
+    """Numba's store on the disk, of code that is as old as the folder: a loop is made of other files' too."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, _sources())
+
+
+@cache
+def _sources() -> tuple[str, str]:
+    """What compiled code depends on, beside what Numba looks at itself."""
+    files = sorted(
+        Path(__file__).parents[2].rglob("*.py")
+    )  # loops are made of loops and constants of other files
+    text = b"".join(path.read_bytes() for path in files)
+    return hashlib.sha256(text).hexdigest(), str(bf16_instructions())
+
+
+def _kept(compiled: Any) -> Any:  # Any: Numba's own, here and below
+    with suppress(RuntimeError):  # there is no folder to keep it in: every process compiles anew
+        compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
+    return compiled
+
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+def _loop(fastmath: set[str], inline: str = "never") -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: compiles a function when it is first called, with these freedoms of floating-point."""
+    return lambda function: _kept(njit(**_OPTIONS, fastmath=fastmath, inline=inline)(function))
+
+
+class Task:
+    """A function of (args, thread, num_threads) for `team.run`; compiled when its address is asked for."""
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self._code = _kept(CFunc(function, ((types.int64,) * 3, types.void), {}, _OPTIONS))
+
+    @property
+    def address(self) -> int:
+        if self._code.address is None:
+            self._code.compile()
+        return self._code.address
+
+
+# A sum may be taken in any order (the same for every row); nothing else may be reordered.
+elements = _loop({"contract"})
+inlined = _loop({"contract"}, inline="always")  # into a loop that must be vectorised
+sums = _loop({"reassoc", "nsz", "contract"})
+
+
+@intrinsic
+def pointer(context, address, like):
+    """The address as a pointer to elements of the type of `like`."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(address, like), generate
+
+
+@intrinsic
+def _void_pointer(context, address):
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@inlined
+def records(address, count, dtype):
+    """The array of `count` structures that begins there; `dtype` is a constant."""
+    return carray(_void_pointer(address), (count,), dtype)
+
+
+def float_of(element):
+    """fp32 of an element; for NaNs and infinities too."""
+
+
+def size_of(like):
+    """Bytes of an element of the type of `like`."""
+
+
+def argmax_of(row, count, like):
+    """Index of the largest of 16 `count` such elements at an address."""
+
+
+def rounded(value, like):
+    """The fp32 value as an element of the type of `like`, to nearest even."""
+
+
+@overload(float_of)
+def _float_of(element):
+    if isinstance(element, types.Integer):
+        return lambda element: np.uint32(np.uint32(element) << np.uint32(16)).view(np.float32)
+    return lambda element: element
+
+
+@overload(rounded)
+def _rounded_to(value, like):
+    def round_bits(value, like):
+        bits = np.float32(value).view(np.uint32)
+        nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.uint16(nearest if value == value else 0x7FC0)
+
+    return round_bits if isinstance(like, types.Integer) else lambda value, like: np.float32(value)
+
+
+@overload(size_of)
+def _size_of(like):
+    size = like.bitwidth // 8
+    return lambda like: size
+
+
+@overload(argmax_of)
+def _argmax_of(row, count, like):
+    if isinstance(like, types.Integer):
+        return lambda row, count, like: argmax_bf16(row, count)
+    return lambda row, count, like: argmax_fp32(row, count)

@@ -1,0 +1,193 @@
+"""RMSNorm, head norm with rotary positions and K/V write, SwiGLU's product: one compiled loop each, for CPUs.
+
+PyTorch has no kernels for them: its RMSNorm is twelve operators there, and in a step of a small model they
+cost more than the matrix products. These loops cost one to three microseconds. They compute in fp32 whatever
+the dtype and round once, when the result is written; a row's result does not depend on its companions. The
+same as `kernels/` has for GPUs; called by `backend.py`.
+
+Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, L layers, J = Q + 2 L K heads of a row, D
+head dim, T positions, S slots of a layer's K/V.
+"""
+
+# Numba's functions are typed when they are compiled, not by annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ..rope import RotaryEmbedding
+from .elements import LIKE, elements, float_of, pointer, rounded, sums
+
+DTYPES = tuple(LIKE)
+
+
+def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
+    y_NH = torch.empty_like(x_NH)
+    num_rows, width = x_NH.shape
+    _rms_norm(x_NH.data_ptr(), weight_H.data_ptr(), y_NH.data_ptr(), num_rows, width, eps, LIKE[x_NH.dtype])
+    return y_NH
+
+
+def norm_rotate_write(
+    x_NO: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    norm_JD: Tensor | None,
+    eps: float,
+    rope: RotaryEmbedding,
+    positions_N: Tensor,
+    slots_N: Tensor,
+    kv_LS2KD: Tensor,
+) -> None:
+    """Norm and rotate q (in place) and k, and write k and v to their slots.
+
+    Args:
+        x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous.
+        num_heads, num_kv_heads: Q and K.
+        norm_JD: RMSNorm's weights of the heads of q and k, [Q + L * K, D]; None norms nothing.
+        positions_N: absolute positions, int64.
+        slots_N: where K and V go in every layer, int64.
+        kv_LS2KD: the layers' K/V, contiguous.
+    """
+    num_layers, num_slots, _, _, head_dim = kv_LS2KD.shape
+    _norm_rotate_write(head_dim, norm_JD is not None)(
+        x_NO.data_ptr(),
+        len(x_NO),
+        num_heads,
+        num_layers,
+        num_kv_heads,
+        0 if norm_JD is None else norm_JD.data_ptr(),
+        eps,
+        rope.cos_TD.data_ptr(),
+        rope.sin_TD.data_ptr(),
+        len(rope.cos_TD),
+        positions_N.data_ptr(),
+        slots_N.data_ptr(),
+        kv_LS2KD.data_ptr(),
+        num_slots,
+        LIKE[x_NO.dtype],
+    )
+
+
+def silu_mul(gate_up_NI: Tensor) -> Tensor:
+    """silu(first half) * second half of the last dimension; contiguous."""
+    num_rows, width = gate_up_NI.shape
+    y_NI = gate_up_NI.new_empty(num_rows, width // 2)
+    _silu_mul(gate_up_NI.data_ptr(), y_NI.data_ptr(), num_rows, width // 2, LIKE[gate_up_NI.dtype])
+    return y_NI
+
+
+@sums
+def _inverse_rms(x_D, eps):
+    total = np.float32(0)
+    for d in range(len(x_D)):
+        total += float_of(x_D[d]) * float_of(x_D[d])
+    return np.float32(1) / np.sqrt(total / np.float32(len(x_D)) + np.float32(eps))
+
+
+@sums
+def _rms_norm(x, weight, y, num_rows, width, eps, like):
+    x_NH = carray(pointer(x, like), (num_rows, width))
+    y_NH = carray(pointer(y, like), (num_rows, width))
+    weight_H = carray(pointer(weight, like), (width,))
+    for n in range(num_rows):
+        scale = _inverse_rms(x_NH[n], eps)
+        for h in range(width):
+            y_NH[n, h] = rounded(float_of(x_NH[n, h]) * scale * float_of(weight_H[h]), like)
+
+
+@cache
+def _norm_rotate_write(head_dim, has_norm):
+    """The kernel for one head dim: loops as short as a head are fast only where their length is known."""
+    half = head_dim // 2
+
+    @sums
+    def kernel(
+        x,
+        num_rows,
+        num_heads,
+        num_layers,
+        num_kv,
+        norm,
+        eps,
+        cos,
+        sin,
+        num_positions,
+        positions,
+        slots,
+        kv,
+        num_slots,
+        like,
+    ):
+        num_keys = num_layers * num_kv
+        x_NJD = carray(pointer(x, like), (num_rows, num_heads + 2 * num_keys, head_dim))
+        norm_JD = carray(pointer(norm, like), (num_heads + num_keys, head_dim))
+        cos_TD = carray(pointer(cos, like), (num_positions, head_dim))
+        sin_TD = carray(pointer(sin, like), (num_positions, head_dim))
+        positions_N = carray(pointer(positions, np.int64(0)), (num_rows,))
+        slots_N = carray(pointer(slots, np.int64(0)), (num_rows,))
+        kv_LS2KD = carray(pointer(kv, like), (num_layers, num_slots, 2, num_kv, head_dim))
+        head_D = np.empty(head_dim, dtype=np.float32)
+        for n in range(num_rows):
+            t, slot = positions_N[n], slots_N[n]
+            for j in range(num_heads + num_keys):
+                if has_norm:
+                    total = np.float32(0)
+                    for d in range(head_dim):
+                        total += float_of(x_NJD[n, j, d]) * float_of(x_NJD[n, j, d])
+                    scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + np.float32(eps))
+                    for d in range(head_dim):
+                        head_D[d] = float_of(x_NJD[n, j, d]) * scale * float_of(norm_JD[j, d])
+                else:
+                    for d in range(head_dim):
+                        head_D[d] = float_of(x_NJD[n, j, d])
+                for d in range(half):
+                    swapped = head_D[d + half] * float_of(sin_TD[t, d])
+                    x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                for d in range(half, head_dim):
+                    swapped = head_D[d - half] * float_of(sin_TD[t, d])
+                    x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+            for layer in range(num_layers):
+                for k in range(num_kv):
+                    j = num_heads + layer * num_kv + k
+                    for d in range(head_dim):
+                        kv_LS2KD[layer, slot, 0, k, d] = x_NJD[n, j, d]
+                        kv_LS2KD[layer, slot, 1, k, d] = x_NJD[n, j + num_keys, d]
+
+    return kernel
+
+
+@elements
+def _exp(x):
+    """e^x of x <= 0 to an ulp or two, in operations that are computed many at a time (Cephes' expf)."""
+    is_normal = x > np.float32(-87.0)
+    x = x if is_normal else np.float32(0)
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (p * r * r + r + np.float32(1)) * power if is_normal else np.float32(0)
+
+
+@elements
+def _silu_mul(gate_up, y, num_rows, inner, like):
+    gate_up_N2I = carray(pointer(gate_up, like), (num_rows, 2, inner))
+    y_NI = carray(pointer(y, like), (num_rows, inner))
+    for n in range(num_rows):
+        for i in range(inner):
+            gate = float_of(gate_up_N2I[n, 0, i])
+            e = _exp(-abs(gate))  # of the magnitude: nothing overflows
+            sigmoid = (np.float32(1) if gate > 0 else e) / (np.float32(1) + e)
+            y_NI[n, i] = rounded(gate * sigmoid * float_of(gate_up_N2I[n, 1, i]), like)

@@ -1,0 +1,82 @@
+"""Tensors of a checkpoint folder by name: safetensors files, read as they are asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...cluster.errors import CheckpointError
+
+
+class TensorFolder:
+    """The tensors of a checkpoint folder: one safetensors file, or shards with an index.
+
+    Attributes:
+        folder: where they are.
+        shapes: shape of every tensor by name.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, safe_open] = {}
+        for file in self._files():
+            self._read_header(file)
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from None
+            return [self.folder / name for name in names]
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{self.folder} holds no .safetensors file; convert the checkpoint to safetensors."
+            )
+        return files
+
+    def _read_header(self, file: Path) -> None:
+        try:
+            handle = safe_open(file, framework="pt")
+            for name in handle.keys():  # noqa: SIM118  (not a dict)
+                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+                self._file_of[name] = file
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing although the index names it; download again.") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is corrupt or cut short ({error}); download again.") from None
+        self._open[file] = handle
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless the tensor is there in this shape."""
+        if name not in self.shapes:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing; config.json asks for shape {list(shape)}.",
+                param=name,
+            )
+        if self.shapes[name] != shape:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} has shape {list(self.shapes[name])}, but config.json and the"
+                f" target ask for {list(shape)}.",
+                param=name,
+            )
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU, in the file's dtype."""
+        file = self._file_of[name]
+        try:
+            return self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: {name} cannot be read ({error}); download again.") from None
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        """Part of a matrix or vector along `dim`; only these bytes are read."""
+        view = self._open[self._file_of[name]].get_slice(name)
+        return view[rows] if dim == 0 else view[:, rows]

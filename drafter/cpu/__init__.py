@@ -1,1 +1,0 @@
-"""A layer's small operations on a CPU, compiled by Numba."""

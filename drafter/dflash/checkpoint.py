@@ -1,0 +1,117 @@
+"""Opening safetensors folders, and loading a drafter from one.
+
+Shapes are read from the files' headers and checked before any weight is. Corrupt, missing and misfitting
+files become CheckpointErrors that name the file and what would be right. Called by whoever places the
+drafter; the target's loader may use `TensorFolder` too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...cluster.errors import CheckpointError
+from ..compute.backend import Backend
+from ..compute.tensors import TensorFolder
+from .config import DrafterConfig
+from .features import TargetFacts, TargetLends
+from .model import DFlashDrafter
+
+
+def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a drafter must have."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, config.num_taps * target.hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    per_layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for i in range(config.num_layers):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in per_layer.items()}
+    if config.maps_vocabulary:
+        shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    return shapes
+
+
+def check_drafter(path: str | Path, target: TargetFacts) -> DrafterConfig:
+    """Read the configuration, and refuse what cannot work, without reading a weight."""
+    config = DrafterConfig.load(path)
+    config.check_fits(target)
+    folder = TensorFolder(path)
+    for name, shape in drafter_shapes(config, target).items():
+        folder.check(name, shape)
+    for name, rows in (
+        ("embed_tokens.weight", target.vocab_size),
+        ("lm_head.weight", config.draft_vocab_size),
+    ):
+        if name in folder.shapes:
+            folder.check(name, (rows, config.hidden_size))
+    return config
+
+
+def load_drafter(
+    path: str | Path,
+    target: TargetFacts,
+    lends: TargetLends,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend | None = None,
+) -> DFlashDrafter:
+    """Check and load a drafter (z-lab or Speculators format).
+
+    Args:
+        lends: the target's embedding and head, used where the checkpoint has none of its own.
+        backend: as in `DFlashDrafter`.
+    """
+    config = check_drafter(path, target)
+    folder = TensorFolder(path)
+    optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
+    names = [*drafter_shapes(config, target), *(name for name in optional if name in folder.shapes)]
+    weights = {name: folder.get(name) for name in dict.fromkeys(names)}
+    if config.maps_vocabulary:
+        _check_map(weights["d2t"], target, str(path))
+    weights = {
+        name: tensor.to(device) if name == "d2t" else tensor.to(device=device, dtype=dtype)
+        for name, tensor in weights.items()
+    }
+    if config.mask_embedding:
+        weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
+    return DFlashDrafter(config, weights, lends, target.max_model_len + config.block_size, backend)
+
+
+def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) != len(ids):
+        raise CheckpointError(
+            f"{path}: d2t must map each draft token to a token of its own below {target.vocab_size}.",
+            param="d2t",
+        )
+
+
+def _mask_embedding(folder: Path, config: DrafterConfig) -> Tensor:
+    file = folder / "mask_embedding.pt"
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user
+        raise CheckpointError(f"{file} cannot be read ({error}); download again.") from None
+    if isinstance(found, dict) and len(found) == 1:
+        found = next(iter(found.values()))
+    if not isinstance(found, Tensor) or found.numel() != config.hidden_size:
+        raise CheckpointError(f"{file} must hold one vector of hidden_size {config.hidden_size}.")
+    return found.reshape(-1)

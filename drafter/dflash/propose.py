@@ -1,0 +1,51 @@
+"""Drafting for a step: proposals before the target's pass, context after it.
+
+A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
+the drafter's logits. Used by target ranks (colocated) and by the split drafter's worker.
+
+Legend: N target rows, R requests of the step, K most drafts, m taps, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...cluster.plan import SchedulerOutput
+from ..compute.kv_cache import PagedKVCache
+from ..step.sampling import sample_rows
+from ..step.states import RequestStates, StepRows
+from .model import DFlashDrafter
+
+
+class Proposer:
+    """A drafter and its pages."""
+
+    def __init__(self, drafter: DFlashDrafter, cache: PagedKVCache) -> None:
+        self.drafter = drafter
+        self.cache = cache
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
+        """Drafts [R, K] (int64), -1 where a request drafts fewer than K; K = 0 if nobody drafts."""
+        block = states.block_rows(plan, self.drafter.config.mask_token_id)
+        if block is None:
+            return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=states.device)
+        chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling)
+        if len(chosen_X) == block.num_requests * block.max_drafts:
+            return chosen_X.view(block.num_requests, block.max_drafts)
+        drafts = torch.full(
+            (block.num_requests * block.max_drafts,), -1, dtype=torch.int64, device=states.device
+        )
+        return drafts.index_copy_(0, block.places_X, chosen_X).view(block.num_requests, block.max_drafts)
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows) -> None:
+        """Make context of what the target saw.
+
+        Rows of rejected drafts too: as in the target's pages, their slots are written again by the next block
+        before any mask exposes them.
+        """
+        self.inject_features(self.drafter.context_features(taps_NmH), rows)
+
+    def inject_features(self, c_NH: Tensor, rows: StepRows) -> None:
+        """The same from features that were computed elsewhere."""
+        self.drafter.write_context(c_NH, rows, self.cache)

@@ -1,0 +1,1 @@
+"""The rule of a step: rows, choice under noise, verdict."""

@@ -1,0 +1,1 @@
+"""A step's rows, states, choice and verdict on a GPU: Triton kernels."""

@@ -1,0 +1,1 @@
+"""A step's rows and choice, compiled on a CPU."""

@@ -1,4 +1,0 @@
-"""How the shipped pair is made: corpus, tokenizer, target, continuations, drafter, figures.
-
-Nothing here is imported while serving. `jobs/train.py` runs the stages in order.
-"""

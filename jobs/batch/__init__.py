@@ -1,0 +1,1 @@
+"""Datasets through engines: rows in, answers on disk."""

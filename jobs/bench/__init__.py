@@ -1,0 +1,1 @@
+"""Measurements: of speculation, against others, of a step, beside busy processes."""

@@ -1,0 +1,170 @@
+"""`manta bench ...`: the benchmarks' commands, as `cli.py` has the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..flags import Model, engine_options
+from ..settings import engine_config
+from .shape_cli import step, widen
+
+# Any: settings are plain data, checked where they become dataclasses; contexts are typer's own.
+
+
+class _SpeculationByDefault(TyperGroup):
+    """A group that runs its command `speculation` where no command is named, so that flags may come first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else ["speculation", *args])
+
+
+bench = typer.Typer(
+    cls=_SpeculationByDefault,
+    help="Measure speed; `manta bench speculation` where no command is named.",
+    rich_markup_mode=None,
+)
+# Flags that the commands of `bench` share.
+PromptsFile = Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")]
+NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")]
+MaxConcurrency = Annotated[
+    list[int] | None,
+    typer.Option("--max-concurrency", help="Requests at once; may be repeated (1 and 8)."),
+]
+Rounds = Annotated[int, typer.Option("--rounds", help="Of each side; the median counts.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Of every request.")]
+FiguresFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")]
+SHIPPED_PROMPTS = Path("models/prompts.jsonl")
+
+
+@bench.command()
+@engine_options
+def speculation(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 20,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 5,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    trial: Annotated[
+        bool,
+        typer.Option("--trial/--no-trial", help="Try dtypes for each mode; without, the engine chooses."),
+    ] = True,
+    output: FiguresFile = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of the speed-up.")] = None,
+) -> None:
+    """Measure speculation on against off, side by side, each in its faster dtype (or --dtype)."""
+    config = engine_config(settings)
+    from .speculation import BenchOptions, run_bench
+
+    run_bench(
+        config,
+        BenchOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            trial=trial,
+            output=output,
+            plot=plot,
+        ),
+    )
+
+
+@bench.command()
+@engine_options
+def compare(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 16,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 3,
+    max_tokens: MaxTokens = 128,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="An OpenAI-compatible server of the same target."),
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option("--server-model", help="Its name there; the first it lists if absent.")
+    ] = None,
+    output: FiguresFile = None,
+) -> None:
+    """Measure DFlash against plain decoding, Hugging Face generate, an unbatched DFlash loop and a server.
+
+    Greedy, the same tokens of the same prompts, each contender in its fastest dtype and setting.
+    """
+    config = engine_config(settings)
+    from .compare import CompareOptions, run_compare
+
+    run_compare(
+        config,
+        CompareOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            server=server,
+            server_model=server_model,
+            output=output,
+        ),
+    )
+
+
+@bench.command()
+@engine_options
+def busy(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 24,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 5,
+    max_tokens: MaxTokens = 128,
+    busy: Annotated[
+        list[int] | None,
+        typer.Option("--busy", help="Busy processes beside the engine; may be repeated (1, 2 and 4)."),
+    ] = None,
+    cpu_quota: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--cpu-quota",
+            metavar="CORES",
+            help="A CPU quota in place of busy processes, as 1.5; may be repeated. Needs root on Linux.",
+        ),
+    ] = None,
+    output: FiguresFile = None,
+) -> None:
+    """Measure what speed is left beside busy processes or below a CPU quota, against the fair share.
+
+    Speculation on and off; turns on an idle machine alternate with turns in company. The engine's own dtype.
+    """
+    config = engine_config(settings)
+    from .busy import BusyOptions, run_busy
+
+    run_busy(
+        config,
+        BusyOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            busy=tuple(busy or (() if cpu_quota else (1, 2, 4))),
+            cpu_quotas=tuple(cpu_quota or ()),
+            output=output,
+        ),
+    )
+
+
+bench.command()(step)
+bench.command()(widen)

@@ -1,0 +1,118 @@
+"""The CPU clocks of this machine and of this process, as Linux keeps them: in seconds, running since a start.
+
+A reading alone means nothing; two of them say what happened between. Read by `idleness.py`. Unix only.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...actors.control_groups import ControlGroup
+
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: places in a line of /proc/stat
+_STEAL = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """One reading. CPU times are summed over some cores; None where the system does not keep a clock.
+
+    Attributes:
+        busy_s: cores at work, whoever they work for.
+        stolen_s: cores wanted here and given to other virtual machines.
+        own_s: of this process and its family.
+        throttled_s: held up by CPU quotas.
+        waited_s: the wall's, in which some thread was ready and had no core.
+    """
+
+    busy_s: float
+    stolen_s: float
+    own_s: float
+    throttled_s: float | None
+    waited_s: float | None
+
+    def since(self, before: Clocks) -> Clocks:
+        def passed(now: float | None, then: float | None) -> float | None:
+            return None if now is None or then is None else now - then
+
+        return Clocks(
+            self.busy_s - before.busy_s,
+            self.stolen_s - before.stolen_s,
+            self.own_s - before.own_s,
+            passed(self.throttled_s, before.throttled_s),
+            passed(self.waited_s, before.waited_s),
+        )
+
+
+def read_clocks(
+    proc: Path, cores: Sequence[int], group: ControlGroup | None, ours: Collection[int]
+) -> tuple[Clocks, Collection[int]]:
+    """All clocks now, and who counted as ours.
+
+    Args:
+        ours: processes that were ours before; they stay it when they lose their parent.
+    """
+    busy_s, stolen_s = _core_clocks(proc / "stat", cores)
+    own_s, family = _own_clock(proc, ours)
+    throttled_s = None if group is None else group.throttled_s()
+    return Clocks(busy_s, stolen_s, own_s, throttled_s, _waited_s(proc)), family
+
+
+def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
+    """Busy and stolen time of those cores since the machine started."""
+    names = {f"cpu{core}" for core in cores}
+    lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
+    clocks = [[int(ticks) for ticks in line[1:]] for line in lines if line and line[0] in names]
+    busy = sum(of_core[place] for of_core in clocks for place in _BUSY)
+    return busy / _ticks_per_s(), sum(of_core[_STEAL] for of_core in clocks) / _ticks_per_s()
+
+
+def _own_clock(proc: Path, ours: Collection[int]) -> tuple[float, Collection[int]]:
+    """CPU time of this process and its family, finished children included; the family's other members."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own_s = sum(of.ru_utime + of.ru_stime for of in used)  # finer than the ticks below
+    processes = _processes(proc)
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in processes.items():
+        children.setdefault(parent, []).append(pid)
+    family: set[int] = set()
+    found = [*children.get(os.getpid(), ()), *(pid for pid in ours if pid in processes)]
+    while found:
+        pid = found.pop()
+        if pid not in family:
+            family.add(pid)
+            found += children.get(pid, ())
+    return own_s + sum(processes[pid][1] for pid in family) / _ticks_per_s(), family
+
+
+def _processes(proc: Path) -> dict[int, tuple[int, int]]:
+    """Parent, and ticks of itself and its finished children, of every process."""
+    found: dict[int, tuple[int, int]] = {}
+    for folder in proc.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended
+            continue
+        fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything
+        found[int(folder.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+    return found
+
+
+def _waited_s(proc: Path) -> float | None:
+    """Linux's pressure figure."""
+    try:
+        text = (proc / "pressure" / "cpu").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    some = next((line for line in text.splitlines() if line.startswith("some")), None)
+    return None if some is None else int(some.rpartition("total=")[2]) / 1e6
+
+
+def _ticks_per_s() -> int:
+    return os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,251 @@
+"""What the benchmarks share: which prompts, through which engines, and what a pass over them measured.
+
+Not who runs when (`turns.py`), nor what is compared with what: `speculation.py` compares speculation on with
+off, `compare.py` Manta with others, `busy.py` an idle machine with a busy one.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from ...actors.llm import LLM
+from ...actors.outputs import RequestOutput
+from ...actors.prompts import encode_prompt
+from ...actors.tokenizer import Tokenizer
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError, DatasetError
+from ...cluster.request import SamplingParams
+from ..batch.rows import Layout, parse_line, row_id, row_seed
+from ..batch.source import open_source
+from ..files import write_json
+from ..generate import open_llm
+from .provenance import provenance
+
+MODES = ("on", "off")
+Figures = dict[str, Any]  # Any: JSON
+Prompt = tuple[str, list[int]]  # id, token ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What is run.
+
+    Attributes:
+        prompts: a JSONL file with `prompt` or `messages` per line.
+        num_prompts: of them, spread over the file.
+        concurrency: numbers of requests that run at once.
+        rounds: repetitions of each side; the median counts.
+        max_tokens: of every request; generation goes on after an end of sequence.
+        output: JSON file for the figures.
+    """
+
+    prompts: Path = Path("models/prompts.jsonl")
+    num_prompts: int = 20
+    concurrency: tuple[int, ...] = (1, 8)
+    rounds: int = 3
+    max_tokens: int = 128
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "rounds", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ConfigError(
+                f"concurrency={self.concurrency} must be numbers of at least 1.", param="concurrency"
+            )
+
+
+@dataclass
+class Pass:
+    """One pass over prompts; `token_ids` of the answers, None where a server does not tell them."""
+
+    seconds: float
+    tokens: int
+    token_ids: list[list[int]] | None = field(repr=False)
+
+    def __add__(self, more: Self) -> Self:
+        """This pass, then that one."""
+        told = self.token_ids is not None and more.token_ids is not None
+        return replace(
+            self,
+            seconds=self.seconds + more.seconds,
+            tokens=self.tokens + more.tokens,
+            token_ids=[*self.token_ids, *more.token_ids] if told else None,  # type: ignore[misc]
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """None where steps are not counted."""
+        return None
+
+
+@dataclass
+class SteppedPass(Pass):
+    """A pass that counted its verify steps; `step_seconds` by part, where an engine of ours ran it."""
+
+    num_steps: int
+    num_accepted: int
+    step_seconds: dict[str, float] = field(default_factory=dict)
+
+    def __add__(self, more: Self) -> Self:  # type: ignore[override]  # passes of one kind are added
+        parts = [*self.step_seconds, *(part for part in more.step_seconds if part not in self.step_seconds)]
+        return replace(
+            super().__add__(more),
+            num_steps=self.num_steps + more.num_steps,
+            num_accepted=self.num_accepted + more.num_accepted,
+            step_seconds={
+                part: self.step_seconds.get(part, 0.0) + more.step_seconds.get(part, 0.0) for part in parts
+            },
+        )
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+
+_Pass = TypeVar("_Pass", bound=Pass)
+
+
+def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: a prompt or messages
+    """(id, prompt or messages) of `count` lines spread evenly over the file."""
+    if not path.exists():
+        raise DatasetError(
+            f"prompts: {path} does not exist. Name a JSONL file with --prompts.",
+            param="prompts",
+        )
+    if not open_source(path).lines:
+        raise DatasetError(f"prompts: {path} must be a JSONL file.", param="prompts")
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    records = [parse_line(lines[i * len(lines) // count]) for i in range(min(count, len(lines)))]
+    return [(row_id(record, Layout()), _prompt_of(record, path)) for record in records]
+
+
+def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Those rows as token ids; special tokens of a conversation come from its template alone."""
+    return [(name, _token_ids(prompt, tokenizer)) for name, prompt in rows]
+
+
+def joined(passes: Sequence[_Pass]) -> _Pass:
+    """One after the other."""
+    return reduce(operator.add, passes)
+
+
+@contextmanager
+def open_engines(
+    config: EngineConfig, requests: int, dtypes: Sequence[str]
+) -> Iterator[dict[tuple[str, str], LLM]]:
+    """One engine per mode and dtype. `max_num_seqs` makes `requests` run at once; no prefix is reused."""
+    engines: dict[tuple[str, str], LLM] = {}
+    try:
+        for dtype in dtypes:
+            on = replace(config, dtype=dtype, max_num_seqs=requests, enable_prefix_caching=False)  # type: ignore[arg-type]
+            engines["on", dtype] = open_llm(on)
+            engines["off", dtype] = open_llm(replace(on, speculative_config=None))
+        yield engines
+    finally:
+        for llm in engines.values():
+            llm.close()
+
+
+def tried_dtypes(config: EngineConfig) -> tuple[str, ...]:
+    """The config's dtype; where the user leaves it open, those worth a trial: on a GPU only bfloat16."""
+    import torch
+
+    if config.dtype != "auto":
+        return (config.dtype,)
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return ("bfloat16",) if on_gpu else ("float32", "bfloat16")
+
+
+class EngineRun:
+    """Prompts and how they are sampled, for one engine; runs any part of them.
+
+    Args:
+        prompts: their ids give the seeds, so that all modes sample alike.
+    """
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[Prompt], max_tokens: int, temperature: float = 0.0
+    ) -> None:
+        self._llm = llm
+        self._prompts = [token_ids for _, token_ids in prompts]
+        self._params = [
+            SamplingParams(
+                temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=row_seed(0, name)
+            )
+            for name, _ in prompts
+        ]
+
+    def __call__(self, part: slice = slice(None)) -> SteppedPass:
+        return run_engine(self._llm, self._prompts[part], self._params[part])
+
+
+def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> SteppedPass:
+    """All prompts through one engine."""
+    before = llm.stats()
+    begin_s = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin_s
+    after = llm.stats()
+    return SteppedPass(
+        seconds=seconds,
+        tokens=sum(len(_answer(output)) for output in outputs),
+        token_ids=[_answer(output) for output in outputs],
+        num_steps=sum(output.metrics.num_steps for output in outputs),
+        num_accepted=sum(output.metrics.num_accepted_tokens for output in outputs),
+        step_seconds={
+            part: spent - before.step_seconds.get(part, 0.0) for part, spent in after.step_seconds.items()
+        },
+    )
+
+
+def record(config: EngineConfig, options: RunOptions, points: list[Figures]) -> Figures:
+    """The figures of a run and where they come from; written if the options name a file."""
+    figures: Figures = {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "points": points,
+    }
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.output, figures)
+    return figures
+
+
+def say(line: str) -> None:
+    """Progress, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _prompt_of(record: Mapping[str, Any], path: Path) -> Any:
+    prompt = record.get("messages") or record.get("prompt")
+    if not prompt:
+        raise DatasetError(
+            f"prompts: a line of {path} has neither `prompt` nor `messages`; it has: {', '.join(record)}.",
+            param="prompts",
+        )
+    return prompt
+
+
+def _token_ids(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is not None and isinstance(prompt, list) and isinstance(prompt[0], Mapping):
+        return tokenizer.encode(tokenizer.apply_chat_template(prompt), add_special_tokens=False)
+    return encode_prompt(prompt, tokenizer)[1]
+
+
+def _answer(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids

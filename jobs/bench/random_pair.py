@@ -1,0 +1,193 @@
+"""Pairs of any shape with random weights, made where they run: a step's cost without its checkpoint.
+
+Nothing of a model's size is read from a disk or passes through the host's memory. What comes out of such a
+pair is noise; who wants text, or drafts that are accepted, widens a trained pair
+(`jobs/bench/widen.py`). Called by `step.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...actors.targets.loading.plan import LoadPlan
+from ...actors.targets.model.config import TargetConfig
+from ...actors.targets.model.parallel import Sharding
+from ...actors.targets.model.weights import TargetWeights, target_shapes
+from ...cluster.errors import CheckpointError
+from ...drafter.compute.backend import Backend
+from ...drafter.compute.kv_cache import PagedKVCache
+from ...drafter.dflash.checkpoint import drafter_shapes
+from ...drafter.dflash.config import DrafterConfig
+from ...drafter.dflash.features import TargetFacts, TargetLends
+from ...drafter.dflash.model import DFlashDrafter
+
+Json = Mapping[str, Any]  # Any: JSON values
+Shapes = Mapping[str, tuple[int, ...]]
+T = TypeVar("T")
+
+QWEN3_8B: Json = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+DRAFT_LAYERS, DRAFT_TAPS, BLOCK_SIZE = 5, 5, 16  # of z-lab's b16 drafters
+
+
+@dataclass(frozen=True, slots=True)
+class PairShape:
+    """A target and a drafter by their configurations alone.
+
+    Attributes:
+        name: of the target, for people.
+        target_json, drafter_json: what the parsed forms were read from.
+    """
+
+    name: str
+    target_json: Json
+    drafter_json: Json
+    target: TargetConfig
+    drafter: DrafterConfig
+
+    @classmethod
+    def read(cls, model: str | None, spec_model: str | None) -> PairShape:
+        """From folders or config.json files; weights are not looked for.
+
+        Args:
+            model: None is Qwen3-8B.
+            spec_model: in z-lab's format; None is z-lab's b16 drafter at the target's width.
+
+        Raises:
+            CheckpointError: a file is missing, is not served, or the two do not fit.
+        """
+        target_json = QWEN3_8B if model is None else _read(model, "model")
+        target = _parse(target_json, model, TargetConfig.load)
+        drafter_json = (
+            z_lab_drafter(target_json)
+            if spec_model is None
+            else _read(spec_model, "speculative_config.model")
+        )
+        drafter = _parse(drafter_json, spec_model, DrafterConfig.load)
+        if drafter.layout != "z-lab":
+            raise CheckpointError(
+                f"speculative_config.model={spec_model!r} must be a drafter in z-lab's format here.",
+                param="speculative_config.model",
+            )
+        drafter.check_fits(TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0))
+        return cls("Qwen3-8B" if model is None else model, target_json, drafter_json, target, drafter)
+
+    def num_params(self) -> int:
+        """Of target and drafter together."""
+        facts = TargetFacts(self.target.hidden_size, self.target.num_layers, self.target.vocab_size, 0)
+        shapes = [*target_shapes(self.target).values(), *drafter_shapes(self.drafter, facts).values()]
+        return sum(math.prod(shape) for shape in shapes)
+
+
+def z_lab_drafter(target: Json) -> Json:
+    """config.json of a drafter as z-lab makes them: five layers and five taps at the target's width."""
+    num_layers: int = target["num_hidden_layers"]
+    taps = [round(1 + i * (num_layers - 4) / (DRAFT_TAPS - 1)) for i in range(DRAFT_TAPS)]
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same = {key: target[key] for key in (*kept, "vocab_size", "rms_norm_eps", "rope_theta") if key in target}
+    return {
+        **same,
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": DRAFT_LAYERS,
+        "num_target_layers": num_layers,
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {
+            "mask_token_id": target["vocab_size"] - 1,
+            "target_layer_ids": [min(max(tap, 0), num_layers - 1) for tap in taps],  # of small targets too
+        },
+    }
+
+
+class RandomTensors:
+    """Tensors of given names and shapes: norms are 1, matrices keep the variance of what they multiply."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes = shapes
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def get(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(shape, fill, dtype=self._dtype, device=self._device)
+        tensor = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
+        return tensor.mul_(shape[1] ** -0.5)
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        whole = self.get(name)
+        return whole[rows] if dim == 0 else whole[:, rows]
+
+
+class RandomModels:
+    """A plan's models with random weights (a `rank.ModelSource`); the drafter's pages are random too."""
+
+    def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
+        tensors = RandomTensors(target_shapes(plan.target), plan.dtype, plan.device)
+        return TargetWeights(tensors, plan.target, sharding, plan.dtype, plan.device)
+
+    def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
+        assert plan.drafter is not None, "only a plan with a drafter asks for one"
+        tensors = RandomTensors(drafter_shapes(plan.drafter, plan.facts), plan.dtype, plan.device)
+        weights = {name: tensors.get(name) for name in tensors.shapes}
+        positions = plan.max_model_len + plan.drafter.block_size
+        return _FilledDrafter(plan.drafter, weights, lends, positions, backend)
+
+
+class _FilledDrafter(DFlashDrafter):
+    """A drafter whose pages hold a context from the start."""
+
+    def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
+        cache = super().new_cache(num_pages, page_size)
+        cache.kv.normal_()
+        return cache
+
+
+def _read(path: str, field: str) -> Json:
+    file = _config_file(path)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{field}={path!r} must be a config.json or a folder with one; {file}: {error}.", param=field
+        ) from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{field}={path!r}: {file} must hold a JSON object.", param=field)
+    return raw
+
+
+def _config_file(path: str) -> Path:
+    given = Path(path).expanduser()
+    return given / "config.json" if given.is_dir() else given
+
+
+def _parse(raw: Json, path: str | None, load: Callable[[Path], T]) -> T:
+    """By the reader of checkpoints, which wants a folder: errors then name the file that the user gave."""
+    if path is not None and (file := _config_file(path)).name == "config.json":
+        return load(file.parent)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        return load(Path(folder))

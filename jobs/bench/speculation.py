@@ -1,0 +1,151 @@
+"""`manta bench`: speculation on against off, same target, same prompts, side by side in one run.
+
+For every number of concurrent requests the two modes take turns (`turns.py`), each in its faster dtype, found
+by a short trial. Figures are medians over rounds. Outputs are compared token by token in every dtype. In this
+process, without Ray.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...actors.prompts import load_tokenizer
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError
+from ..tables import print_table
+from .idleness import Watch, print_warning
+from .passes import (
+    MODES,
+    EngineRun,
+    Figures,
+    Prompt,
+    RunOptions,
+    SteppedPass,
+    encode_prompts,
+    open_engines,
+    read_prompts,
+    record,
+    tried_dtypes,
+)
+from .turns import prompts_per_turn, ratios, run_rounds, split_evenly
+
+TRIAL_PROMPTS = 4
+_Runs = Mapping[tuple[str, str], EngineRun]  # by mode and dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions(RunOptions):
+    """What is measured.
+
+    Attributes:
+        temperature: of every request.
+        trial: try dtypes and keep each mode's fastest; else the engine chooses, as it does everywhere else.
+        plot: SVG or PNG file for the speed-up.
+    """
+
+    rounds: int = 5
+    temperature: float = 0.0
+    trial: bool = True
+    plot: Path | None = None
+
+
+def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
+    """Measure, print a table, and write what the options ask for. Returns the figures."""
+    if config.speculative_config is None:
+        raise ConfigError(
+            "speculative_config is missing: bench compares it with plain decoding. Give --spec-model.",
+            param="speculative_config",
+        )
+    rows = read_prompts(options.prompts, options.num_prompts)
+    prompts = encode_prompts(rows, load_tokenizer(config))
+    points = [_measure(config, options, prompts, requests) for requests in options.concurrency]
+    print_points(points)
+    figures = record(config, options, points)
+    if options.plot is not None:
+        from .plot import plot_speedup  # matplotlib is not needed to measure
+
+        plot_speedup(figures, options.plot)
+    return figures
+
+
+def _measure(
+    config: EngineConfig, options: BenchOptions, prompts: Sequence[Prompt], requests: int
+) -> Figures:
+    """Both modes at one concurrency."""
+    dtypes = tried_dtypes(config) if options.trial else (config.dtype,)
+    with open_engines(config, requests, dtypes) as engines:
+        runs = {
+            (mode, llm.info.dtype): EngineRun(llm, prompts, options.max_tokens, options.temperature)
+            for (mode, _), llm in engines.items()
+        }
+        trial = _trial(runs)
+        chosen = {mode: _fastest_dtype(trial, mode) for mode in MODES}
+        slowest = min(trial[key] for key in chosen.items())
+        turns = split_evenly(len(prompts), prompts_per_turn(requests, slowest, options.max_tokens), requests)
+        watch = Watch()
+        with watch.open():
+            sides = {mode: runs[mode, dtype] for mode, dtype in chosen.items()}
+            rounds = run_rounds(sides, turns, options.rounds, f"{requests} request(s)")
+        answers = {key: rounds[key[0]][0] if key in chosen.items() else run() for key, run in runs.items()}
+    ratio = ratios(rounds["on"], rounds["off"])
+    return {
+        "requests": requests,
+        **{mode: _side(rounds[mode], chosen[mode]) for mode in MODES},
+        "speedup": round(statistics.median(ratio), 3),
+        "rounds_speedup": [round(of_round, 3) for of_round in ratio],
+        "turns": len(turns),
+        "identical": _identical(answers),
+        "trial_tokens_per_s": {f"{mode} {dtype}": round(speed, 1) for (mode, dtype), speed in trial.items()},
+        "idleness": watch.found.as_json(),
+    }
+
+
+def _trial(runs: _Runs) -> dict[tuple[str, str], float]:
+    """Tokens/s over a few prompts."""
+    for run in runs.values():
+        run(slice(1))  # what happens once does not count
+    return {key: run(slice(TRIAL_PROMPTS)).tokens_per_s for key, run in runs.items()}
+
+
+def _fastest_dtype(trial: Mapping[tuple[str, str], float], mode: str) -> str:
+    return max((key for key in trial if key[0] == mode), key=lambda key: trial[key])[1]
+
+
+def _identical(answers: Mapping[tuple[str, str], SteppedPass]) -> dict[str, bool]:
+    """By dtype, where both modes have it."""
+    both = [dtype for mode, dtype in answers if mode == "on" and ("off", dtype) in answers]
+    return {dtype: answers["on", dtype].token_ids == answers["off", dtype].token_ids for dtype in both}
+
+
+def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
+    middle = sorted(rounds, key=lambda r: r.seconds)[len(rounds) // 2]
+    return {
+        "dtype": dtype,
+        "tokens_per_s": round(statistics.median(r.tokens_per_s for r in rounds), 2),
+        "rounds_tokens_per_s": [round(r.tokens_per_s, 2) for r in rounds],
+        "tokens_per_step": round(middle.tokens_per_step, 4),
+        "step_seconds": {part: round(spent, 4) for part, spent in middle.step_seconds.items()},
+        "seconds": round(middle.seconds, 3),
+        "tokens": middle.tokens,
+    }
+
+
+def print_points(points: Sequence[Figures]) -> None:
+    """The table: a line per concurrency; below it, whether others were at work."""
+    columns = ["requests", "plain tok/s", "DFlash tok/s", "tokens per step", "speed-up", "identical output"]
+    rows = [
+        [
+            str(point["requests"]),
+            f"{point['off']['tokens_per_s']:.1f} ({point['off']['dtype']})",
+            f"{point['on']['tokens_per_s']:.1f} ({point['on']['dtype']})",
+            f"{point['on']['tokens_per_step']:.2f}",
+            f"{point['speedup']:.2f}x",
+            ", ".join(f"{dtype}: {'yes' if same else 'no'}" for dtype, same in point["identical"].items()),
+        ]
+        for point in points
+    ]
+    print_table("speculation on against off", columns, rows)
+    print_warning([point["idleness"] for point in points])

@@ -1,0 +1,183 @@
+"""`manta bench step`: what a decoding step costs at any shape, part by part, beside the least it could cost.
+
+A pair with random weights (`random_pair.py`) runs the engine's own steps over made-up contexts: the cost is
+real. What it writes is noise and no draft is accepted; how many tokens a step brings comes from an acceptance
+curve that is set. Not the engine around the steps: there is no scheduler, and every step has the same shape.
+In this process, without Ray. The steps: `step_times.py`; tables: `step_tables.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...actors.targets.loading.plan import LoadPlan, plan_models
+from ...cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig, SpeculativeConfig
+from ...cluster.errors import ConfigError
+from ...cluster.roofline import Dense, Roofline, check_survival, geometric_survival, tokens_per_step
+from ..files import write_json
+from .device_rates import find_device
+from .provenance import provenance
+from .random_pair import PairShape
+from .step_tables import print_figures
+from .step_times import Measured, Memory, Point, Seen, measure_points
+
+ACCEPTANCE = 0.86  # of each draft, those before it being accepted: 6.5 tokens per step at 15 drafts
+Figures = dict[str, Any]  # Any: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What is measured.
+
+    Attributes:
+        model, spec_model: folders or config.json files; None are Qwen3-8B (on a GPU) and z-lab's b16 drafter.
+        num_drafts: drafts per request; the drafter's most if None.
+        batches, contexts: every pair of them is a point; a context is in tokens.
+        steps: measured at each point, after a few that are not; medians count.
+        acceptance_rates: how likely each draft and all before it are accepted; None is 0.86^1, 0.86^2, ...
+        device_rates: "GB/s,TFLOP/s" that the device sustains; None knows or measures them.
+        output: JSON file for the figures.
+    """
+
+    model: str | None = None
+    spec_model: str | None = None
+    num_drafts: int | None = None
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    contexts: tuple[int, ...] = (1024, 8192)
+    steps: int = 20
+    acceptance_rates: tuple[float, ...] | None = None
+    dtype: DType = "auto"
+    device: DeviceKind = "auto"
+    attention_backend: AttentionBackend = "auto"
+    page_size: int = 16
+    device_rates: str | None = None
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "contexts"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ConfigError(f"{name}={values} must be numbers of at least 1.", param=name)
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps} must be at least 1.", param="steps")
+
+
+def parse_rates(text: str | None) -> tuple[float, ...] | None:
+    """Acceptance rates as written on a command line: numbers between commas."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"synthetic_acceptance_rates={text!r} must be numbers between commas, like 0.9,0.8,0.7.",
+            param="synthetic_acceptance_rates",
+        ) from None
+
+
+def bench_step(options: StepOptions) -> Figures:
+    """Measure, print tables, and write what the options ask for. Returns the figures."""
+    shape = PairShape.read(options.model, options.spec_model)
+    plan = _load_plan(options, shape)
+    if options.model is None and plan.device.type == "cpu":
+        raise ConfigError(
+            "model is missing: Qwen3-8B, the default, is for a GPU, and this runs on a CPU. Give --model: "
+            "a folder or config.json of a shape that a CPU can run.",
+            param="model",
+        )
+    survival = options.acceptance_rates or geometric_survival(ACCEPTANCE, plan.num_speculative_tokens)
+    check_survival(survival, plan.num_speculative_tokens, param="synthetic_acceptance_rates")
+    roofline = Roofline(
+        find_device(plan.device, plan.dtype, options.device_rates),
+        Dense.from_config(shape.target_json, plan.dtype.itemsize),
+        Dense.from_config(shape.drafter_json, plan.dtype.itemsize),
+    )
+    memory = Memory(plan, shape)
+    points = [Point(batch, context) for context in options.contexts for batch in options.batches]
+    measured = measure_points([point for point in points if memory.fits(point)], plan, memory, options.steps)
+    figures: Figures = {
+        "provenance": provenance(),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+        "model": shape.name,
+        "target": shape.target_json,
+        "drafter": shape.drafter_json,
+        "num_drafts": plan.num_speculative_tokens,
+        "attention_backend": plan.attention_backend,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "device": asdict(roofline.device),
+        "acceptance": {"rates": survival, "tokens_per_step": tokens_per_step(survival, len(survival) + 1)},
+        "points": [_figures(point, seen, roofline, survival) for point, seen in measured.items()],
+        "does_not_fit": [asdict(point) for point in points if point not in measured],
+    }
+    print_figures(figures)
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.output, figures)
+    return figures
+
+
+def _load_plan(options: StepOptions, shape: PairShape) -> LoadPlan:
+    """The engine's plan for the pair, with room for the largest point; memory decides on pages later."""
+    batch = max(options.batches)
+    config = EngineConfig(
+        model=shape.name,
+        skip_tokenizer_init=True,
+        speculative_config=SpeculativeConfig(
+            model=options.spec_model or "synthetic", num_speculative_tokens=options.num_drafts
+        ),
+        dtype=options.dtype,
+        device=options.device,
+        attention_backend=options.attention_backend,
+        page_size=options.page_size,
+        max_num_seqs=batch,
+        max_num_batched_tokens=batch * shape.drafter.block_size,
+    )
+    room = max(options.contexts) + shape.drafter.block_size + 1
+    return plan_models(config, Path(shape.name), shape.target, Path(shape.name), shape.drafter, room)
+
+
+def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[float]) -> Figures:
+    """Of one point: both steps beside their floors, and what the acceptance curve makes of them.
+
+    Plain decoding needs no drafter, so a step without drafts counts without its inject.
+    """
+    batch, context, rows = point.batch, point.context, len(survival) + 1
+    floor = roofline.step(batch, rows, context)
+    floor_s = {"draft": floor.draft_s, "verify": floor.verify_s, "inject": floor.inject_s}
+    plain_floor_s = roofline.verify_s(batch, 1, context)
+    drafting, parts_s = seen.drafting, seen.plain.parts_s
+    plain_parts_s = {part: parts_s[part] for part in ("verify", "sample")}
+    plain = Measured(plain_parts_s, seen.plain.host_s, seen.plain.step_s - parts_s["inject"])
+    tau = tokens_per_step(survival, rows)
+    return {
+        "batch": batch,
+        "context": context,
+        "drafting": _beside(drafting, floor_s, floor.step_s),
+        "plain": _beside(plain, {"verify": plain_floor_s}, plain_floor_s),
+        "tokens_per_s": round(batch * tau / drafting.step_s, 2),
+        "plain_tokens_per_s": round(batch / plain.step_s, 2),
+        "speedup": round(tau * plain.step_s / drafting.step_s, 3),
+        "floor_speedup": round(roofline.speedup(batch, rows, context, survival), 3),
+        "floor_best_rows": roofline.best_rows(batch, context, survival),
+        "idleness": seen.idleness.as_json(),
+    }
+
+
+def _beside(measured: Measured, floor_s: dict[str, float], step_floor_s: float) -> Figures:
+    parts = {
+        part: {"ms": _ms(seconds)} | ({"floor_ms": _ms(floor_s[part])} if part in floor_s else {})
+        for part, seconds in measured.parts_s.items()
+    }
+    return {
+        **parts,
+        "host_gap": {"ms": _ms(measured.host_s)},
+        "step": {"ms": _ms(measured.step_s), "floor_ms": _ms(step_floor_s)},
+        "of_floor": round(step_floor_s / measured.step_s, 4),
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 4)

@@ -1,0 +1,192 @@
+"""Decoding steps over made-up contexts, timed part by part.
+
+A context is not computed: requests enter as after a prefix hit that covers all but their last token, in pages
+full of noise. They enter anew before every step that is measured, so that it begins where it should and the
+workers know where, as when the scheduler runs ahead. Called by `step.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...actors.machine import free_ram_bytes
+from ...actors.targets.loading.plan import LoadPlan
+from ...actors.targets.loading.rank import start_runner
+from ...actors.targets.runners.runner import Runner
+from ...cluster.errors import ConfigError
+from ...cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from ...drafter.compute.kv_cache import PagedKVCache
+from .idleness import Idleness, Watch
+from .random_pair import PairShape, RandomModels
+
+WARM_UP_STEPS = 3
+TURN_STEPS = 5  # so many of a kind, then as many of the other; the first of a turn finds strange caches
+MEMORY_SHARE = 0.9  # of what is free, for weights and pages; the rest is for activations
+PARTS = ("draft", "verify", "sample", "inject")
+_GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """So many requests with so many tokens of context each."""
+
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Medians over equal steps, in seconds; `step_s` is the wall's, `host_s` what no part accounts for."""
+
+    parts_s: dict[str, float]
+    host_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """At one point: steps with all drafts, steps with none, and whether the machine was idle."""
+
+    drafting: Measured
+    plain: Measured
+    idleness: Idleness
+
+
+class Memory:
+    """What the device holds: weights, and pages for one point at a time."""
+
+    def __init__(self, plan: LoadPlan, shape: PairShape) -> None:
+        self._page_size, self._num_drafts = plan.config.page_size, plan.num_speculative_tokens
+        on_gpu = plan.device.type == "cuda"
+        free = torch.cuda.mem_get_info(plan.device)[0] if on_gpu else free_ram_bytes()
+        left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize
+        page_bytes = sum(
+            PagedKVCache.bytes_per_page(m.num_layers, self._page_size, m.num_kv_heads, m.head_dim, plan.dtype)
+            for m in (shape.target, shape.drafter)
+        )
+        self._most_pages = left // page_bytes
+
+    def pages_per_request(self, context: int) -> int:
+        """For the context, the last known token and its drafts."""
+        return -(-(context + 1 + self._num_drafts) // self._page_size)
+
+    def num_pages(self, point: Point) -> int:
+        return point.batch * self.pages_per_request(point.context)
+
+    def fits(self, point: Point) -> bool:
+        return self.num_pages(point) <= self._most_pages
+
+
+def measure_points(points: Sequence[Point], plan: LoadPlan, memory: Memory, steps: int) -> dict[Point, Seen]:
+    """Steps with all drafts, and with none, at every point."""
+    if not points:
+        raise ConfigError(
+            "model: its weights and the pages of not even one point fit into memory. Give a smaller --model, "
+            "--batch or --context.",
+            param="model",
+        )
+    num_pages = max(memory.num_pages(point) for point in points)
+    plan = replace(plan, config=replace(plan.config, num_pages=num_pages))
+    _say(f"making weights of {plan.config.model} on {plan.device.type}")
+    runner, _ = start_runner(plan, RandomModels())
+    with torch.inference_mode():
+        runner.cache.kv.normal_()
+    found: dict[Point, Seen] = {}
+    for point in points:
+        _say(f"batch {point.batch}, context {point.context}")
+        admission = _admission(point, memory.pages_per_request(point.context), plan)
+        watch = Watch()
+        with watch.open():
+            drafting, plain = _take_turns(runner, admission, plan.num_speculative_tokens, steps)
+        found[point] = Seen(drafting, plain, watch.found)
+    return found
+
+
+def _take_turns(
+    runner: Runner, admission: SchedulerOutput, num_drafts: int, steps: int
+) -> tuple[Measured, Measured]:
+    """Steps with drafts and without, in turns of some: what else the machine does meets both."""
+    batch = len(admission.slots)
+    kinds = [_Steps(runner, admission, _decode(batch, -1, drafts)) for drafts in (num_drafts, 0)]
+    for kind in kinds:
+        kind.run(WARM_UP_STEPS, counted=False)
+    for begin in range(0, steps, TURN_STEPS):
+        for kind in kinds if begin // TURN_STEPS % 2 == 0 else kinds[::-1]:
+            kind.run(1, counted=False)
+            kind.run(min(TURN_STEPS, steps - begin))
+    drafting, plain = (kind.measured() for kind in kinds)
+    return drafting, plain
+
+
+class _Steps:
+    """The same step over and over, and what it took."""
+
+    def __init__(self, runner: Runner, admission: SchedulerOutput, step: SchedulerOutput) -> None:
+        self._runner, self._admission, self._step = runner, admission, step
+        self._parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._walls: list[float] = []
+
+    def run(self, count: int, *, counted: bool = True) -> None:
+        for _ in range(count):
+            self._runner.execute(self._admission)
+            begin_s = time.perf_counter()
+            timings = self._runner.execute(self._step).timings
+            wall_s = time.perf_counter() - begin_s
+            if counted:
+                self._walls.append(wall_s)
+                for part, seconds in self._parts.items():
+                    seconds.append(getattr(timings, f"{part}_s"))
+
+    def measured(self) -> Measured:
+        gaps = [wall - sum(parts) for wall, *parts in zip(self._walls, *self._parts.values(), strict=True)]
+        medians = {part: statistics.median(seconds) for part, seconds in self._parts.items()}
+        return Measured(medians, statistics.median(gaps), statistics.median(self._walls))
+
+
+def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> SchedulerOutput:
+    """Requests of one token less than the context, which the step itself adds; their pages are scattered."""
+    random = np.random.default_rng(0)
+    assert load.config.num_pages is not None, "pages were counted for the points"
+    tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
+    count = point.batch * pages_per_request
+    owners, indices = np.divmod(np.arange(count, dtype=np.int32), np.int32(pages_per_request))
+    return replace(
+        _decode(point.batch, point.context - 1, 0),
+        admitted=tuple(AdmittedRequest(i, f"made up {i}", row, _GREEDY) for i, row in enumerate(tokens)),
+        page_slots=owners,
+        page_indices=indices,
+        page_ids=random.permutation(load.config.num_pages)[:count].astype(np.int32),
+    )
+
+
+def _decode(batch: int, num_computed: int, num_drafts: int) -> SchedulerOutput:
+    """A step of all requests; -1 leaves it to the workers to know where they stand."""
+    none = np.zeros(0, np.int32)
+
+    def each(value: int) -> np.ndarray[Any, np.dtype[np.int32]]:  # Any: NumPy's shape
+        return np.full(batch, value, np.int32)
+
+    return SchedulerOutput(
+        step=0,
+        admitted=(),
+        page_slots=none,
+        page_indices=none,
+        page_ids=none,
+        slots=np.arange(batch, dtype=np.int32),
+        num_computed=each(num_computed),
+        num_rows=each(num_drafts + 1),
+        num_drafts=each(num_drafts),
+        samples=np.ones(batch, bool),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,21 @@
+"""Tables on standard output."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 120  # of tables that go to a file or a pipe
+
+
+def print_table(
+    title: str, columns: list[str], rows: list[list[str]], console: Console | None = None
+) -> None:
+    """A table on standard output; figures to the right."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
