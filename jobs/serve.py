@@ -18,19 +18,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError
+from .ray_session import join_or_start_ray, ray_address
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
 # Above the longest generation: a reload of HAProxy ends older streams after so long.
 HAPROXY_HARD_STOP_S = 3600
-OBJECT_STORE_BYTES = 200 * 1024 * 1024
 POLL_S = 0.2
 TELL_S = 5.0
 # A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
@@ -139,12 +138,13 @@ def start_server(
     """
     report = report or _to_stderr
     config, _ = split_settings(args)
-    existing, environment = os.environ.get("RAY_ADDRESS"), {}
+    existing, environment = ray_address(), {}
     if not existing:
         check_port(options.host, options.port)
         _check_models(config)
         environment = set_proxy_environment(plain_proxy=options.plain_proxy)
-    owns_ray = _connect(existing, options, report)
+    report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
+    owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve")
     server = Server(options, owns_ray=owns_ray, environment=environment)
     try:
         _deploy(server, args, options, report)
@@ -214,34 +214,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _connect(existing: str | None, options: ServeOptions, report: Report) -> bool:
-    """Connect to Ray or start it. Returns whether it was started here."""
-    import ray
-
-    if ray.is_initialized():
-        return False
-    if existing:
-        _use_token_if_there_is_one()
-        report(f"connecting to Ray at {existing}")
-        ray.init(address=existing, namespace="serve", log_to_driver=True)
-        return False
-    report("starting Ray on this machine")
-    ray.init(
-        address="local",
-        namespace="serve",
-        num_cpus=options.num_cpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
-    return True
-
-
-def _use_token_if_there_is_one() -> None:
-    """With an explicit address Ray does not look for its token file by itself."""
-    if (Path.home() / ".ray" / "auth_token").is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _deploy(server: Server, args: Mapping[str, Any], options: ServeOptions, report: Report) -> None:

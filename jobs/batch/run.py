@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import Enum, auto
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import ray
@@ -28,7 +26,7 @@ import ray.data
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
-from ..serve import OBJECT_STORE_BYTES
+from ..ray_session import join_or_start_ray
 from .engine import BatchEngine
 from .room import Room, find_room
 from .rows import Layout
@@ -162,16 +160,9 @@ def _ray() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = os.environ.get("RAY_ADDRESS")
-    if address and (Path.home() / ".ray" / "auth_token").is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # an explicit address does not look for it
     # Ray Data's actors make Ray complain at its error level about what is of no consequence here.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address:
-        ray.init(address=address, **quiet)
-    else:
-        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    join_or_start_ray(log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
