@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -110,14 +111,22 @@ def serve(
     ] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C."""
-    from .serve import ServeOptions, start_server
+    from .stop import Stopped, StopSignals
 
     if served_model_name:
         settings["served_model_name"] = served_model_name
     if api_key:
         settings["api_key"] = api_key
-    with start_server(settings, ServeOptions(host=host, port=port, plain_proxy=plain_proxy)) as server:
-        server.wait()
+    try:
+        with StopSignals() as signals:
+            from .serve import ServeOptions, start_server
+
+            options = ServeOptions(host=host, port=port, plain_proxy=plain_proxy)
+            with start_server(settings, options, signals=signals) as server, suppress(Stopped):
+                server.wait()
+    except Stopped as stopped:
+        typer.echo(f"{stopped} before it served", err=True)
+        raise typer.Exit(stopped.exit_code) from None
 
 
 @app.command()

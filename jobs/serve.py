@@ -12,18 +12,18 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError
 from .ray_session import join_or_start_ray, ray_address
+from .stop import StopSignals
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -83,13 +83,10 @@ class Server:
         self._deployed = False
         self._stopped = False
 
-    def wait(self) -> None:
-        """Block until SIGINT or SIGTERM."""
-        asked = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: asked.set())
-        while not asked.wait(timeout=1.0):
-            pass
+    def wait(self) -> NoReturn:
+        """Block until a signal's handler raises: `Stopped`, as a rule."""
+        while True:
+            signal.pause()
 
     def deploy(self, app: Application) -> None:
         """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""
@@ -124,14 +121,18 @@ class Server:
 
 
 def start_server(
-    args: Mapping[str, Any], options: ServeOptions, report: Report | None = None
-) -> Server:  # Any: settings come from YAML or flags.
+    args: Mapping[str, Any],  # Any: settings come from YAML or flags.
+    options: ServeOptions,
+    report: Report | None = None,
+    signals: StopSignals | None = None,
+) -> Server:
     """Serve one engine; returns when it answers.
 
     Args:
         args: as under `args:` in ray_config.yaml.
         options: where.
         report: told about progress, a line at a time; stderr if absent.
+        signals: whoever may end it, also while it starts; Ray's own handlers stand back.
 
     Raises:
         ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
@@ -147,6 +148,8 @@ def start_server(
     owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve")
     server = Server(options, owns_ray=owns_ray, environment=environment)
     try:
+        if signals is not None:
+            signals.take_back()
         _deploy(server, args, options, report)
     except BaseException:
         server.stop()

@@ -39,6 +39,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._tell: Callable[[signal.Signals], None] = _raise
         self._before: dict[signal.Signals, Any] = {}  # Any: what `signal.signal` gives back
+        self._signalled = False
 
     @contextmanager
     def told_to(self, tell: Callable[[signal.Signals], None]) -> Iterator[None]:
@@ -50,9 +51,9 @@ class StopSignals:
             self._tell = _raise
 
     def take_back(self) -> None:
-        """Be the handler again, after a library (Ray's C++) has put its own in place."""
-        for number in self._before:
-            if signal.getsignal(number) == self._handle:  # else a first signal has been here
+        """Be the handler again, after a library (Ray) has put its own in place."""
+        if not self._signalled:  # else the next one ends the process
+            for number in self._before:
                 signal.signal(number, self._handle)
 
     def __enter__(self) -> Self:
@@ -66,6 +67,7 @@ class StopSignals:
         self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
         for other in STOPPING:
             signal.signal(other, signal.SIG_DFL)
         self._tell(signal.Signals(number))
