@@ -87,17 +87,28 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        **template_variables: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered with the model's chat template."""
+        """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.render_chat(m, **template_variables) for m in conversations]  # type: ignore[arg-type]
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "variables": chat_template_kwargs,
+        }
+        prompts = [self.render_chat(m, **options) for m in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def render_chat(self, messages: Sequence[Message], **template_variables: Any) -> Prompt:
-        """The prompt of a conversation; its special tokens come from the template alone."""
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> Prompt:
+        """The prompt of a conversation; its special tokens come from the template alone.
+
+        Args:
+            options: of `Tokenizer.apply_chat_template`.
+        """
         assert self.tokenizer is not None, "chat needs a tokenizer: drop skip_tokenizer_init"
-        text = self.tokenizer.apply_chat_template(messages, **template_variables)
+        text = self.tokenizer.apply_chat_template(messages, **options)
         return {
             "prompt": text,
             "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),

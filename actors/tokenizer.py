@@ -22,6 +22,7 @@ from .token_coverage import token_coverage
 
 Message = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_TEMPLATE_STEPS = 2_000_000
+TEMPLATE_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 
 
 class Tokenizer:
@@ -89,9 +90,22 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages to the prompt text. Raises RequestError when the template refuses them."""
+        """Render messages to the prompt text.
+
+        Args:
+            variables: further ones for the template, as `chat_template_kwargs`.
+
+        Raises:
+            RequestError: the template refuses the messages, or `variables` names an argument of its own.
+        """
+        variables = dict(variables or {})
+        for name in TEMPLATE_ARGUMENTS & variables.keys():
+            raise RequestError(
+                f"chat_template_kwargs.{name}: send {name} as a field of the request itself.",
+                param=f"chat_template_kwargs.{name}",
+            )
         if self._environment is None:
             raise RequestError(
                 "messages: this model has no chat template. Use /v1/completions with a prompt, or a "
@@ -103,8 +117,7 @@ class Tokenizer:
                 "chat",
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **self._special_tokens,
-                **variables,
+                **{**self._special_tokens, **variables},
             )
         except minijinja.TemplateError as error:
             raise RequestError(

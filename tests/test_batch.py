@@ -20,9 +20,9 @@ import ray
 from manta import LLM, SamplingParams
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
+from manta.jobs.batch import room as batch_room
 from manta.jobs.batch.figures import JobFigures
 from manta.jobs.batch.job import BatchOptions, check_answered, run_batch
-from manta.jobs.batch.job import room as batch_room
 from manta.jobs.batch.rows import row_seed
 from manta.jobs.batch.source import read_results
 from manta.jobs.cli import main
@@ -134,12 +134,18 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
         {"custom_id": "embed", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}},
+        {
+            "custom_id": "template",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {**chat, "chat_template_kwargs": {"add_generation_prompt": False}},
+        },
     ]
     path = tmp_path / "batch.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     options = BatchOptions(input=path, output=tmp_path / "out", model_name="small")
     figures = run_batch(config(pair), options)
-    assert (figures.rows, figures.failed) == (4, 2)
+    assert (figures.rows, figures.failed) == (5, 3)
     by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
     body = by_id["chat"]["response"]["body"]
     assert (body["object"], body["model"], len(body["choices"])) == ("chat.completion", "small", 2)
@@ -147,6 +153,7 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
     assert body["usage"]["completion_tokens"] <= 16
     assert by_id["text"]["response"]["body"]["object"] == "text_completion"
     assert by_id["embed"]["error"]["param"] == "url"
+    assert by_id["template"]["error"]["param"] == "chat_template_kwargs.add_generation_prompt"
     (broken,) = (row for row in by_id.values() if row.get("input") == "{broken")
     assert broken["error"]["code"] == "BadRequestError"
     assert len(list((tmp_path / "out").glob("errors-*.jsonl"))) == 1

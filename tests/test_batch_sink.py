@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta.cluster.errors import ConfigError, OutputError
+from manta.jobs.batch import sink as batch_sink
+from manta.jobs.batch import source as batch_io
 from manta.jobs.batch.engine import WIRE_SCHEMA
 from manta.jobs.batch.figures import JobFigures, ProgressView
-from manta.jobs.batch.job import sink as batch_sink
-from manta.jobs.batch.job import source as batch_io
 from manta.jobs.batch.reading import SpanReader
 from manta.jobs.batch.sink import Sink
 from manta.jobs.batch.source import line_spans, open_source, parquet_spans, read_results

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from manta.jobs.bench import busy_processes as owner
 from manta.jobs.bench.busy import BusyOptions, Company, run_busy
 from manta.jobs.bench.passes import EngineRun
-from manta.jobs.bench.speculation import busy_processes as owner
 from text_pair import make_text_pair
 
 

@@ -294,6 +294,15 @@ def test_the_template_gets_its_variables(http: httpx.Client) -> None:
     assert styled["count"] > plain["count"]
 
 
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message"])
+def test_what_is_a_field_of_its_own_is_no_template_variable(http: httpx.Client, name: str) -> None:
+    body = {**GREEDY, "messages": USER, "chat_template_kwargs": {name: False}}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = http.post(path, json=body)
+        assert response.status_code == 400, path
+        assert response.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+
+
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == NAME and model.model_extra["max_model_len"] == 512

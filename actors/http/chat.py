@@ -59,12 +59,6 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 def _template_variables(body: ChatRequest, frontend: Frontend) -> tuple[dict[str, Any], list[str]]:
     """What goes to the template, and the names of what it has no use for."""
     variables = dict(body.chat_template_kwargs or {})
-    for name in ("messages", "add_generation_prompt"):
-        if name in variables:
-            raise RequestError(
-                f"chat_template_kwargs.{name}: send {name} as a field of the request itself.",
-                param=f"chat_template_kwargs.{name}",
-            )
     if body.reasoning_effort is not None:
         if not frontend.template_uses("reasoning_effort"):
             raise RequestError(

@@ -133,7 +133,7 @@ class Frontend:
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **variables,
+            variables=variables,
         )
         if sum(len(message["content"]) for message in messages) < LONG_TEXT_CHARS and len(messages) < 100:
             return render()

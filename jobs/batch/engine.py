@@ -221,7 +221,7 @@ async def _prompt(engine: AsyncEngine, request: RowRequest) -> Prompt:
             body.for_template(),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            **chat_variables(body),
+            variables=chat_variables(body),
         )
         token_ids = await engine.encoder.text(text, add_special_tokens=False, param="messages")
         return {"prompt": text, "prompt_token_ids": token_ids}
