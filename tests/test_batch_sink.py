@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta.cluster.errors import ConfigError, OutputError
+from manta.jobs import files
 from manta.jobs.batch import sink as batch_sink
-from manta.jobs.batch import source as batch_io
 from manta.jobs.batch.engine import WIRE_SCHEMA
 from manta.jobs.batch.figures import JobFigures, ProgressView
 from manta.jobs.batch.reading import SpanReader
@@ -36,7 +36,7 @@ class _FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
         self.room = nth
-        self._write = batch_io.write_whole
+        self._write = files.write_whole
         monkeypatch.setattr(batch_sink, "write_whole", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
@@ -85,7 +85,7 @@ def test_earlier_results_stay_until_there_is_something_in_their_place(
     with Sink(tmp_path, "jsonl") as sink:
         sink.add(results("old"))
         sink.finish({}, {})
-    real = batch_io.write_whole
+    real = files.write_whole
 
     def full(path: Path, write: Any, before: Any = None) -> str:
         def failing(_: Path) -> None:
