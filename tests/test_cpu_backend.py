@@ -188,7 +188,7 @@ def test_loops_run_where_no_folder_can_keep_them():
     """A read-only image without a home: Numba finds no place for its cache."""
     script = (
         "import torch; from numba.core import caching; caching.CacheImpl._locator_classes = []\n"
-        "from manta.drafter.cpu import kernels\n"
+        "from manta.drafter.compute.loops import layers as kernels\n"
         "print(kernels.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -167,7 +167,7 @@ _ROW_ARGUMENTS = {
 
 
 VARIANTS: dict[str, list[Variant]] = {
-    "sampling": [
+    "step.device.sampling": [
         _score("bf16", filters=False),
         _score("bf16", filters=True),
         _score("fp32", filters=True),
@@ -178,7 +178,7 @@ VARIANTS: dict[str, list[Variant]] = {
             1,
         ),
     ],
-    "filters": [
+    "step.device.filters": [
         _choice("_survey_chunks", _SURVEYED, CHUNKS=38),
         Variant(
             "_bound_floors",
@@ -194,7 +194,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _choice("_settle_floors", _BOUNDS | _pointers(fp32="candidates"), MAX_CANDIDATES=16384),
         _choice("_settle_floors", _BOUNDS | _pointers(fp32="candidates"), dtype="fp32", MAX_CANDIDATES=16384),
     ],
-    "steps": [
+    "step.device.rows": [
         _lay_out(32, is_block=True),
         _lay_out(512, is_block=False),
         Variant(
@@ -213,7 +213,7 @@ VARIANTS: dict[str, list[Variant]] = {
             1,
         ),
     ],
-    "attention": [
+    "compute.gpu.attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits
         _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128, no splits
         _attention(32, 8, 128, requests=32, causal=False, window=2048, page=64),  # its drafter
@@ -224,15 +224,15 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(32, 8, 128, dtype="fp32"),
         _combine(128, 64),
     ],
-    "norms": [
+    "compute.gpu.norms": [
         _norm(4096, 16),
         _norm(4096, 16, add=False),
         _norm(2880, 16),
         _norm(192, 1),
         _norm(8192, 16, dtype="fp32"),
     ],
-    "activations": [_silu_mul(12288), _silu_mul(12288, "fp32")],
-    "write_kv": [
+    "compute.gpu.activations": [_silu_mul(12288), _silu_mul(12288, "fp32")],
+    "compute.gpu.write_kv": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
         _write(8, 1, 64, 8),
@@ -258,7 +258,7 @@ def test_kernels_compile_for_hopper_without_spills(module: str, tmp_path: Path):
 
 
 def test_blocks_and_prompts_of_qwen3_8b_use_hopper_s_matrix_instructions():
-    block, prompt = VARIANTS["attention"][:2]
+    block, prompt = VARIANTS["compute.gpu.attention"][:2]
     assert (block.constexprs["BLOCK_ROWS"], block.constexprs["SPLITS"]) == (64, 32)
     assert (prompt.constexprs["BLOCK_ROWS"], prompt.constexprs["SPLITS"]) == (128, 1)
     assert block.wgmma and prompt.wgmma
@@ -269,7 +269,7 @@ def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"manta.drafter.kernels.{module}"), variant.kernel)
+    kernel = getattr(importlib.import_module(f"manta.drafter.{module}"), variant.kernel)
     types = {name: variant.signature.get(name, "constexpr").split(":")[0] for name in kernel.arg_names}
     aligned = [kernel.arg_names.index(name) for name, kind in variant.signature.items() if ":16" in kind]
     source = ASTSource(kernel, types, variant.constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
