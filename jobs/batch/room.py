@@ -15,17 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    placement_group,
-    remove_placement_group,
-)
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import PlacementError
 from ...cluster.placement import NodeRoom
-from ...cluster.room import Claim, Resources, check_room, full_claim, lacking, smaller_claim, spell
+from ...cluster.room import Claim, check_room, full_claim, lacking, smaller_claim, spell
 
 ROOM_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where new nodes may come: clouds take minutes to start one
@@ -92,8 +89,11 @@ def find_room(
         PlacementError: they can never fit, or did not in time.
     """
     everything = [node.resources for node in nodes()]
-    if not _holds(config, engines, everything) and not may_grow():
+    try:
         check_room(config, engines, everything)
+    except PlacementError:
+        if not may_grow():
+            raise
     room = Room(full_claim(config, engines, everything), engines)
     begin_s, timeout_s = time.monotonic(), ROOM_TIMEOUT_S
     try:
@@ -117,10 +117,6 @@ def find_room(
         room.release()
         raise
     return room
-
-
-def _holds(config: EngineConfig, engines: int, everything: list[Resources]) -> bool:
-    return full_claim(config, engines, everything).num_fitting(everything) >= engines
 
 
 def _news(claim: Claim | None, full: Claim) -> str | None:
