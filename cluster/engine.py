@@ -27,10 +27,11 @@ STEP_PARTS: tuple[str, ...] = ("schedule", "execute", "draft", "verify", "sample
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Counts are cumulative; `running`, `waiting` and `kv_usage` (0 to 1) are of now.
+    """A snapshot. Counts are cumulative; `running`, `waiting` and `kv_usage` are of now.
 
-    `prefix_cache_*` count tokens. `num_drafts` counts requests x steps that verified drafts, and
-    `accepted_per_pos[i]` in how many of them draft i was accepted. `step_seconds` sums up the STEP_PARTS;
+    `kv_usage` (0 to 1) is of the fullest pool. `prefix_cache_*` count tokens. `num_drafts` counts requests x
+    steps that verified drafts, and `accepted_per_pos[i]` in how many of them draft i was accepted.
+    `step_seconds` sums up the STEP_PARTS;
     "execute" holds draft, verify, sample and inject. `finished` counts ended requests by reason.
     """
 
@@ -138,11 +139,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        counters, pool = scheduler.counters, scheduler.pool
+        counters = scheduler.counters
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            kv_usage=1.0 - pool.num_free / pool.num_pages,
+            kv_usage=scheduler.books.usage,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -159,7 +160,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of all pages; what runs goes on."""
-        self._scheduler.cache.clear()
+        self._scheduler.books.cache.clear()
 
     def close(self) -> None:
         """End the workers. Idempotent."""

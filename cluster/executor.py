@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from .page_groups import PageGroup
 from .plan import SchedulerOutput, StepResult
 
 
@@ -16,7 +17,7 @@ class ExecutorInfo:
     """What was learned while loading: the facts that the scheduler needs.
 
     Attributes:
-        num_pages: pages of `page_size` tokens in every K/V pool (target's and drafter's share ids).
+        num_pages: pages of `page_size` tokens in each K/V pool.
         page_size: tokens per page.
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: token ids are below it.
@@ -27,9 +28,10 @@ class ExecutorInfo:
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
+        page_groups: which layers see the same window, and from which pool their pages come.
     """
 
-    num_pages: int
+    num_pages: tuple[int, ...]
     page_size: int
     max_model_len: int
     vocab_size: int
@@ -39,6 +41,7 @@ class ExecutorInfo:
     device: str
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
+    page_groups: tuple[PageGroup, ...] = (PageGroup(),)
 
 
 class Executor(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .config import EngineConfig
 from .errors import RequestError, UnprocessableError
 from .executor import ExecutorInfo
+from .page_groups import PageGroup, longest_sequence
 from .request import Request
 
 
@@ -30,7 +31,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
     by_priority: bool
-    num_pages: int
+    num_pages: tuple[int, ...]
+    page_groups: tuple[PageGroup, ...]
     page_size: int
     max_model_len: int
     vocab_size: int
@@ -48,6 +50,7 @@ class SchedulerConfig:
             enable_prefix_caching=config.enable_prefix_caching,
             by_priority=config.scheduling_policy == "priority",
             num_pages=info.num_pages,
+            page_groups=info.page_groups,
             page_size=info.page_size,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -59,8 +62,9 @@ class SchedulerConfig:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the pages hold, too; its last token is never computed and needs none."""
-        return min(self.max_model_len, self.num_pages * self.page_size + 1)
+        """Longest sequence that the pages hold, too."""
+        pages = (self.page_groups, self.num_pages, self.page_size, self.max_rows)
+        return longest_sequence(*pages, self.max_model_len)
 
 
 def check_request(request: Request, limits: SchedulerConfig) -> None:

@@ -1,7 +1,8 @@
 """Who owns which K/V page: reference counts, and which free page goes next. Ids only, no memory.
 
 A free page whose content is worth keeping (`keep`) stays intact until nothing else is free: blank pages go
-first, then kept ones, the longest unused first. What a page holds is known to `prefix_cache.py`.
+first, then kept ones, the longest unused first. What a page holds is known to `prefix_cache.py`, who uses it
+to `page_books.py`.
 """
 
 from __future__ import annotations

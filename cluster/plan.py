@@ -64,7 +64,8 @@ class SchedulerOutput:
     Attributes:
         step: counts up from 0.
         admitted: requests whose slot is to be (re)initialised before anything else.
-        page_slots, page_indices, page_ids: int32 [M]; set page_table[slot, index] = page id first.
+        page_groups, page_slots, page_indices, page_ids: int32 [M]; set page_table[group, slot, index] = id
+            first. Pages given back are not told: what stays in the table lies behind the group's window.
         slots: int32 [R], distinct.
         num_computed: int32 [R], tokens whose K/V exist; the first row's absolute position. -1 where it
             depends on a step in flight: the workers know it then.
@@ -75,6 +76,7 @@ class SchedulerOutput:
 
     step: int
     admitted: tuple[AdmittedRequest, ...]
+    page_groups: IntArray
     page_slots: IntArray
     page_indices: IntArray
     page_ids: IntArray

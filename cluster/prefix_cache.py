@@ -1,39 +1,64 @@
 """Which page holds which tokens: full pages found again by their content.
 
 A page's digest covers its tokens and, through its parent's digest, all tokens before them; K/V at a
-position depends on exactly these. The salt stands at the root of the chain, so users with different salts
+position depend on exactly these. The salt stands at the root of the chain, so users with different salts
 share nothing. Pages of generated tokens count as much as pages of prompts.
 
     root(salt) ──▶ digest 0 = H(root, tokens 0..15) ──▶ digest 1 = H(digest 0, tokens 16..31) ──▶ ...
 
-Called by the scheduler: `match` before a sequence enters, `insert` when a page is full of computed,
+A page is known by its group and its digest. A prefix is found where it is whole: all its pages in groups that
+see everything, and in groups with a window those that the next row sees:
+
+    full      0 1 2 3 4 5 .      6 pages are a hit, for this window reaches two pages back. Were page 5 gone,
+    window    . 1 2 . 4 5 6      in either group, 3 pages would be: behind 4 or 5 the window sees page 3
+
+Called by `page_books.py`: `match` before a sequence enters, `insert` when a page is full of computed,
 committed tokens. Never trusts a page that is not full.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
+from typing import NamedTuple
 
+from .page_groups import PageGroup
 from .pages import PagePool
 from .plan import IntArray
 
 DIGEST_BYTES = 16
 
 
+class PrefixHit(NamedTuple):
+    """A prefix that is here.
+
+    Attributes:
+        num_pages: how long it is.
+        pages: of each group, from the first page that is still seen behind the prefix to the prefix's last.
+    """
+
+    num_pages: int
+    pages: tuple[list[int], ...]
+
+
 class PrefixCache:
-    """Digest -> page, for the pages of one pool.
+    """(Group, digest) -> page.
 
     Args:
-        pool: whose pages are found again; tells this cache of evictions.
+        pools: whose pages are found again; they tell this cache of evictions.
+        groups: which of them draws from which, and what its rows see.
         page_size: tokens per page.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
-        self._pool = pool
+    def __init__(self, pools: Sequence[PagePool], groups: Sequence[PageGroup], page_size: int) -> None:
+        self._pools = pools
+        self._groups = groups
         self._page_size = page_size
-        self._page_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
-        pool.on_evict = self._forget
+        self._page_of: list[dict[bytes, int]] = [{} for _ in groups]
+        self._key_of: list[dict[int, tuple[int, bytes]]] = [{} for _ in pools]  # page -> group, digest
+        for pool, key_of in zip(pools, self._key_of, strict=True):
+            pool.on_evict = partial(self._forget, key_of)
 
     def hash_pages(self, digests: list[bytes], token_ids: IntArray, num_pages: int, salt: str | None) -> None:
         """Continue a sequence's chain of `digests` until it covers its first `num_pages` pages."""
@@ -43,38 +68,75 @@ class PrefixCache:
             parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
             digests.append(parent)
 
-    def match(self, digests: list[bytes]) -> list[int]:
-        """Pages of the longest prefix that is here. They may be free: `share` them before allocating."""
-        pages: list[int] = []
-        for digest in digests:
-            page = self._page_of.get(digest)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    @property
+    def no_hit(self) -> PrefixHit:
+        return PrefixHit(0, tuple([] for _ in self._groups))
 
-    def insert(self, digest: bytes, page: int) -> None:
-        """Remember a full page. If its content is here already, the older page stays the one to be found."""
-        if digest in self._page_of:
-            return
-        assert page not in self._digest_of, f"page {page} has two contents"
-        self._page_of[digest] = page
-        self._digest_of[page] = digest
-        self._pool.keep(page)
+    def match(self, digests: list[bytes]) -> PrefixHit:
+        """The longest prefix that is here. Its pages may be free: `share` them before allocating."""
+        count = self._shorten_to_windows(digests, self._match_full(digests))
+        firsts = [group.first_page(count * self._page_size, self._page_size) for group in self._groups]
+        pages = [
+            [page_of[digest] for digest in digests[first:count]]
+            for page_of, first in zip(self._page_of, firsts, strict=True)
+        ]
+        return PrefixHit(count, tuple(pages))
+
+    def _match_full(self, digests: list[bytes]) -> int:
+        """Pages of the longest prefix that every group without a window has."""
+        count = len(digests)
+        for group, page_of in zip(self._groups, self._page_of, strict=True):
+            if group.window is None:
+                count = next((i for i in range(count) if digests[i] not in page_of), count)
+        return count
+
+    def _shorten_to_windows(self, digests: list[bytes], count: int) -> int:
+        """Of the prefixes of at most `count` pages the longest behind which every window is here."""
+        windowed = [g for g, group in enumerate(self._groups) if group.window is not None]
+        seen = dict.fromkeys(windowed, count)  # pages seen[g] .. count - 1 are here
+        complete = not windowed
+        while not complete:
+            complete = True
+            for g in windowed:
+                first = self._groups[g].first_page(count * self._page_size, self._page_size)
+                unseen, page_of = range(first, min(seen[g], count)), self._page_of[g]
+                gap = next((i for i in reversed(unseen) if digests[i] not in page_of), None)
+                if gap is None:
+                    seen[g] = min(first, seen[g])
+                else:  # every window that reaches here from a shorter prefix has the same gap
+                    count, complete = gap, False
+        return count
+
+    def insert(self, group: int, pages: Iterable[tuple[bytes, int]]) -> None:
+        """Remember full pages. Of content that is here already the older page stays the one to be found."""
+        number = self._groups[group].pool
+        pool, page_of, key_of = self._pools[number], self._page_of[group], self._key_of[number]
+        for digest, page in pages:
+            if digest in page_of:
+                continue
+            assert page not in key_of, f"page {page} has two contents"
+            page_of[digest] = page
+            key_of[page] = group, digest
+            pool.keep(page)
 
     def clear(self) -> None:
         """Forget everything; sequences that run keep their pages."""
-        self._page_of.clear()
-        self._digest_of.clear()
-        self._pool.keep_nothing()
+        for known in (*self._page_of, *self._key_of):
+            known.clear()
+        for pool in self._pools:
+            pool.keep_nothing()
 
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._digest_of.pop(page)]
+    def _forget(self, key_of: dict[int, tuple[int, bytes]], page: int) -> None:
+        group, digest = key_of.pop(page)
+        del self._page_of[group][digest]
 
     def check_invariants(self) -> None:
-        """Digests and pages are one to one, and the pool keeps exactly these pages."""
-        assert {page: digest for digest, page in self._page_of.items()} == self._digest_of
-        assert self._pool.kept == self._digest_of.keys(), "pool and cache disagree on what is kept"
+        """Keys and pages are one to one, and the pools keep exactly these pages."""
+        for p, (pool, key_of) in enumerate(zip(self._pools, self._key_of, strict=True)):
+            groups = [g for g, group in enumerate(self._groups) if group.pool == p]
+            found = {(page, g, digest) for g in groups for digest, page in self._page_of[g].items()}
+            assert found == {(page, *key) for page, key in key_of.items()}, "a page has two contents"
+            assert pool.kept == key_of.keys(), "pool and cache disagree on what is kept"
 
 
 def _root(salt: str | None) -> bytes:

@@ -9,11 +9,11 @@ drafts behind it.
        └─────── preempt: the last in rank loses slot and pages, keeps its tokens
 
 `schedule`, execute, `commit`; the next plans may be made while some are in flight. How many tokens those
-bring is not known then: pages are taken for the most, and where a sequence stands is left to the workers.
-Whoever leaves (ended, aborted, preempted) leaves at once: what is in flight for it is dropped on arrival, and
-as steps run in order, its pages are written by their next owner later. Called by `engine.py` alone; knows
-neither a clock nor an executor. The order of serving is `Sequence.rank`: by arrival, or by priority and then
-arrival.
+bring is not known then: pages (`page_books.py`) are taken for the most and given back for the least, and
+where a sequence stands is left to the workers. Whoever leaves (ended, aborted, preempted) leaves at once:
+what is in flight for it is dropped on arrival, and as steps run in order, its pages are written by their next
+owner later. Called by `engine.py` alone; knows neither a clock nor an executor. The order of serving is
+`Sequence.rank`: by arrival, or by priority and then arrival.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -31,9 +31,9 @@ from .counters import Counters
 from .draft_length import DraftLength
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
-from .pages import PagePool, pages_for
+from .page_books import PageBooks
 from .plan import AdmittedRequest, BoolArray, IntArray, SchedulerOutput, StepResult, StepTimings
-from .prefix_cache import PrefixCache
+from .prefix_cache import PrefixHit
 from .request import FinishReason, Request
 from .sequence import WAITING, Sequence, SlotTable
 
@@ -53,9 +53,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = PagePool(config.num_pages)
-        self.cache = PrefixCache(self.pool, config.page_size)
-        self.table = SlotTable(config.num_slots, config.max_model_len, config.page_size, config.vocab_size)
+        self.books = PageBooks(config)
+        self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
         adapts = config.adaptive_drafts and config.num_speculative_tokens > 0
         self._draft_length = DraftLength(config.num_speculative_tokens) if adapts else None
@@ -66,7 +65,6 @@ class Scheduler:
         self._num_steps = 0
         self._in_flight: deque[_Flight] = deque()
         self._admitted: list[AdmittedRequest] = []  # of the plan in the making
-        self._page_entries: list[tuple[int, int, int]] = []  # (slot, index, page), likewise
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -97,7 +95,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
         """Plan the next step; None if there is nothing to do. `now_s` is for the record of waiting times."""
-        self._admitted, self._page_entries = [], []
+        self._admitted = []
         slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
         slots_R = slots_R[self._go_on(slots_R)]
         num_tokens_R, known_R = self._most_tokens(slots_R), self._known_rows(slots_R)
@@ -133,7 +131,7 @@ class Scheduler:
     def _known_rows(self, slots_R: IntArray) -> IntArray:
         """Tokens of each sequence that no step computes yet; the anchor where one in flight samples."""
         table = self.table
-        left_R = table.num_tokens_S[slots_R] - table.num_computed_S[slots_R] - table.ahead_rows_S[slots_R]
+        left_R = table.num_tokens_S[slots_R] - table.least_computed(slots_R)
         return np.where(table.ahead_samples_S[slots_R] > 0, 1, left_R)
 
     def _share_rows(self, slots_R: IntArray, num_tokens_R: IntArray, known_R: IntArray) -> IntArray:
@@ -141,6 +139,9 @@ class Scheduler:
         table = self.table
         # A step with k drafts brings up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
+        if self.books.has_windows:
+            # A window's pages stay until drafts in flight are judged: those reach one step's rows ahead.
+            drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
         if self._draft_length is not None:
             drafts_R = np.minimum(drafts_R, self._draft_length.choose(int((known_R == 1).sum())))
         more_R = np.where(known_R == 1, drafts_R, known_R - 1)
@@ -149,26 +150,25 @@ class Scheduler:
         return 1 + np.minimum(more_R, left_R)
 
     def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
-        """Allocate the pages of all rows, from position `first_R` on, in rank order; returns how many of the
+        """Take the pages of all rows, from position `first_R` on, in rank order; returns how many of the
         sequences still run.
 
-        Too few pages cut rows (in place), so drafts go first; for the first row others are preempted. Only
-        decoding sequences lack pages: a prompt got its pages when it was admitted.
+        Too few pages in any pool cut rows (in place), so drafts go first; for the first row others are
+        preempted. A prompt lacks pages only in groups with a window, which it passes through.
         """
-        table, pool, page_size = self.table, self.pool, self.config.page_size
-        room_R = table.num_pages_S[slots_R] * page_size - first_R
-        short, num_left = np.flatnonzero(rows_R > room_R), len(slots_R)
-        columns = (short, slots_R[short], table.num_pages_S[slots_R[short]], room_R[short], rows_R[short])
-        for index, slot, num_pages, room, rows in zip(*(c.tolist() for c in columns), strict=True):
-            while room == 0 and pool.num_free == 0 and index < num_left:
+        books = self.books
+        books.give_back(slots_R, self.table.least_computed(slots_R))
+        if books.grow(slots_R, first_R + rows_R):
+            return len(slots_R)
+        num_left = len(slots_R)
+        for index in books.lacking(slots_R, first_R + rows_R):
+            slot, first, rows = int(slots_R[index]), int(first_R[index]), int(rows_R[index])
+            while index < num_left and not books.has_room(slot, first + 1):
                 num_left -= 1
-                self._preempt(table.sequences[int(slots_R[num_left])])
+                self._preempt(self.table.sequences[int(slots_R[num_left])])
             if index >= num_left:
                 break
-            pages = pool.allocate(min(pages_for(rows - room, page_size), pool.num_free))
-            self._page_entries.extend((slot, num_pages + i, page) for i, page in enumerate(pages))
-            if room + len(pages) * page_size < rows:
-                rows_R[index] = room + len(pages) * page_size
+            rows_R[index] = books.grow_some(slot, first + rows) - first
         return num_left
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -182,60 +182,47 @@ class Scheduler:
         rows: list[int] = []
         while self.waiting and budget > 0 and self.table.has_free_slot:
             sequence = self.waiting[0]
-            hits = self._find_prefix(sequence)
-            left = len(sequence.token_ids) - len(hits) * self.config.page_size
+            hit, num_tokens = self.books.find_prefix(sequence), len(sequence.token_ids)
+            left = num_tokens - hit.num_pages * self.config.page_size
             if not self.config.enable_chunked_prefill and budget < left <= self.config.max_rows:
                 break
-            missing = pages_for(len(sequence.token_ids), self.config.page_size) - len(hits)
-            # Leave everybody who runs a page to grow, or who comes in would soon be preempted again.
-            if missing + len(self.running) > self.pool.num_free - self.pool.num_idle(hits):
+            if not self.books.has_room_to_enter(hit, num_tokens, len(self.running)):
                 break
-            self._enter(self.waiting.pop(0), hits, missing, now_s)
+            self._enter(self.waiting.pop(0), hit, now_s)
             rows.append(min(left, budget))
             budget -= rows[-1]
         return rows
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Pages computed already. At least one token stays to be computed, for its row brings the next."""
-        if not self.config.enable_prefix_caching:
-            return []
-        usable = (len(sequence.token_ids) - 1) // self.config.page_size
-        salt = sequence.request.cache_salt
-        self.cache.hash_pages(sequence.digests, sequence.token_ids, usable, salt)
-        return self.cache.match(sequence.digests[:usable])
-
-    def _enter(self, sequence: Sequence, hits: list[int], missing: int, now_s: float) -> None:
-        """From waiting to running. Pages of all its known tokens are taken now: prefill never lacks any."""
-        table = self.table
-        slot = table.enter(sequence, self.config.num_speculative_tokens if sequence.request.speculate else 0)
-        self.pool.share(hits)
-        pages = hits + self.pool.allocate(missing)
-        self._page_entries.extend((slot, i, page) for i, page in enumerate(pages))
-        table.num_computed_S[slot] = len(hits) * self.config.page_size
-        table.num_hashed_S[slot] = len(hits)
+    def _enter(self, sequence: Sequence, hit: PrefixHit, now_s: float) -> None:
+        """From waiting to running."""
+        table, num_cached = self.table, hit.num_pages * self.config.page_size
+        max_drafts = self.config.num_speculative_tokens if sequence.request.speculate else 0
+        slot = table.enter(sequence, num_cached, max_drafts)
+        self.books.enter(slot, hit, len(sequence.token_ids))
         insort(self.running, sequence, key=_by_rank)
         self._admitted.append(
             AdmittedRequest(slot, sequence.request.request_id, table.known_tokens(slot), sequence.sampling)
         )
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = int(table.num_computed_S[slot])
+            sequence.num_cached_tokens = num_cached
             sequence.queue_s = now_s - sequence.request.arrival_s
             self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
         table, left_R = self.table, self._known_rows(slots_R)
         known_R = np.minimum(rows_R, left_R)
-        computed_R = table.num_computed_S[slots_R] + table.ahead_rows_S[slots_R]
-        entries = np.array(self._page_entries, dtype=np.int32).reshape(-1, 3).T.copy()
-        table.append_pages(*entries)
+        entries = self.books.take_new_entries()
         return SchedulerOutput(
             step=self._num_steps,
             admitted=tuple(self._admitted),
-            page_slots=entries[0],
-            page_indices=entries[1],
-            page_ids=entries[2],
+            page_groups=entries.groups,
+            page_slots=entries.slots,
+            page_indices=entries.indices,
+            page_ids=entries.pages,
             slots=slots_R,
-            num_computed=np.where(table.ahead_samples_S[slots_R] > 0, np.int32(-1), computed_R),
+            num_computed=np.where(
+                table.ahead_samples_S[slots_R] > 0, np.int32(-1), table.least_computed(slots_R)
+            ),
             num_rows=rows_R,
             num_drafts=rows_R - known_R,
             samples=known_R == left_R,
@@ -250,7 +237,7 @@ class Scheduler:
         outcome = read_result(self.table, flight.plan, flight.staying_R, result)
         self.table.arrive(outcome.slots, outcome.num_rows, outcome.num_drafts, outcome.samples)
         self._append_tokens(outcome)
-        self._hash_full_pages(outcome.slots)
+        self.books.remember_full_pages(self.table, outcome.slots)
         self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
         self._learn(flight.plan, outcome, result.timings)
         updates = make_updates(self.table, outcome)
@@ -276,22 +263,6 @@ class Scheduler:
         table.num_tokens_S[slots_R] += outcome.num_out
         table.num_computed_S[slots_R] = outcome.num_computed
 
-    def _hash_full_pages(self, slots_R: IntArray) -> None:
-        """Tell the prefix cache of pages that are now full of computed, committed tokens."""
-        if not self.config.enable_prefix_caching:
-            return
-        table = self.table
-        full_R = table.num_computed_S[slots_R] // self.config.page_size
-        grown = np.flatnonzero(full_R > table.num_hashed_S[slots_R])
-        columns = (slots_R[grown], table.num_hashed_S[slots_R[grown]], full_R[grown])
-        for slot, num_hashed, num_full in zip(*(c.tolist() for c in columns), strict=True):
-            digests, salt = table.sequences[slot].digests, table.sequences[slot].request.cache_salt
-            self.cache.hash_pages(digests, table.token_ids_SL[slot], num_full, salt)
-            pages = table.page_table_SP[slot, num_hashed:num_full].tolist()
-            for digest, page in zip(digests[num_hashed:num_full], pages, strict=True):
-                self.cache.insert(digest, page)
-        table.num_hashed_S[slots_R] = full_R
-
     def _dismiss(self, updates: list[SequenceUpdate]) -> None:
         """Let go of the sequences that ended."""
         ended: list[Sequence] = []
@@ -305,17 +276,15 @@ class Scheduler:
             self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a sequence's slot and pages, the last page first: it is the first to be evicted."""
+        """Free a sequence's slot and pages."""
         for flight in self._in_flight:
             flight.staying_R[flight.plan.slots == sequence.slot] = False
-        pages = self.table.pages(sequence.slot)
+        self.books.leave(sequence.slot)
         self.table.leave(sequence)
-        self.pool.release(reversed(pages))
 
     def check_invariants(self) -> None:
         """No page, slot or token is lost or doubled; nobody writes where another reads."""
-        self.pool.check_invariants()
-        self.cache.check_invariants()
+        self.books.check_invariants(self.table)
         self.table.check_invariants()
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_by_rank), "a queue is out of order"
@@ -323,12 +292,3 @@ class Scheduler:
         assert all(q.slot == WAITING for q in self.waiting), "a waiting sequence has a slot"
         alive = [q.request.request_id for q in (*self.running, *self.waiting)]
         assert sorted(alive) == sorted(self._sequences), "a request is lost or doubled"
-        uses = np.zeros(self.pool.num_pages, dtype=np.int32)
-        for slot in self.table.sequences:
-            pages, num_computed = self.table.pages(slot), int(self.table.num_computed_S[slot])
-            assert len(set(pages)) == len(pages) >= pages_for(num_computed, self.config.page_size)
-            uses[pages] += 1
-            for page in pages[num_computed // self.config.page_size :]:
-                assert self.pool.ref_counts[page] == 1, f"page {page} is written by one and used by another"
-                assert page not in self.pool.kept, f"page {page} is known to the cache but not full"
-        assert uses.tolist() == self.pool.ref_counts, "pages are used by nobody who runs"

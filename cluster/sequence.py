@@ -4,8 +4,9 @@ While a sequence waits it has known tokens and nothing else. While it runs it ha
 row `slot` of the table's arrays: planning and committing a step are then a few NumPy calls for all running
 sequences, not a loop. The workers keep the same rows under the same slots. Edited by the scheduler alone.
 
-Shape legend: S slots, L longest sequence, P pages of the longest sequence,
-M new page-table entries, V vocabulary.
+Which pages it has is `page_books.py`'s.
+
+Shape legend: S slots, L longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .pages import pages_for
 from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
 
@@ -92,16 +92,13 @@ class SlotTable:
 
     Args:
         num_slots: most sequences that run at once.
-        max_model_len, page_size, vocab_size: of the model.
+        max_model_len, vocab_size: of the model.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, page_size: int, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
         self.token_ids_SL = np.zeros((num_slots, max_model_len), dtype=np.int32)
-        self.page_table_SP = np.zeros((num_slots, pages_for(max_model_len, page_size)), dtype=np.int32)
         self.num_tokens_S = np.zeros(num_slots, dtype=np.int32)  # known tokens
         self.num_computed_S = np.zeros(num_slots, dtype=np.int32)  # tokens whose K/V exist
-        self.num_pages_S = np.zeros(num_slots, dtype=np.int32)  # entries of the page table
-        self.num_hashed_S = np.zeros(num_slots, dtype=np.int32)  # leading pages that the prefix cache knows
         self.max_length_S = np.zeros(num_slots, dtype=np.int32)
         self.max_drafts_S = np.zeros(num_slots, dtype=np.int32)
         # What the steps in flight do to the numbers above, once they are committed.
@@ -116,24 +113,23 @@ class SlotTable:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def enter(self, sequence: Sequence, max_drafts: int) -> int:
-        """Give a waiting sequence a slot; it has no pages and nothing computed yet."""
+    def enter(self, sequence: Sequence, num_computed: int, max_drafts: int) -> int:
+        """Give a waiting sequence a slot; K/V of its first tokens may be there already."""
         slot = sequence.slot = self._free_slots.pop()
         count = len(sequence.token_ids)
         self.sequences[slot] = sequence
         self.token_ids_SL[slot, :count] = sequence.token_ids
         self.num_tokens_S[slot] = count
-        self.num_computed_S[slot] = self.num_pages_S[slot] = self.num_hashed_S[slot] = 0
+        self.num_computed_S[slot] = num_computed
         self.ahead_rows_S[slot] = self.ahead_samples_S[slot] = self.ahead_drafts_S[slot] = 0
         self.max_length_S[slot] = sequence.max_length
         self.max_drafts_S[slot] = max_drafts
         self.stop_uses_V[list(sequence.sampling.stop_token_ids)] += 1
         return slot
 
-    def append_pages(self, slots_M: IntArray, indices_M: IntArray, pages_M: IntArray) -> None:
-        """Lengthen page tables; the indices continue where each table ends."""
-        self.page_table_SP[slots_M, indices_M] = pages_M
-        np.add.at(self.num_pages_S, slots_M, 1)
+    def least_computed(self, slots_R: IntArray) -> IntArray:
+        """Where each sequence stands when the steps in flight have ended, if no draft is accepted."""
+        return self.num_computed_S[slots_R] + self.ahead_rows_S[slots_R]
 
     def depart(self, plan: SchedulerOutput) -> None:
         """A step is in flight."""
@@ -150,15 +146,12 @@ class SlotTable:
         self.ahead_samples_S[slots_R] += sign * samples_R.astype(np.int32)
         self.ahead_drafts_S[slots_R] += sign * drafts_R
 
-    def pages(self, slot: int) -> list[int]:
-        return self.page_table_SP[slot, : self.num_pages_S[slot]].tolist()
-
     def known_tokens(self, slot: int) -> IntArray:
         """A copy of all tokens of a running sequence."""
         return self.token_ids_SL[slot, : self.num_tokens_S[slot]].copy()
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence's slot back; it keeps its tokens. Its pages are the caller's to release."""
+        """Take a sequence's slot back; it keeps its tokens. Its pages are not this table's."""
         slot = sequence.slot
         sequence.token_ids = self.known_tokens(slot)
         sequence.slot = WAITING

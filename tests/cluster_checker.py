@@ -1,15 +1,17 @@
 """An executor that believes nothing: it keeps what a real K/V cache would hold and checks every read.
 
-Each place (page, offset) holds the digest of the tokens from the sequence's start up to the one written
-there, salt included: exactly what K and V at a position depend on. Rows of a step are written, drafts too
-(wrong ones where they will be rejected), and then every position that a row attends to must hold the right
-digest. A page shared too early, remembered while it held a rejected draft, or freed under a reader shows up
-as a wrong read. Also here: how the tests of the cluster floor make requests and run them.
+Each place (pool, page, offset) holds a group and the digest of the tokens from the sequence's start up to the
+one written there, salt included: exactly what K and V at a position depend on. Rows of a step are written in
+every group, drafts too (wrong ones where they will be rejected), and then every position that a row attends
+to, within the group's window, must hold that group's right digest. A page shared too early, remembered while
+it held a rejected draft, freed or given back under a reader shows up as a wrong read. Also here: how the
+tests of the cluster floor make requests and run them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from manta.cluster.config import EngineConfig
@@ -26,7 +28,7 @@ EOS = (0, 1)
 
 def make_info(**changes: object) -> ExecutorInfo:
     facts = {
-        "num_pages": 64,
+        "num_pages": (64,),
         "page_size": 4,
         "max_model_len": 64,
         "vocab_size": VOCAB,
@@ -50,7 +52,8 @@ class _Slot:
     tokens: list[int]
     salt: str | None
     max_length: int
-    pages: list[int] = field(default_factory=list)
+    pages: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page; stale ones stay
+    ends: dict[int, int] = field(default_factory=dict)  # group -> index behind its last page
     num_computed: int | None = None  # not known until the first plan: depends on prefix hits
 
 
@@ -62,7 +65,7 @@ class CheckingExecutor(SimulatedExecutor):
         self.max_rows, self.max_slots = max_rows, max_slots
         self.requests: dict[str, Request] = {}
         self.slots: dict[int, _Slot] = {}
-        self.held: dict[tuple[int, int], int] = {}  # (page, offset) -> digest
+        self.held: dict[tuple[int, int, int], tuple[int, int]] = {}  # (pool, page, offset) -> group, digest
         self.num_steps = 0
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
@@ -72,12 +75,15 @@ class CheckingExecutor(SimulatedExecutor):
             self._admit(request)
         first_R = self.first_positions(plan).tolist()
         result = super()._run(plan)
-        written: set[tuple[int, int]] = set()
+        written: set[tuple[int, int, int]] = set()
         chains = [self._write(plan, r, first, result, written) for r, first in enumerate(first_R)]
         for r, chain in enumerate(chains):
             slot = self.slots[int(plan.slots[r])]
-            for position, digest in enumerate(chain):
-                assert self.held.get(self._place(slot, position)) == digest, f"row {r}: wrong at {position}"
+            for g, group in enumerate(self.info.page_groups):
+                begin = 0 if group.window is None else max(first_R[r] - group.window + 1, 0)
+                for position in range(begin, len(chain)):
+                    held = self.held.get(self._place(slot, g, position))
+                    assert held == (g, chain[position]), f"row {r}, group {g}: wrong at {position}"
         self._advance(plan, first_R, result)
         return result
 
@@ -86,8 +92,9 @@ class CheckingExecutor(SimulatedExecutor):
         arrays = (plan.slots, plan.num_computed, plan.num_rows, plan.num_drafts)
         assert all(a.dtype == np.int32 and a.shape == (count,) for a in arrays)
         assert plan.samples.dtype == np.bool_ and plan.samples.shape == (count,)
-        assert plan.page_slots.shape == plan.page_indices.shape == plan.page_ids.shape
-        assert plan.page_ids.dtype == np.int32 and plan.step == self.num_steps and count >= 1
+        entries = (plan.page_groups, plan.page_slots, plan.page_indices, plan.page_ids)
+        assert all(a.dtype == np.int32 and a.shape == plan.page_ids.shape for a in entries)
+        assert plan.step == self.num_steps and count >= 1
         slots = plan.slots.tolist()
         assert len(set(slots)) == count and all(0 <= s < self.max_slots for s in slots)
         assert {a.slot for a in plan.admitted} <= set(slots) and set(plan.page_slots.tolist()) <= set(slots)
@@ -98,25 +105,36 @@ class CheckingExecutor(SimulatedExecutor):
     def _apply(self, plan: SchedulerOutput) -> None:
         for a in plan.admitted:
             request = self.requests[a.request_id]
-            limits = self.info.max_model_len, self.info.num_pages * self.info.page_size + 1
+            limits = self.info.max_model_len, longest(self.info, self.max_rows)
             length = len(request.prompt_token_ids)
             limit = min(length + (request.params.max_tokens or limits[0]), *limits)
             self.slots[a.slot] = _Slot(a.token_ids.tolist(), request.cache_salt, limit)
         entries = zip(
-            plan.page_slots.tolist(), plan.page_indices.tolist(), plan.page_ids.tolist(), strict=True
+            plan.page_groups.tolist(),
+            plan.page_slots.tolist(),
+            plan.page_indices.tolist(),
+            plan.page_ids.tolist(),
+            strict=True,
         )
-        for slot, index, page in entries:
-            assert index == len(self.slots[slot].pages), "page tables grow without gaps"
-            assert 0 <= page < self.info.num_pages
-            self.slots[slot].pages.append(page)
+        for g, number, index, page in entries:
+            slot, group = self.slots[number], self.info.page_groups[g]
+            begin = 0 if group.window is None else index  # where a window begins is checked by what is read
+            assert index == slot.ends.get(g, begin), "page tables grow without gaps"
+            assert 0 <= page < self.info.num_pages[group.pool]
+            slot.pages[g, index], slot.ends[g] = page, index + 1
 
-    def _place(self, slot: _Slot, position: int) -> tuple[int, int]:
-        page_index, offset = divmod(position, self.info.page_size)
-        assert page_index < len(slot.pages), f"position {position} has no page"
-        return slot.pages[page_index], offset
+    def _place(self, slot: _Slot, group: int, position: int) -> tuple[int, int, int]:
+        index, offset = divmod(position, self.info.page_size)
+        assert (group, index) in slot.pages, f"position {position} has no page in group {group}"
+        return self.info.page_groups[group].pool, slot.pages[group, index], offset
 
     def _write(
-        self, plan: SchedulerOutput, r: int, begin: int, result: StepResult, written: set[tuple[int, int]]
+        self,
+        plan: SchedulerOutput,
+        r: int,
+        begin: int,
+        result: StepResult,
+        written: set[tuple[int, int, int]],
     ) -> list[int]:
         """Write the rows of request r; returns the digests of all positions that its rows attend to."""
         slot = self.slots[int(plan.slots[r])]
@@ -131,6 +149,9 @@ class CheckingExecutor(SimulatedExecutor):
         assert drafts == 0 or (begin == known - 1 and rows == 1 + drafts), "drafts stand behind the anchor"
         assert bool(plan.samples[r]) == (begin + rows - drafts == known)
         assert known + int(plan.samples[r]) + drafts <= self.info.max_model_len
+        for g, group in enumerate(self.info.page_groups):  # what no row sees any more is never allocated
+            seen = 0 if group.window is None else max(begin - group.window + 1, 0) // self.info.page_size
+            assert slot.num_computed is not None or min(i for k, i in slot.pages if k == g) >= seen
         accepted = max(int(result.num_tokens[r]) - 1, 0)
         right = result.token_ids[r, :accepted].tolist()
         inputs = slot.tokens + right + [VOCAB + r] * (drafts - accepted)
@@ -138,10 +159,11 @@ class CheckingExecutor(SimulatedExecutor):
         for token in inputs[: begin + rows]:
             chain.append(hash((chain[-1], token)))
         for position in range(begin, begin + rows):
-            place = self._place(slot, position)
-            assert place not in written, "two rows write the same place"
-            written.add(place)
-            self.held[place] = chain[position + 1]
+            for g in range(len(self.info.page_groups)):
+                place = self._place(slot, g, position)
+                assert place not in written, "two rows write the same place"
+                written.add(place)
+                self.held[place] = g, chain[position + 1]
         return chain[1:]
 
     def _advance(self, plan: SchedulerOutput, first_R: list[int], result: StepResult) -> None:
@@ -152,11 +174,26 @@ class CheckingExecutor(SimulatedExecutor):
             slot.tokens += result.token_ids[r, :count].tolist()
 
 
-def expected(request: Request, info: ExecutorInfo) -> tuple[list[int], str, int | None]:
+@cache
+def longest(info: ExecutorInfo, max_rows: int) -> int:
+    """Tokens of the longest sequence that the pages hold; one more than have K/V."""
+
+    def fits(num_computed: int) -> bool:
+        left = list(info.num_pages)
+        for group in info.page_groups:
+            seen = num_computed if group.window is None else group.window + max_rows
+            all_pages, seen_pages = (-(-count // info.page_size) for count in (num_computed, seen))
+            left[group.pool] -= all_pages if group.window is None else min(all_pages, seen_pages + 1)
+        return min(left) >= 0
+
+    return 1 + max(count for count in range(info.max_model_len) if fits(count))
+
+
+def expected(request: Request, info: ExecutorInfo, max_rows: int = 64) -> tuple[list[int], str, int | None]:
     """Tokens, finish reason and stop reason of a request, token by token and by the book."""
     params, length = request.params, len(request.prompt_token_ids)
     eos = set() if params.ignore_eos else set(info.eos_token_ids)
-    room = min(info.max_model_len, info.num_pages * info.page_size + 1) - length
+    room = longest(info, max_rows) - length
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
     sampling = Sequence.of(request, (0, 0), info.max_model_len, info.eos_token_ids).sampling
     tokens: list[int] = []

@@ -58,6 +58,7 @@ class Steps:
         return SchedulerOutput(
             step=self._count,
             admitted=tuple(admitted),
+            page_groups=np.zeros(len(who) * pages, np.int32),
             page_slots=np.repeat(np.array(who, np.int32), pages),
             page_indices=np.tile(np.arange(pages, dtype=np.int32), len(who)),
             page_ids=np.array([s + i * self.num_slots for s in who for i in range(pages)], np.int32),

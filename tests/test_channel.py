@@ -50,7 +50,7 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def plan(num_tokens: int) -> SchedulerOutput:
     one = np.arange(num_tokens, dtype=np.int32)
-    return SchedulerOutput(7, (), one, one, one, one, one, one, one, one > 0)
+    return SchedulerOutput(7, (), one, one, one, one, one, one, one, one, one > 0)
 
 
 def test_every_worker_gets_every_plan_and_rank_0_answers_in_order(spawn) -> None:

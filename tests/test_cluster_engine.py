@@ -56,7 +56,7 @@ def test_max_tokens_beyond_the_context_is_cut_to_the_room_left() -> None:
 
 
 def test_without_max_tokens_a_sequence_grows_as_far_as_the_pages_reach() -> None:
-    info = make_info(num_pages=4)
+    info = make_info(num_pages=(4,))
     outputs = run(open_engine(info), make_request("r", max_tokens=None, ignore_eos=True))
     assert len(outputs.tokens["r"]) == 4 * 4 + 1 - 3, "the last token needs no page"
 
@@ -76,7 +76,7 @@ def test_without_max_tokens_a_sequence_grows_as_far_as_the_pages_reach() -> None
 def test_a_request_that_can_never_run_is_refused_by_field(
     prompt: tuple[int, ...], params: dict[str, object], error: type[RequestError], param: str, words: str
 ) -> None:
-    engine = open_engine(make_info(num_pages=10))
+    engine = open_engine(make_info(num_pages=(10,)))
     with pytest.raises(error, match=words) as raised:
         add(engine, make_request("r", prompt, **params))
     assert type(raised.value) is error and raised.value.param == param
@@ -84,7 +84,7 @@ def test_a_request_that_can_never_run_is_refused_by_field(
 
 
 def test_the_longest_request_that_the_pages_hold_runs() -> None:
-    engine = open_engine(make_info(num_pages=10), survival=[1.0] * 4)
+    engine = open_engine(make_info(num_pages=(10,)), survival=[1.0] * 4)
     outputs = run(engine, make_request("r", (2,) * 20, max_tokens=21, ignore_eos=True))
     assert len(outputs.tokens["r"]) == 21
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manta.cluster.page_groups import PageGroup
 from manta.cluster.pages import PagePool, pages_for
 from manta.cluster.prefix_cache import PrefixCache
 
@@ -25,6 +26,13 @@ def digests_of(cache: PrefixCache, values: np.ndarray, salt: str | None = None) 
     digests: list[bytes] = []
     cache.hash_pages(digests, values, len(values) // PAGE, salt)
     return digests
+
+
+def found(cache: PrefixCache, digests: list[bytes]) -> list[int]:
+    """The pages of a hit, where there is one group that sees everything."""
+    count, (pages,) = cache.match(digests)
+    assert len(pages) == count
+    return pages
 
 
 @pytest.mark.parametrize(("count", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])
@@ -71,60 +79,56 @@ def test_releasing_a_free_page_is_caught(pool: PagePool) -> None:
 
 
 def test_the_longest_known_prefix_is_found(pool: PagePool) -> None:
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     pages = pool.allocate(2)
     known = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
-    for digest, page in zip(known, pages, strict=True):
-        cache.insert(digest, page)
+    cache.insert(0, zip(known, pages, strict=True))
     cache.check_invariants()
-    assert cache.match(digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9))) == pages
-    assert cache.match(digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 9))) == pages[:1]
-    assert cache.match(digests_of(cache, tokens(9, 2, 3, 4, 5, 6, 7, 8))) == []
+    assert found(cache, digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9))) == pages
+    assert found(cache, digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 9))) == pages[:1]
+    assert found(cache, digests_of(cache, tokens(9, 2, 3, 4, 5, 6, 7, 8))) == []
 
 
 def test_the_same_tokens_after_other_tokens_are_another_page(pool: PagePool) -> None:
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     one, two = digests_of(cache, tokens(1, 2, 3, 4, 1, 2, 3, 4))
     assert one != two
 
 
 def test_salts_share_nothing(pool: PagePool) -> None:
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     same = tokens(1, 2, 3, 4)
     assert len({digests_of(cache, same, salt)[0] for salt in (None, "", "alice", "bob")}) == 4
 
 
 def test_an_evicted_page_is_not_found(pool: PagePool) -> None:
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     pages = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
-    for digest, page in zip(digests, pages, strict=True):
-        cache.insert(digest, page)
+    cache.insert(0, zip(digests, pages, strict=True))
     pool.release(reversed(pages))
     pool.allocate(5)  # the deepest page goes first, so the prefix stays useful
-    assert cache.match(digests) == pages[:1]
+    assert found(cache, digests) == pages[:1]
     cache.check_invariants()
 
 
 def test_content_that_is_known_twice_keeps_its_older_page(pool: PagePool) -> None:
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     older, newer = pool.allocate(2)
     (digest,) = digests_of(cache, tokens(1, 2, 3, 4))
-    cache.insert(digest, older)
-    cache.insert(digest, newer)
-    assert cache.match([digest]) == [older]
+    cache.insert(0, [(digest, older), (digest, newer)])
+    assert found(cache, [digest]) == [older]
     cache.check_invariants()
 
 
 def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -> None:
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     used, idle = pool.allocate(2)
     digests = digests_of(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8))
-    cache.insert(digests[0], used)
-    cache.insert(digests[1], idle)
+    cache.insert(0, zip(digests, (used, idle), strict=True))
     pool.release([idle])
     cache.clear()
-    assert cache.match(digests) == [] and pool.num_free == 5
+    assert found(cache, digests) == [] and pool.num_free == 5
     pool.release([used])
     pool.check_invariants()
     cache.check_invariants()
@@ -135,7 +139,7 @@ def test_a_cleared_cache_finds_nothing_and_its_pages_are_blank(pool: PagePool) -
 )
 def test_no_page_is_lost_whatever_is_done(operations: list[tuple[str, int]]) -> None:
     pool = PagePool(8)
-    cache = PrefixCache(pool, PAGE)
+    cache = PrefixCache([pool], [PageGroup()], PAGE)
     uses: list[int] = []  # one entry per use of a page
     for serial, (operation, which) in enumerate(operations):
         if operation == "allocate" and which <= pool.num_free:
@@ -147,7 +151,7 @@ def test_no_page_is_lost_whatever_is_done(operations: list[tuple[str, int]]) -> 
             pool.release([which])
             uses.remove(which)
         elif operation == "keep" and which in uses and which not in pool.kept:
-            cache.insert(serial.to_bytes(16, "little"), which)
+            cache.insert(0, [(serial.to_bytes(16, "little"), which)])
         elif operation == "clear":
             cache.clear()
         pool.check_invariants()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.engine import Engine
 from manta.cluster.errors import UnprocessableError
 from manta.cluster.executor import ExecutorInfo
+from manta.cluster.page_groups import PageGroup, count_pools
 from manta.cluster.request import Request
 
+LAYOUTS = {
+    "one group": (PageGroup(),),
+    "full and window": (PageGroup(), PageGroup(window=20)),
+    "windows only": (PageGroup(window=3), PageGroup(window=8)),
+    "two pools": (PageGroup(), PageGroup(window=7), PageGroup(1, window=13), PageGroup(1)),
+}
 STEMS = tuple(tuple((7 * i + j) % (VOCAB - 2) + 2 for j in range(24)) for i in range(2))
 
 
@@ -47,11 +55,15 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
+def workloads(draw: st.DrawFn, groups: tuple[PageGroup, ...]) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
     page_size = draw(st.sampled_from((1, 2, 4)))
     info = make_info(
         page_size=page_size,
-        num_pages=draw(st.integers(8, 20)) * 4 // page_size,
+        num_pages=tuple(
+            sum(g.pool == pool for g in groups) * draw(st.integers(8, 20)) * 4 // page_size
+            for pool in range(count_pools(groups))
+        ),
+        page_groups=groups,
         max_model_len=draw(st.integers(30, 60)),
         num_speculative_tokens=draw(st.integers(0, 6)),
         max_in_flight=draw(st.sampled_from((1, 1, 2, 3))),
@@ -71,13 +83,13 @@ def workloads(draw: st.DrawFn) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
     return info, engine, [draw(arrivals(i)) for i in range(count)]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @settings(max_examples=120, deadline=None)
-@given(workloads())
-def test_every_request_gets_its_own_tokens_and_nothing_is_lost(
-    workload: tuple[ExecutorInfo, Engine, list[Arrival]],
-) -> None:
-    info, engine, todo = workload
+@given(data=st.data())
+def test_every_request_gets_its_own_tokens_and_nothing_is_lost(layout: str, data: st.DataObject) -> None:
+    info, engine, todo = data.draw(workloads(LAYOUTS[layout]))
     outputs, served, aborted, now = Outputs(), {}, set(), 0
+    max_rows = engine._executor.max_rows
     waiting = sorted(todo, key=lambda a: a.step)
     while waiting or engine.has_unfinished:
         while waiting and waiting[0].step <= now:
@@ -91,7 +103,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_is_lost(
         now += 1
         assert now < 3000, "no progress"
     for request_id, request in served.items():
-        tokens, *end = expected(request, info)
+        tokens, *end = expected(request, info, max_rows)
         mine = outputs.tokens.get(request_id, [])
         if request_id in aborted:
             assert mine == tokens[: len(mine)] and request_id not in outputs.ends

@@ -58,7 +58,7 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it_whole()
 
 def test_without_chunked_prefill_a_preempted_request_longer_than_a_step_still_comes_back() -> None:
     engine = open_engine(
-        make_info(num_pages=12),
+        make_info(num_pages=(12,)),
         survival=[],
         max_num_batched_tokens=16,
         enable_chunked_prefill=False,
@@ -152,7 +152,7 @@ def test_a_reset_cache_finds_nothing_and_running_requests_go_on() -> None:
 
 
 def test_when_pages_run_out_the_last_request_is_computed_anew_and_nobody_sees_it() -> None:
-    info = make_info(num_pages=14)
+    info = make_info(num_pages=(14,))
     requests = [make_request(f"r{i}", PROMPT[i:], max_tokens=20, **LONG) for i in range(4)]
     engine = open_engine(info)
     outputs = run(engine, *requests)
@@ -162,7 +162,7 @@ def test_when_pages_run_out_the_last_request_is_computed_anew_and_nobody_sees_it
 
 
 def test_a_preempted_request_finds_its_own_pages_again() -> None:
-    engine = open_engine(make_info(num_pages=9), survival=[])
+    engine = open_engine(make_info(num_pages=(9,)), survival=[])
     add(engine, make_request("old", PROMPT[:4], max_tokens=20, **LONG))
     add(engine, make_request("new", PROMPT[4:12], max_tokens=20, **LONG))
     again = None
@@ -175,7 +175,7 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
 
 
 def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
-    engine = open_engine(make_info(num_pages=2, max_model_len=9), survival=[])
+    engine = open_engine(make_info(num_pages=(2,), max_model_len=9), survival=[])
     add(engine, make_request("a", (2, 3, 4), max_tokens=2, **LONG))
     add(engine, make_request("b", (2,), max_tokens=5, **LONG))
     while engine.has_unfinished:
@@ -185,7 +185,7 @@ def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
 
 def test_a_newcomer_leaves_a_page_for_everybody_who_runs_to_grow() -> None:
     for num_pages, enters in ((6, False), (7, True)):
-        engine = open_engine(make_info(num_pages=num_pages), survival=[])
+        engine = open_engine(make_info(num_pages=(num_pages,)), survival=[])
         add(engine, make_request("a", (2, 3, 4), max_tokens=8, speculate=False, **LONG))
         plan_step(engine)
         add(engine, make_request("b", PROMPT, max_tokens=1))
@@ -200,7 +200,7 @@ def test_fcfs_ignores_priority_and_the_priority_policy_serves_the_lowest_first()
 
 
 def test_the_worst_priority_is_preempted_whenever_it_came() -> None:
-    engine = open_engine(make_info(num_pages=14), scheduling_policy="priority")
+    engine = open_engine(make_info(num_pages=(14,)), scheduling_policy="priority")
     requests = [make_request(f"r{i}", PROMPT[i:], max_tokens=20, priority=i == 0, **LONG) for i in range(3)]
     assert list(run(engine, *requests).ends)[-1] == "r0" and engine.stats().preemptions > 0
 

@@ -9,7 +9,7 @@ from manta.cluster.engine import Engine, EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.simulator import SimulatedExecutor
 
-INFO = make_info(vocab_size=50_000, max_model_len=2048, num_pages=8192, num_speculative_tokens=7)
+INFO = make_info(vocab_size=50_000, max_model_len=2048, num_pages=(8192,), num_speculative_tokens=7)
 
 
 def simulate(survival: list[float]) -> tuple[dict[str, list[int]], EngineStats]:

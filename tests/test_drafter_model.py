@@ -39,6 +39,7 @@ def plan_of(slots, computed, rows, drafts, *, admitted=(), pages=(), samples=Non
     return SchedulerOutput(
         step=0,
         admitted=tuple(admitted),
+        page_groups=0 * where[:, 0],
         page_slots=where[:, 0],
         page_indices=where[:, 1],
         page_ids=where[:, 2],

@@ -14,7 +14,9 @@ GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 def plan_of(slots, computed, rows, drafts, samples, *, admitted=(), pages=()) -> SchedulerOutput:
     where = np.array(list(pages), dtype=np.int32).reshape(-1, 3)
     arrays = [np.array(x, dtype=np.int32) for x in (slots, computed, rows, drafts)]
-    return SchedulerOutput(0, tuple(admitted), *where.T, *arrays, np.array(samples, dtype=bool))
+    return SchedulerOutput(
+        0, tuple(admitted), 0 * where[:, 0], *where.T, *arrays, np.array(samples, dtype=bool)
+    )
 
 
 def admit(slot: int, tokens: list[int], sampling: SlotSampling = GREEDY) -> AdmittedRequest:

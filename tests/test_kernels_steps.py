@@ -70,7 +70,12 @@ def plan_of(slots, computed, rows, drafts, samples, seed: int = 0) -> SchedulerO
         for slot, count in zip(slots, known, strict=True)
     )
     page_ids = rng.permutation(PAGES)[: len(slots) * pages].astype(np.int32)
-    where = np.repeat(arrays[0], pages), np.tile(np.arange(pages, dtype=np.int32), len(slots)), page_ids
+    where = (
+        np.zeros_like(page_ids),
+        np.repeat(arrays[0], pages),
+        np.tile(np.arange(pages, dtype=np.int32), len(slots)),
+        page_ids,
+    )
     return SchedulerOutput(0, admitted, *where, *arrays, np.array(samples, dtype=bool))
 
 

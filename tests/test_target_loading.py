@@ -225,7 +225,7 @@ PAGE_BYTES = 4 * 16 * 2 * 2 * 16 * 4  # layers, tokens, k and v, kv heads, head_
 
 def test_pages_follow_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path) -> None:
     def pages(*models: Path, **changes: object) -> int:
-        return load_runner(settings(*models, **changes))[1].num_pages
+        return load_runner(settings(*models, **changes))[1].num_pages[0]
 
     assert pages(tiny_qwen3, num_pages=11) == 11
     assert pages(tiny_qwen3) == 4 * 128 // 16  # max_num_seqs sequences of max_model_len
@@ -236,7 +236,7 @@ def test_pages_follow_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path)
 
 def test_ram_bounds_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_ram_bytes", lambda: 4 * 10 * PAGE_BYTES)
-    assert load_runner(settings(tiny_qwen3))[1].num_pages == 10
+    assert load_runner(settings(tiny_qwen3))[1].num_pages == (10,)
     with pytest.raises(ConfigError, match=r"max_model_len=512 needs 32 K/V pages.*at most 160") as caught:
         load_runner(settings(tiny_qwen3, max_model_len=512))
     assert caught.value.param == "max_model_len"

@@ -161,6 +161,7 @@ def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> Schedule
     return replace(
         _decode(point.batch, point.context - 1, 0),
         admitted=tuple(AdmittedRequest(i, f"made up {i}", row, _GREEDY) for i, row in enumerate(tokens)),
+        page_groups=np.zeros_like(owners),
         page_slots=owners,
         page_indices=indices,
         page_ids=random.permutation(load.config.num_pages)[:count].astype(np.int32),
@@ -177,6 +178,7 @@ def _decode(batch: int, num_computed: int, num_drafts: int) -> SchedulerOutput:
     return SchedulerOutput(
         step=0,
         admitted=(),
+        page_groups=none,
         page_slots=none,
         page_indices=none,
         page_ids=none,

@@ -128,7 +128,7 @@ def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
 
 def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
     return ExecutorInfo(
-        num_pages=num_pages,
+        num_pages=(num_pages,),
         page_size=plan.config.page_size,
         max_model_len=plan.max_model_len,
         vocab_size=plan.target.vocab_size,

@@ -84,6 +84,7 @@ def _step(
     return SchedulerOutput(
         step=0,
         admitted=admitted,
+        page_groups=np.zeros_like(owners),
         page_slots=owners,
         page_indices=page_ids - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32),
         page_ids=page_ids,

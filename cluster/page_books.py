@@ -1,0 +1,267 @@
+"""The books of pages: which are free, which sequence holds which, and which can be found again.
+
+Each group of layers has a page table. A sequence's row in it begins where the group still sees and ends where
+rows are planned:
+
+    a group with a window    index   0 1 2 3 4 5 6 7 8
+                             page    . . . . x x x . .       first = 4, end = 7
+
+Pages below `first` were given back or never taken; whatever the row says there is behind every mask, for
+good: `first` follows from a position that the sequence reaches in any case. Steps run in order, so whoever
+gets such a page writes it after every step in flight that reads it.
+
+Decides nothing about sequences: `scheduler.py`, its only caller, says who grows and who leaves.
+
+Shape legend: G groups, S slots, P pages of the longest sequence, R sequences asked for, K pairs of group and
+sequence that get or give pages, M pages they get or give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, compress
+from typing import NamedTuple
+
+import numpy as np
+
+from .limits import SchedulerConfig
+from .pages import PagePool, pages_for
+from .plan import IntArray
+from .prefix_cache import PrefixCache, PrefixHit
+from .sequence import Sequence, SlotTable
+
+
+class PageEntries(NamedTuple):
+    """New entries of page tables, int32 [M] each, as in `SchedulerOutput`."""
+
+    groups: IntArray
+    slots: IntArray
+    indices: IntArray
+    pages: IntArray
+
+
+class PageBooks:
+    """See the module's text. The workers' page tables follow by way of the plans.
+
+    Args:
+        config: how many pages there are, and what the groups see.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.groups = config.page_groups
+        self.page_size = config.page_size
+        self.pools = tuple(PagePool(count) for count in config.num_pages)
+        self.cache = PrefixCache(self.pools, self.groups, self.page_size)
+        shape = (len(self.groups), config.num_slots, pages_for(config.max_model_len, self.page_size))
+        self.table_GSP = np.zeros(shape, dtype=np.int32)
+        self.first_GS = np.zeros(shape[:2], dtype=np.int32)
+        self.end_GS = np.zeros(shape[:2], dtype=np.int32)
+        self._num_hashed_S = np.zeros(config.num_slots, dtype=np.int32)  # leading pages told to the cache
+        self._pool_of = tuple(self.pools[group.pool] for group in self.groups)
+        self._num_groups_of = [sum(g.pool == p for g in self.groups) for p in range(len(self.pools))]
+        self._windows = [(g, group.window) for g, group in enumerate(self.groups) if group.window is not None]
+        self._new_entries: list[IntArray] = []  # [4, M] each, of the plan in the making
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windows)
+
+    @property
+    def usage(self) -> float:
+        """The share of its pages that the fullest pool has in use."""
+        return max(1.0 - pool.num_free / pool.num_pages for pool in self.pools)
+
+    # A sequence enters.
+
+    def find_prefix(self, sequence: Sequence) -> PrefixHit:
+        """What is computed already. At least one token stays to be computed, for its row brings the next."""
+        if not self._config.enable_prefix_caching:
+            return self.cache.no_hit
+        usable = (len(sequence.token_ids) - 1) // self.page_size
+        salt = sequence.request.cache_salt
+        self.cache.hash_pages(sequence.digests, sequence.token_ids, usable, salt)
+        return self.cache.match(sequence.digests[:usable])
+
+    def has_room_to_enter(self, hit: PrefixHit, num_tokens: int, num_running: int) -> bool:
+        """Whether a sequence can enter and leave everybody who runs a page to grow, in every group: or who
+        comes in would soon be preempted again."""
+        needed = [num_running * count for count in self._num_groups_of]
+        for group, pages, (first, end) in zip(
+            self.groups, hit.pages, self._spans(hit, num_tokens), strict=True
+        ):
+            pool = self.pools[group.pool]
+            needed[group.pool] += end - first - len(pages) + pool.num_idle(pages)
+        return self._are_free(needed)
+
+    def enter(self, slot: int, hit: PrefixHit, num_tokens: int) -> None:
+        """Take the pages of a prefix and of the tokens behind it: of all of them where nothing is given back,
+        so that a prompt never lacks any, else of as many as the sequence can hold at once."""
+        for pool, pages in zip(self._pool_of, hit.pages, strict=True):
+            pool.share(pages)
+        self._num_hashed_S[slot] = hit.num_pages
+        for g, (first, end) in enumerate(self._spans(hit, num_tokens)):
+            pages = hit.pages[g] + self._pool_of[g].allocate(end - first - len(hit.pages[g]))
+            self.first_GS[g, slot], self.end_GS[g, slot] = first, end
+            indices_M = np.arange(first, end, dtype=np.int32)
+            self._write(np.full_like(indices_M, g), np.full_like(indices_M, slot), indices_M, pages)
+
+    def _spans(self, hit: PrefixHit, num_tokens: int) -> Iterable[tuple[int, int]]:
+        """First index and end of each group's pages when a sequence enters."""
+        for group, pages in zip(self.groups, hit.pages, strict=True):
+            first = hit.num_pages - len(pages)
+            most = group.most_pages(num_tokens, self.page_size, self._config.max_rows)
+            yield first, min(first + most, pages_for(num_tokens, self.page_size))
+
+    # It grows.
+
+    def give_back(self, slots_R: IntArray, computed_R: IntArray) -> None:
+        """Release the pages that no row at position `computed_R` or behind it sees."""
+        for g, window in self._windows:
+            first_R = np.maximum(computed_R - (window - 1), 0) // self.page_size
+            behind = np.flatnonzero(first_R > self.first_GS[g, slots_R])
+            if not len(behind):
+                continue
+            slots_K, begins_K = slots_R[behind], self.first_GS[g, slots_R[behind]]
+            picks_M, indices_M = _spread(begins_K, first_R[behind] - begins_K)
+            pages = self.table_GSP[g, slots_K[picks_M], indices_M].tolist()
+            self._pool_of[g].release(reversed(pages))
+            self.first_GS[g, slots_K] = first_R[behind]
+
+    def lacking(self, slots_R: IntArray, num_tokens_R: IntArray) -> list[int]:
+        """Which of the sequences need pages for so many tokens."""
+        return np.flatnonzero(self._missing(slots_R, num_tokens_R).any(axis=0)).tolist()
+
+    def has_room(self, slot: int, num_tokens: int) -> bool:
+        """Whether pages for so many tokens of a sequence are there or free, in every group."""
+        needed, num_pages = [0] * len(self.pools), pages_for(num_tokens, self.page_size)
+        for group, end in zip(self.groups, self.end_GS[:, slot].tolist(), strict=True):
+            needed[group.pool] += max(num_pages - end, 0)
+        return self._are_free(needed)
+
+    def grow(self, slots_R: IntArray, num_tokens_R: IntArray) -> bool:
+        """Take the pages that so many tokens of each sequence need; False if there are too few for all."""
+        missing_GR = self._missing(slots_R, num_tokens_R)
+        counts_G, needed = missing_GR.sum(axis=1).tolist(), [0] * len(self.pools)
+        for group, count in zip(self.groups, counts_G, strict=True):
+            needed[group.pool] += count
+        if not self._are_free(needed):
+            return False
+        if not any(needed):
+            return True
+        groups_K, rows_K = (where.astype(np.int32) for where in np.nonzero(missing_GR))
+        slots_K = slots_R[rows_K]
+        begins_K, counts_K = self.end_GS[groups_K, slots_K], missing_GR[groups_K, rows_K]
+        picks_M, indices_M = _spread(begins_K, counts_K)
+        taken = [pool.allocate(count) for pool, count in zip(self._pool_of, counts_G, strict=True)]
+        self._write(groups_K[picks_M], slots_K[picks_M], indices_M, [*chain.from_iterable(taken)])
+        self.end_GS[groups_K, slots_K] = begins_K + counts_K
+        return True
+
+    def grow_some(self, slot: int, num_tokens: int) -> int:
+        """Take pages for so many tokens of a sequence, or for as many as the pools allow: for how many."""
+        while not self.has_room(slot, num_tokens):
+            num_tokens = (pages_for(num_tokens, self.page_size) - 1) * self.page_size
+        self.grow(np.array([slot], dtype=np.int32), np.array([num_tokens], dtype=np.int32))
+        return num_tokens
+
+    def _missing(self, slots_R: IntArray, num_tokens_R: IntArray) -> IntArray:
+        """Pages [G, R] that tables lack."""
+        return np.maximum(-(-num_tokens_R // self.page_size) - self.end_GS[:, slots_R], 0)
+
+    def _are_free(self, needed: list[int]) -> bool:
+        return all(count <= pool.num_free for count, pool in zip(needed, self.pools, strict=True))
+
+    def _write(self, groups_M: IntArray, slots_M: IntArray, indices_M: IntArray, pages: list[int]) -> None:
+        entries = np.empty((4, len(pages)), dtype=np.int32)
+        entries[0], entries[1], entries[2], entries[3] = groups_M, slots_M, indices_M, pages
+        self.table_GSP[groups_M, slots_M, indices_M] = entries[3]
+        self._new_entries.append(entries)
+
+    def take_new_entries(self) -> PageEntries:
+        """What was written into the page tables since the last call: for the plan."""
+        entries = self._new_entries or [np.empty((4, 0), dtype=np.int32)]
+        self._new_entries = []
+        return PageEntries(*(entries[0] if len(entries) == 1 else np.concatenate(entries, axis=1)))
+
+    # Its pages fill, and it leaves.
+
+    def remember_full_pages(self, table: SlotTable, slots_R: IntArray) -> None:
+        """Tell the prefix cache of pages that are now full of computed, committed tokens."""
+        if not self._config.enable_prefix_caching:
+            return
+        full_R = table.num_computed_S[slots_R] // self.page_size
+        grown = np.flatnonzero(full_R > self._num_hashed_S[slots_R])
+        columns = (slots_R[grown], self._num_hashed_S[slots_R[grown]], full_R[grown])
+        digests_M: list[bytes] = []
+        for slot, num_hashed, num_full in zip(*(c.tolist() for c in columns), strict=True):
+            digests, salt = table.sequences[slot].digests, table.sequences[slot].request.cache_salt
+            self.cache.hash_pages(digests, table.token_ids_SL[slot], num_full, salt)
+            digests_M += digests[num_hashed:num_full]
+        slots_K, begins_K = slots_R[grown], self._num_hashed_S[slots_R[grown]]
+        picks_M, indices_M = _spread(begins_K, full_R[grown] - begins_K)
+        slots_M = slots_K[picks_M]
+        for g, group in enumerate(self.groups):
+            pages = zip(digests_M, self.table_GSP[g, slots_M, indices_M].tolist(), strict=True)
+            if (
+                group.window is not None
+            ):  # what was given back while its step was in flight is somebody else's
+                pages = compress(pages, (indices_M >= self.first_GS[g, slots_M]).tolist())
+            self.cache.insert(g, pages)
+        self._num_hashed_S[slots_R] = full_R
+
+    def leave(self, slot: int) -> None:
+        """Release a sequence's pages, the last of every group first: they are the first to be evicted."""
+        indices_P = np.arange(int(self.end_GS[:, slot].max()))[:, None]
+        held_PG = (indices_P >= self.first_GS[:, slot]) & (indices_P < self.end_GS[:, slot])
+        indices_M, groups_M = np.nonzero(held_PG[::-1])
+        pages_M = self.table_GSP[groups_M, slot, len(indices_P) - 1 - indices_M]
+        pools_M = np.array([group.pool for group in self.groups])[groups_M]
+        for p, pool in enumerate(self.pools):
+            pool.release(pages_M[pools_M == p].tolist())
+        self.first_GS[:, slot] = self.end_GS[:, slot] = 0
+
+    def pages(self, group: int, slot: int) -> list[int]:
+        """What a sequence holds of a group, from `first_GS` on."""
+        return self.table_GSP[group, slot, self.first_GS[group, slot] : self.end_GS[group, slot]].tolist()
+
+    def check_invariants(self, table: SlotTable) -> None:
+        """No page is lost or doubled, nobody writes where another reads, nobody holds more than he should."""
+        self.cache.check_invariants()
+        uses = [np.zeros(pool.num_pages, dtype=np.int32) for pool in self.pools]
+        group_of: dict[tuple[int, int], int] = {}
+        for slot in table.sequences:
+            for g, group in enumerate(self.groups):
+                pages = self._check_row(table, g, slot)
+                uses[group.pool][pages] += 1
+                owners = {group_of.setdefault((group.pool, page), g) for page in pages}
+                assert owners <= {g}, "a page is used by two groups"
+        for pool, uses_P in zip(self.pools, uses, strict=True):
+            pool.check_invariants()
+            assert uses_P.tolist() == pool.ref_counts, "pages are used by nobody who runs"
+        idle = [slot for slot in range(self.end_GS.shape[1]) if slot not in table.sequences]
+        assert not self.end_GS[:, idle].any(), "pages are held by nobody who runs"
+
+    def _check_row(self, table: SlotTable, g: int, slot: int) -> list[int]:
+        """The pages of a sequence in a group: all that it sees and writes, no more than it may."""
+        group, pool, pages = self.groups[g], self._pool_of[g], self.pages(g, slot)
+        first, end = int(self.first_GS[g, slot]), int(self.end_GS[g, slot])
+        num_computed = int(table.num_computed_S[slot])
+        seen = group.first_page(int(table.least_computed(np.array([slot]))[0]), self.page_size)
+        assert first <= seen, "a page was given back that a row still sees"
+        assert end >= pages_for(num_computed, self.page_size) and len(set(pages)) == len(pages) == end - first
+        longest = int(table.max_length_S[slot])
+        assert len(pages) <= group.most_pages(longest, self.page_size, self._config.max_rows), (
+            "too many pages"
+        )
+        for page in pages[max(num_computed // self.page_size - first, 0) :]:
+            assert pool.ref_counts[page] == 1, f"page {page} is written by one and used by another"
+            assert page not in pool.kept, f"page {page} is known to the cache but not full"
+        return pages
+
+
+def _spread(begins_K: IntArray, counts_K: IntArray) -> tuple[IntArray, IntArray]:
+    """begins, begins + 1, .. of each: which of the K each of the M is of, and its number."""
+    shifts_K = begins_K + counts_K - np.cumsum(counts_K, dtype=np.int32)
+    picks_M = np.repeat(np.arange(len(counts_K), dtype=np.int32), counts_K)
+    return picks_M, np.arange(len(picks_M), dtype=np.int32) + shifts_K[picks_M]

@@ -1,0 +1,445 @@
+"""Page groups: which a model needs, how pools share memory, who holds what while sequences run."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_checker import (
+    Outputs,
+    add,
+    expected,
+    longest,
+    make_info,
+    make_request,
+    open_engine,
+    run,
+    submit_and_collect,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine
+from manta.cluster.errors import UnprocessableError
+from manta.cluster.limits import SchedulerConfig
+from manta.cluster.page_groups import LayerPlace, PageGroup, PagePlan, plan_pages, share_pages
+from manta.cluster.pages import PagePool
+from manta.cluster.plan import SchedulerOutput
+from manta.cluster.prefix_cache import PrefixCache
+from manta.cluster.simulator import SimulatedExecutor
+
+FULL = PageGroup()
+LONG = {"ignore_eos": True}
+PROMPT = tuple(2 + i * i % 19 for i in range(40))  # 10 pages of 4
+windows = st.one_of(st.none(), st.integers(1, 40))
+
+
+# Which groups a model needs.
+
+
+def test_two_models_whose_layers_see_everything_share_one_group() -> None:
+    plan = plan_pages([None] * 4, [None] * 2, 1000)
+    assert plan.groups == (FULL,) and plan.num_pools == 1
+    assert plan.target == tuple(LayerPlace(0, plane) for plane in range(4))
+    assert plan.drafter == (LayerPlace(0, 0), LayerPlace(0, 1))
+    assert (plan.num_planes(plan.target, 0), plan.num_planes(plan.drafter, 0)) == (4, 2)
+
+
+def test_a_window_that_holds_every_sequence_is_none() -> None:
+    assert plan_pages([None, 1000], [2000], 1000).groups == (FULL,)
+    assert plan_pages([999], [], 1000).groups == (PageGroup(window=999),)
+
+
+def test_equal_windows_are_one_group_and_shared_by_both_models_only_if_they_are_the_same() -> None:
+    same = plan_pages([64] * 3, [64], 1000)
+    assert same.groups == (PageGroup(window=64),) and same.drafter == (LayerPlace(0, 0),)
+    other = plan_pages([None] * 3, [64] * 2, 1000)
+    assert other.groups == (FULL, PageGroup(1, 64)) and other.num_pools == 2
+    assert other.drafter == (LayerPlace(1, 0), LayerPlace(1, 1))
+    assert other.num_planes(other.target, 1) == 0 and other.num_planes(other.drafter, 1) == 2
+
+
+def test_five_windows_to_one_full_layer_are_six_groups_of_one_plane() -> None:
+    plan = plan_pages([4096] * 5 + [None], [], 32768)
+    assert plan.groups == (FULL, *[PageGroup(window=4096)] * 5) and plan.num_planes(plan.target, 0) == 1
+    assert plan.target == tuple(LayerPlace(group, 0) for group in (1, 2, 3, 4, 5, 0))
+
+
+def test_full_layers_set_the_number_of_planes_where_they_fill_them() -> None:
+    pattern = [None if (i + 1) % 6 == 0 else 1024 for i in range(34)]  # 29 to 5
+    plan = plan_pages(pattern, [], 131072)
+    assert plan.groups == (FULL, *[PageGroup(window=1024)] * 6) and plan.num_planes(plan.target, 0) == 5
+    assert [place.plane for place in plan.target if place.group == 0] == [0, 1, 2, 3, 4]
+    assert [place.group for place in plan.target[:7]] == [1, 1, 1, 1, 1, 0, 2]
+    assert plan.target[-1] == LayerPlace(6, 3), "the last group is not full"
+
+
+def test_a_drafter_with_windows_has_a_pool_of_its_own() -> None:
+    plan = plan_pages([None] * 8, [2048] * 5 + [None], 32768)
+    assert plan.groups == (FULL, PageGroup(1), *[PageGroup(1, 2048)] * 5)
+    assert plan.num_planes(plan.target, 0) == 8 and plan.num_planes(plan.drafter, 1) == 1
+    assert plan.drafter[0].group == 2 and plan.drafter[-1].group == 1
+
+
+def test_windows_that_save_little_stay_in_one_group() -> None:
+    assert plan_pages([990, None], [], 1000).groups == (FULL,)
+    assert plan_pages([900, 901], [], 1000).groups == (PageGroup(window=901),)
+
+
+@given(st.lists(windows, min_size=1, max_size=12), st.lists(windows, max_size=6), st.integers(2, 50))
+def test_every_layer_has_a_place_of_its_own_that_keeps_what_it_sees(
+    target: list[int | None], drafter: list[int | None], max_model_len: int
+) -> None:
+    plan = plan_pages(target, drafter, max_model_len)
+    for pool, (layers, places) in enumerate(((target, plan.target), (drafter, plan.drafter))):
+        assert len(set(places)) == len(places) == len(layers)
+        for window, place in zip(layers, places, strict=True):
+            group = plan.groups[place.group]
+            kept = max_model_len if group.window is None else group.window
+            assert kept >= min(max_model_len if window is None else window, max_model_len)
+            assert group.pool == min(pool, plan.num_pools - 1)
+    assert {place.group for place in (*plan.target, *plan.drafter)} == set(range(len(plan.groups)))
+    assert (None in target) <= (plan.groups[0].window is None)
+
+
+# How much a sequence holds, and how pools share memory.
+
+
+def test_a_window_holds_no_more_than_it_sees_and_a_step_adds() -> None:
+    plan = PagePlan((FULL, PageGroup(window=20), PageGroup(1, 8)), (), ())
+    assert plan.pages_per_sequence(12, 4, 8) == (3 + 3, 3)
+    assert plan.pages_per_sequence(400, 4, 8) == (100 + 8, 5)
+
+
+MIXED = plan_pages([None] * 4, [512] * 3 + [None], 4096)
+
+
+def test_one_pool_gets_all_memory() -> None:
+    plan = plan_pages([None], [], 100)
+    assert share_pages(plan, 16, 64, 8, 100, (7,), 1000) == (142,)
+
+
+def test_pools_run_out_together() -> None:
+    sizes = (64, 16)
+    for budget in (100_000, 300_000, 1_000_000):
+        pages = share_pages(MIXED, 16, 256, 16, 4096, sizes, budget)
+
+        def most(num_tokens: int) -> tuple[int, ...]:
+            return MIXED.pages_per_sequence(num_tokens, 16, 256)
+
+        def fits(num_tokens: int, memory: int = budget) -> bool:
+            return 16 * sum(n * size for n, size in zip(most(num_tokens), sizes, strict=True)) <= memory
+
+        length = max(n for n in range(1, 4097) if fits(n))
+        assert all(have >= 16 * need for have, need in zip(pages, most(length), strict=True))
+        first, second = (have / need for have, need in zip(pages, most(length), strict=True))
+        assert first == pytest.approx(second, rel=0.02)
+
+
+def test_every_pool_holds_the_longest_sequence_if_memory_allows() -> None:
+    least = MIXED.pages_per_sequence(4096, 16, 256)
+    sizes = (64, 16)
+    tight = sum(n * size for n, size in zip(least, sizes, strict=True))
+    assert share_pages(MIXED, 16, 256, 500, 4096, sizes, tight) == least
+    roomy = share_pages(MIXED, 16, 256, 500, 4096, sizes, tight + 6400)
+    assert all(have >= need for have, need in zip(roomy, least, strict=True)) and roomy != least
+
+
+@given(
+    st.lists(windows, min_size=1, max_size=6),
+    st.lists(windows, max_size=3),
+    st.integers(1, 6),
+    st.integers(0, 20_000),
+)
+def test_pools_share_the_budget_whatever_it_is(
+    target: list[int | None], drafter: list[int | None], max_num_seqs: int, budget: int
+) -> None:
+    plan = plan_pages(target, drafter, 64)
+    sizes = (30, 7)[: plan.num_pools]
+    pages = share_pages(plan, 4, 10, max_num_seqs, 64, sizes, budget)
+    cost = sum(n * size for n, size in zip(pages, sizes, strict=True))
+    assert budget - sum(sizes) < cost <= budget
+    least = plan.pages_per_sequence(64, 4, 10)
+    if sum(n * size for n, size in zip(least, sizes, strict=True)) <= budget:
+        assert all(have >= need for have, need in zip(pages, least, strict=True))
+
+
+@given(
+    st.lists(windows, min_size=1, max_size=4),
+    st.lists(st.integers(0, 40), min_size=2, max_size=2),
+    st.integers(1, 30),
+)
+def test_the_longest_sequence_is_the_longest_that_every_pool_holds(
+    sees: list[int | None], num_pages: list[int], max_rows: int
+) -> None:
+    groups = (FULL, PageGroup(1), *(PageGroup(i % 2, window) for i, window in enumerate(sees)))
+    info = make_info(page_groups=groups, num_pages=tuple(num_pages))
+    config = EngineConfig(model="simulated", max_num_batched_tokens=max_rows)
+    assert SchedulerConfig.derive(config, info).max_length == longest(info, max_rows)
+
+
+# What is given back.
+
+
+def hold(engine: Engine, group: int, slot: int = 0) -> tuple[int, int]:
+    """First index and end of what a sequence holds."""
+    books = engine._scheduler.books
+    return int(books.first_GS[group, slot]), int(books.end_GS[group, slot])
+
+
+def plan_step(engine: Engine, outputs: Outputs | None = None) -> SchedulerOutput:
+    plan = engine.plan()
+    assert plan is not None
+    engine.check_invariants()
+    for update in engine.commit(submit_and_collect(engine, plan)):
+        (outputs or Outputs()).put(update)
+    engine.check_invariants()
+    return plan
+
+
+def test_a_long_sequence_holds_a_quarter_where_five_of_six_layers_have_a_window() -> None:
+    length, chunk, page = 32768, 1024, 16
+    layout = plan_pages([4096] * 5 + [None], [], length)
+    (planes,) = {layout.num_planes(layout.target, pool) for pool in range(layout.num_pools)}
+    info = make_info(
+        page_size=page, num_pages=(20_000,), page_groups=layout.groups, max_model_len=length, max_in_flight=2
+    )
+    config = EngineConfig(model="simulated", max_num_batched_tokens=chunk)
+    engine = Engine(config, SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2]))
+    prompt = tuple(2 + i * i % 21 for i in range(length - 600))
+    engine.add_request(make_request("r", prompt, max_tokens=600, **LONG))
+    (pool,) = engine._scheduler.books.pools
+    shares, one_group = [], 6 * length
+    while engine.has_unfinished:
+        engine.step()
+        held = planes * (pool.num_pages - pool.num_free) * page
+        if engine.stats().running:
+            shares.append((held / one_group, engine.stats().generation_tokens))
+        if len(shares) % 32 == 0:
+            engine.check_invariants()
+    prefill = [share for share, generated in shares if not generated]
+    assert len(prefill) >= 30 and 0.24 < max(prefill) < 0.30
+    assert 0.24 < shares[-1][0] < 0.30 and shares[-1][1] > 580
+    assert max(shares)[0] < 0.30 and engine.stats().kv_usage == 0
+
+
+def test_pages_are_given_back_as_soon_as_no_row_sees_them_and_not_before() -> None:
+    info = make_info(page_groups=(FULL, PageGroup(window=6)), num_speculative_tokens=0)
+    engine = open_engine(info, survival=[])
+    add(engine, make_request("r", PROMPT[:3], max_tokens=30, **LONG))
+    while engine.has_unfinished:
+        plan = engine.plan()
+        position = int(plan.num_computed[0])
+        if position:
+            seen = max(position - 5, 0) // 4  # the row at `position` sees 6 keys, its own included
+            assert hold(engine, 1) == (seen, position // 4 + 1) and hold(engine, 0) == (0, position // 4 + 1)
+        engine.commit(submit_and_collect(engine, plan))
+        engine.check_invariants()
+
+
+def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_back() -> None:
+    info = make_info(page_groups=(PageGroup(window=4),), num_speculative_tokens=4, max_in_flight=2)
+    engine = open_engine(info, survival=[1.0] * 4)
+    add(engine, make_request("r", PROMPT[:4], max_tokens=20, **LONG))
+    first, second = engine.plan(), engine.plan()  # computes 0..3; then the anchor 4 and 4 drafts
+    assert first is not None and second is not None and hold(engine, 0) == (0, 3)
+    engine._executor.submit(first)
+    engine._executor.submit(second)
+    engine.commit(engine._executor.collect())
+    third = engine.plan()  # at 5 to 9: a row at 5 sees 2 and more, at 9 only 6 and more
+    assert third is not None and third.num_computed.tolist() == [-1] and hold(engine, 0)[0] == 0
+    engine._executor.submit(third)
+    engine.commit(
+        engine._executor.collect()
+    )  # all were accepted: 9 is the anchor, the next row at 10 or later
+    assert engine.plan() is not None and hold(engine, 0)[0] == 1
+    engine.check_invariants()
+
+
+def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
+    for in_flight in (1, 2, 3):
+        bound = 2 + 2 + 1  # window, step, and one that both touch
+        groups = (FULL, PageGroup(1, 8))
+        info = make_info(page_groups=groups, num_pages=(16, bound), max_in_flight=in_flight)
+        engine = open_engine(info, max_num_batched_tokens=8)
+        request = make_request("r", PROMPT, max_tokens=20, **LONG)
+        outputs = run(engine, request)
+        assert outputs.tokens["r"] == expected(request, info, 8)[0] and engine.stats().preemptions == 0
+        assert engine.stats().steps < 5 + 20, "no chunk was cut"
+
+
+def test_a_prompt_that_enters_takes_of_a_window_only_what_it_can_hold_at_once() -> None:
+    engine = open_engine(make_info(page_groups=(FULL, PageGroup(window=8))), max_num_batched_tokens=8)
+    add(engine, make_request("r", PROMPT, max_tokens=2))
+    plan = engine.plan()
+    assert plan is not None and (hold(engine, 0), hold(engine, 1)) == ((0, 10), (0, 5))
+    assert plan.page_groups.tolist() == [0] * 10 + [1] * 5
+    assert plan.page_indices.tolist() == [*range(10), *range(5)]
+
+
+def test_a_newcomer_leaves_everybody_a_page_in_every_group() -> None:
+    groups = (FULL, PageGroup(window=40))
+    for num_pages, enters in ((13, False), (14, True)):
+        engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
+        add(engine, make_request("a", (2, 3, 4), max_tokens=8, speculate=False, **LONG))
+        plan_step(engine)
+        add(engine, make_request("b", PROMPT[:20], max_tokens=1))
+        assert bool(plan_step(engine).admitted) is enters
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("num_pages", [(28, 64), (64, 13)])
+def test_when_a_pool_runs_out_the_last_are_computed_anew_and_nobody_sees_it(
+    num_pages: tuple[int, int], in_flight: int
+) -> None:
+    groups = (FULL, PageGroup(window=30), PageGroup(1, 12))
+    info = make_info(page_groups=groups, num_pages=num_pages, max_in_flight=in_flight)
+    requests = [make_request(f"r{i}", PROMPT[i : i + 8], max_tokens=20, **LONG) for i in range(4)]
+    engine = open_engine(info, max_num_batched_tokens=16)
+    outputs = run(engine, *requests)
+    assert engine.stats().preemptions > 0 and engine.stats().kv_usage == 0
+    assert all(outputs.tokens[r.request_id] == expected(r, info, 16)[0] for r in requests)
+
+
+def test_an_abort_gives_back_what_every_group_holds() -> None:
+    groups = (FULL, PageGroup(window=8), PageGroup(1, 5))
+    engine = open_engine(make_info(page_groups=groups, num_pages=(64, 64), max_in_flight=2))
+    for name in ("a", "b"):
+        add(engine, make_request(name, PROMPT, max_tokens=20, **LONG))
+    for _ in range(3):
+        engine.step()
+    plan = engine.plan()
+    assert engine.stats().kv_usage > 0 and engine.abort("a") and engine.abort("b")
+    engine.check_invariants()
+    assert [pool.num_free for pool in engine._scheduler.books.pools] == [64, 64]
+    if plan is not None:
+        engine._executor.submit(plan)
+    assert engine.commit(engine._executor.collect()) == []
+
+
+def test_usage_is_that_of_the_fullest_pool() -> None:
+    groups = (FULL, PageGroup(1, 8))
+    engine = open_engine(make_info(page_groups=groups, num_pages=(40, 10)), max_num_batched_tokens=8)
+    add(engine, make_request("r", PROMPT[:4], max_tokens=30, **LONG))
+    plan_step(engine)
+    assert engine.stats().kv_usage == pytest.approx(1 / 10)
+    while hold(engine, 0)[1] < 9:
+        plan_step(engine)
+    assert engine.stats().kv_usage == pytest.approx(
+        max(9 / 40, (hold(engine, 1)[1] - hold(engine, 1)[0]) / 10)
+    )
+
+
+def test_a_request_that_one_of_the_pools_cannot_hold_is_refused() -> None:
+    groups = (FULL, PageGroup(1, 8))
+    for num_pages in ((10, 64), (64, 4)):
+        info = make_info(page_groups=groups, num_pages=num_pages)
+        engine = open_engine(info, max_num_batched_tokens=8)
+        with pytest.raises(UnprocessableError, match="K/V pages hold"):
+            add(engine, make_request("r", PROMPT, max_tokens=2))
+
+
+# What is found again.
+
+
+class Known:
+    """A cache over a pool per group, that knows the given pages of one prompt."""
+
+    def __init__(self, groups: tuple[PageGroup, ...], pages_of: list[set[int]], count: int = 10) -> None:
+        self.pools = [PagePool(count) for _ in groups]
+        apart = tuple(PageGroup(pool, group.window) for pool, group in enumerate(groups))
+        self.cache = PrefixCache(self.pools, apart, 4)
+        self.digests = [bytes([i]) * 16 for i in range(count)]
+        for g, (pool, indices) in enumerate(zip(self.pools, pages_of, strict=True)):
+            pages = pool.allocate(count)  # page i holds index i
+            assert pages == list(range(count))
+            self.cache.insert(g, [(self.digests[i], i) for i in sorted(indices)])
+        self.cache.check_invariants()
+
+    def hit(self) -> int:
+        count, pages = self.cache.match(self.digests)
+        for g, group in enumerate(self.cache._groups):
+            assert pages[g] == list(range(group.first_page(4 * count, 4), count))
+        return count
+
+
+TEN = set(range(10))
+
+
+def test_a_prefix_is_found_though_old_pages_of_its_window_are_gone() -> None:
+    known = Known((FULL, PageGroup(window=8)), [TEN, TEN])
+    known.pools[1].release([*range(8)])
+    known.pools[1].allocate(8)
+    assert known.hit() == 10  # the row at 40 sees 33 and more: pages 8 and 9
+    known.cache.check_invariants()
+
+
+def test_a_prefix_is_shorter_where_a_page_of_its_window_is_gone() -> None:
+    known = Known((FULL, PageGroup(window=8)), [TEN, TEN])
+    known.pools[1].release([8])
+    known.pools[1].allocate(1)
+    assert known.hit() == 8
+    assert Known((FULL, PageGroup(window=8)), [TEN, {2, 3, 5, 8}]).hit() == 4
+    assert Known((FULL, PageGroup(window=8)), [TEN, {5, 8}]).hit() == 0
+    assert Known((FULL, PageGroup(window=8)), [TEN, {0, 5, 8}]).hit() == 1
+
+
+def test_a_prefix_is_not_found_where_a_group_that_sees_everything_lacks_it() -> None:
+    assert Known((FULL, PageGroup(window=8)), [TEN - {0}, TEN]).hit() == 0
+    assert Known((FULL, PageGroup(window=8)), [TEN - {5}, TEN]).hit() == 5
+    assert Known((FULL, FULL), [TEN - {5}, TEN - {3}]).hit() == 3
+
+
+def test_a_prefix_is_found_by_its_end_alone_where_nobody_sees_its_beginning() -> None:
+    assert Known((PageGroup(window=8), PageGroup(window=4)), [{8, 9}, {9}]).hit() == 10
+
+
+@given(
+    st.lists(
+        st.tuples(windows, st.sets(st.integers(0, 9), max_size=3), st.booleans()), min_size=1, max_size=4
+    )
+)
+def test_the_longest_prefix_that_is_whole_in_every_group_is_found(
+    layout: list[tuple[int | None, set[int], bool]],
+) -> None:
+    sees = [window for window, _, _ in layout]
+    pages_of = [TEN - few if lacks else few for _, few, lacks in layout]
+
+    def is_whole(count: int) -> bool:
+        return all(
+            i in pages
+            for window, pages in zip(sees, pages_of, strict=True)
+            for i in range(count)
+            if window is None or 4 * i + 3 > 4 * count - window  # its last position is seen by the next row
+        )
+
+    known = Known(tuple(PageGroup(window=window) for window in sees), pages_of)
+    assert known.hit() == max(count for count in range(11) if is_whole(count))
+
+
+def test_a_prompt_seen_before_is_found_by_what_its_windows_still_hold() -> None:
+    groups = (FULL, PageGroup(1, 8))
+    for num_pages, cached in ((5, 0), (64, 20)):  # a pool that a lone prompt passes through, and a large one
+        engine = open_engine(
+            make_info(page_groups=groups, num_pages=(64, num_pages)), max_num_batched_tokens=8, survival=[]
+        )
+        run(engine, make_request("a", PROMPT, max_tokens=1))
+        assert run(engine, make_request("b", (*PROMPT, 2, 3), max_tokens=1)).cached == {"b": 40}
+        assert run(engine, make_request("c", PROMPT[:21], max_tokens=1)).cached == {"c": cached}
+
+
+def test_a_prefix_that_runs_is_shared_as_far_as_its_windows_reach() -> None:
+    engine = open_engine(make_info(page_groups=(FULL, PageGroup(window=8))), survival=[])
+    add(engine, make_request("a", PROMPT, max_tokens=20, **LONG))
+    plan_step(engine)
+    add(engine, make_request("b", (*PROMPT, 2), max_tokens=20, **LONG))
+    plan = plan_step(engine)
+    assert plan.num_computed.tolist() == [40, 40] and hold(engine, 1, slot=1) == (8, 11)
+    books = engine._scheduler.books
+    assert books.pages(1, 0)[:2] == books.pages(1, 1)[:2] and books.pages(0, 0)[:10] == books.pages(0, 1)[:10]
+
+
+def test_a_reset_forgets_every_group() -> None:
+    engine = open_engine(make_info(page_groups=(FULL, PageGroup(1, 8)), num_pages=(64, 64)))
+    run(engine, make_request("a", PROMPT))
+    engine.reset_prefix_cache()
+    engine.check_invariants()
+    assert run(engine, make_request("b", PROMPT)).cached == {"b": 0}
