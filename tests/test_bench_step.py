@@ -12,7 +12,8 @@ from manta.actors.targets.runners.host import StepRunner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.plan import SchedulerOutput, StepResult, StepTimings
 from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.step.states import RequestStates, StepRows
+from manta.drafter.step.rows import StepRows
+from manta.drafter.step.states import RequestStates
 from manta.jobs.bench.device_rates import find_device
 from manta.jobs.bench.random_pair import QWEN3_8B, PairShape, z_lab_drafter
 from manta.jobs.bench.step import StepOptions, bench_step, parse_rates
@@ -81,7 +82,7 @@ def test_steps_are_the_engines_own_behind_whole_contexts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     positions: list[list[int]] = []
-    rows = RequestStates.rows
+    rows = RequestStates.lay_out_rows
 
     def spy(self: RequestStates, plan: SchedulerOutput) -> StepRows:
         found = rows(self, plan)
@@ -89,7 +90,7 @@ def test_steps_are_the_engines_own_behind_whole_contexts(
             positions.append(found.positions_N.tolist())
         return found
 
-    monkeypatch.setattr(RequestStates, "rows", spy)
+    monkeypatch.setattr(RequestStates, "lay_out_rows", spy)
     bench_step(options(config_file, batches=(3,), contexts=(37,), steps=4))
     mine = [plan for plan, _ in plans if plan.num_requests == 3]
     admissions, steps = mine[::2], mine[1::2]

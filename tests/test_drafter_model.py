@@ -94,13 +94,13 @@ class Requests:
 
     def _write(self, slot: int, begin: int, taps: torch.Tensor) -> None:
         plan = plan_of([slot], [begin], [len(taps)], [0], samples=[False])
-        self.proposer.inject(taps, self.states.rows(plan))
+        self.proposer.inject(taps, self.states.lay_out_rows(plan))
 
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
         """Logits per request for so many drafts each."""
         who = [r for r, k in enumerate(drafts) if k]
         plan = plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
-        block = self.states.block_rows(plan, self.proposer.drafter.config.mask_token_id)
+        block = self.states.lay_out_block(plan, self.proposer.drafter.config.mask_token_id)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
         parts = iter(logits.split([drafts[r] for r in who]))
         return [next(parts) if k else logits[:0] for k in drafts]
@@ -205,12 +205,12 @@ def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, n
         states.apply(plan)
         drafts = proposer.propose(plan, states)
         states.place_drafts(plan, drafts)
-        rows = states.rows(plan)
+        rows = states.lay_out_rows(plan)
         taps, logits = _target_rows(target, oracle, plan, rows.token_ids_N, tokens)
         sampled = sample_rows(logits[rows.sampled_X], rows.sampling)
         out, num = accept(sampled, rows.counts_R, drafts)
         proposer.inject(taps, rows)
-        states.append(plan, out, num)
+        states.advance(plan, out, num)
         running = []
         for at, slot in enumerate(plan.slots.tolist()):
             r, k = slots.index(slot), int(plan.num_drafts[at])

@@ -42,7 +42,7 @@ def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
 def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
     states, plan = mixed_step()
     states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
-    rows = states.rows(plan)
+    rows = states.lay_out_rows(plan)
     assert rows.token_ids_N.tolist() == [13, 21, 22, 54, 55, 70, 71]
     assert rows.positions_N.tolist() == [3, 4, 5, 4, 5, 0, 1]
     assert rows.kv_slots_N.tolist() == [3 * 4 + 3, 1 * 4, 1 * 4 + 1, 6 * 4, 6 * 4 + 1, 8 * 4, 8 * 4 + 1]
@@ -53,23 +53,23 @@ def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
 def test_a_step_planned_ahead_goes_on_where_the_last_one_ended():
     states, plan = mixed_step()
     states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
-    states.append(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
+    states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
     ahead = plan_of([2, 0, 1], [-1, 6, -1], [3, 3, 1], [2, 0, 0], [True, False, True])
-    rows = states.rows(ahead)
+    rows = states.lay_out_rows(ahead)
     assert rows.positions_N.tolist() == [5, 6, 7, 6, 7, 8, 2]
     assert rows.token_ids_N[[0, 3, 4, 5, 6]].tolist() == [33, 56, 57, 58, 72]
 
 
 def test_rows_behind_the_pages_of_a_sequence_that_has_ended_go_nowhere():
     states, _ = mixed_step()
-    rows = states.rows(plan_of([1], [3], [2], [0], [True]))
+    rows = states.lay_out_rows(plan_of([1], [3], [2], [0], [True]))
     assert rows.kv_slots_N.tolist() == [8 * 4 + 3, states.skip_slot]
 
 
 def test_tokens_of_a_step_replace_its_drafts():
     states, plan = mixed_step()
     states.place_drafts(plan, torch.tensor([[21, 22], [-1, -1], [-1, -1]]))
-    states.append(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
+    states.advance(plan, torch.tensor([[21, 33, -1], [-1, -1, -1], [72, -1, -1]]), torch.tensor([2, 0, 1]))
     assert states.token_ids[2, :6].tolist() == [10, 11, 12, 13, 21, 33]
     assert states.token_ids[1, :3].tolist() == [70, 71, 72]
     assert states.token_ids[0, :10].tolist() == list(range(50, 60))
@@ -82,20 +82,20 @@ def test_drafts_at_the_end_of_the_longest_sequence_stay_within_it():
     )
     states.apply(plan)
     states.place_drafts(plan, torch.tensor([[9]]))
-    assert states.rows(plan).token_ids_N.tolist() == [4, 9]
-    states.append(plan, torch.tensor([[8, -1]]), torch.tensor([1]))
+    assert states.lay_out_rows(plan).token_ids_N.tolist() == [4, 9]
+    states.advance(plan, torch.tensor([[8, -1]]), torch.tensor([1]))
     assert states.token_ids[0, :5].tolist() == [1, 2, 3, 4, 8]
 
 
 def test_a_block_is_an_anchor_and_masks_in_look_ahead_slots():
     states, plan = mixed_step()
-    block = states.block_rows(plan, MASK)
+    block = states.lay_out_block(plan, MASK)
     assert block is not None
     assert block.token_ids_N.tolist() == [13, MASK, MASK]
-    assert block.mask_rows_X.tolist() == [1, 2]
+    assert block.sampled_X.tolist() == [1, 2]
     assert block.positions_N.tolist() == [3, 4, 5]
     assert block.kv_slots_N.tolist() == [15, 4, 5]
-    assert block.places_X.tolist() == [0, 1] and block.max_drafts == 2 and block.num_requests == 3
+    assert block.counts_R.tolist() == [2, 0, 0] and block.max_count == 2
 
 
 def test_proposals_and_choices_share_noise_keys_by_position():
@@ -110,7 +110,7 @@ def test_proposals_and_choices_share_noise_keys_by_position():
         admitted=[admit(1, [1, 2, 3], noisy), admit(0, [4, 5, 6, 7], noisy)],
     )
     states.apply(plan)
-    verify, draft = states.rows(plan).sampling, states.block_rows(plan, MASK).sampling
+    verify, draft = states.lay_out_rows(plan).sampling, states.lay_out_block(plan, MASK).sampling
     assert verify.key_2M1[:, [0, 1, 2, 4]].equal(draft.key_2M1)
     assert len(verify.key_2M1[0].unique()) == 4  # positions 3, 4, 5, 6, and again 4, 5 with the same seed
 
@@ -128,13 +128,13 @@ def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
     )
     states.apply(plan)
     # Rows 0, 1 of slot 1 choose tokens 3 and 4; the sequence must reach length 5 before it may stop.
-    assert states.rows(plan).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
-    assert states.block_rows(plan, MASK).sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
+    for rows in (states.lay_out_rows(plan), states.lay_out_block(plan, MASK)):
+        assert rows.sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
 
 
 def test_a_slot_taken_again_forgets_its_former_request():
     states, _ = mixed_step()
     fresh = plan_of([2], [0], [2], [0], [True], admitted=[admit(2, [90, 91])], pages=[(2, 0, 7)])
     states.apply(fresh)
-    rows = states.rows(fresh)
+    rows = states.lay_out_rows(fresh)
     assert rows.token_ids_N.tolist() == [90, 91] and rows.kv_slots_N.tolist() == [28, 29]

@@ -17,7 +17,8 @@ from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_i
 from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
 from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace, choose_tokens
 from manta.drafter.step.noise import negative_gumbel, noise_keys
-from manta.drafter.step.sampling import SamplingBatch, filter_logits, sample_rows
+from manta.drafter.step.sampling import filter_logits, sample_rows
+from manta.drafter.step.sampling_batch import SamplingBatch
 
 if os.environ["TRITON_INTERPRET"] != "1":
     pytest.skip("these tests run kernels on the CPU", allow_module_level=True)

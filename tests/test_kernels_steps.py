@@ -21,6 +21,7 @@ from manta.drafter.step.device.rows import (
     lay_out_rows,
     place_drafts,
 )
+from manta.drafter.step.rows import by_request
 from manta.drafter.step.states import RequestStates
 from manta.drafter.step.verification import accept
 
@@ -110,7 +111,7 @@ def check_padding(rows: RowIndices, used: int, states: RequestStates) -> None:
 def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
     plan, states = case.plan, states_of(case.plan)
     states.token_ids.random_(0, 1000, generator=torch.Generator().manual_seed(case.seed))
-    expected, used = states.rows(plan), plan.num_batched_tokens
+    expected, used = states.lay_out_rows(plan), plan.num_batched_tokens
     slots, cu_rows, num_rows = ragged(case, plan.num_rows)
     rows = lay_out_rows(slots, cu_rows, num_rows, tables_of(states, plan))
     assert rows.slots_N[:used].tolist() == np.repeat(plan.slots, plan.num_rows).tolist()
@@ -126,7 +127,7 @@ def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
 @given(cases(drafts_behind=1))
 def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does(case: Case):
     plan, states = case.plan, states_of(case.plan)
-    tables, expected = tables_of(states, plan), states.block_rows(plan, MASK)
+    tables, expected = tables_of(states, plan), states.lay_out_block(plan, MASK)
     counts = np.where(plan.num_drafts > 0, plan.num_drafts + 1, 0)
     slots, cu_rows, num_rows = ragged(case, counts)
     rows = block_inputs(slots, cu_rows, num_rows + 1, tables, mask_id=MASK)
@@ -140,7 +141,7 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
         assert rows.token_ids_N[:used].equal(expected.token_ids_N)
         assert rows.positions_N[:used].equal(expected.positions_N)
         assert rows.kv_slots_N[:used].equal(expected.kv_slots_N)
-        drafts.view(-1)[expected.places_X] = chosen[expected.mask_rows_X]
+        drafts = by_request(chosen[expected.sampled_X], expected.counts_R, expected.max_count)
     place_drafts(chosen, rows, tables)
     states.place_drafts(plan, drafts)
     assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN])
@@ -170,7 +171,7 @@ def test_acceptance_equals_accept_and_append_and_advances(case: Case, of_all_row
     counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
     sampled, chosen, first = verdicts_of(case, counts, of_all_rows=of_all_rows)
     tokens, num_tokens = accept(sampled.long(), torch.from_numpy(counts).long(), drafts)
-    states.append(plan, tokens, num_tokens)
+    states.advance(plan, tokens, num_tokens)
 
     slots, cu_rows, _ = ragged(case, plan.num_rows)
     pad = torch.zeros(case.padding_requests, dtype=torch.int32)

@@ -16,7 +16,8 @@ from manta.cluster.engine import Engine
 from manta.cluster.errors import EngineDeadError
 from manta.cluster.plan import SchedulerOutput
 from manta.cluster.request import Request, SamplingParams
-from manta.drafter.step.states import RequestStates, StepRows
+from manta.drafter.step.rows import StepRows
+from manta.drafter.step.states import RequestStates
 from oracle_dflash import Oracle, decode, gumbel
 from safetensors.torch import load_file
 from steps import GREEDY, Steps, open_runner, settings

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from manta.drafter.step.noise import negative_gumbel, noise_bits, noise_keys
-from manta.drafter.step.sampling import SamplingBatch, filter_logits, sample_rows
+from manta.drafter.step.sampling import filter_logits, sample_rows
+from manta.drafter.step.sampling_batch import SamplingBatch
 
 from . import oracle_dflash as oracle
 

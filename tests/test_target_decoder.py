@@ -91,7 +91,7 @@ class Requests:
         plan = self._steps.plan(slots, computed, counts, drafts, admitted=self._admitted)
         self._admitted = []
         self._states.apply(plan)
-        step = self._states.rows(plan)
+        step = self._states.lay_out_rows(plan)
         normed, taps = self._model.forward(step.token_ids_N, step, self._cache)
         assert taps is not None
         parts = zip(self._model.logits(normed).split(counts), taps.split(counts), strict=True)

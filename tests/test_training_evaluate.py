@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from manta.drafter.step.sampling import SamplingBatch, sample_rows
+from manta.drafter.step.sampling import sample_rows
+from manta.drafter.step.sampling_batch import SamplingBatch
 from manta.jobs.training.cards import PairFacts, RunFacts, figures_table, write_cards
 from manta.jobs.training.continuations import Question
 from manta.jobs.training.drafter import DrafterSettings, FrozenTarget, drafter_shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -27,7 +28,23 @@ BREACHES = {
         "import ray",
     ),
     "Numba and LLVM compile loops, and nothing else": ("drafter/compute/eager/backend.py", "import numba"),
-    "Triton is for GPUs": ("drafter/compute/loops/rows.py", "import triton"),
+    "Triton is for GPUs": ("drafter/compute/loops/layers.py", "import triton"),
+    "A step's definitions know neither loops nor kernels": (
+        "drafter/step/states.py",
+        "from .loops import rows as _",
+    ),
+    "PyTorch's backend knows neither loops nor kernels": (
+        "drafter/compute/eager/attention.py",
+        "from ..loops import layers as _",
+    ),
+    "Loops and kernels are chosen where models are loaded": (
+        "actors/executor.py",
+        "from ..drafter.compute.loops import clock as _",
+    ),
+    "A step's loops and kernels are chosen where models are loaded": (
+        "drafter/dflash/propose.py",
+        "from ..step.loops import rows as _",
+    ),
 }
 
 
@@ -35,14 +52,18 @@ def sources(root: Path = ROOT) -> list[Path]:
     return [path for floor in FLOORS for path in sorted((root / floor).rglob("*.py"))]
 
 
+def copy_package(folder: Path) -> None:
+    for path in [ROOT / "__init__.py", *sources()]:
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+
+
 def test_every_wall_falls_when_it_is_breached(tmp_path: Path) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert set(BREACHES) == {c["name"] for c in settings["tool"]["importlinter"]["contracts"]}
     package = tmp_path / "manta"
-    for path in [ROOT / "__init__.py", *sources()]:
-        copy = package / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
+    copy_package(package)
     for file, line in BREACHES.values():
         with (package / file).open("a", encoding="utf-8") as text:
             text.write(f"\n{line}\n")
@@ -77,6 +98,83 @@ def test_torch_distributed_is_named_by_workers_alone() -> None:
     assert {path.relative_to(ROOT).parent.as_posix() for path in naming} == {"actors/workers"}
 
 
+# Folders that name Numba or Triton, and what steps on a GPU: imported only where they are chosen.
+CHOSEN_LATE = (
+    "drafter/compute/loops",
+    "drafter/compute/compiled",
+    "drafter/compute/gpu",
+    "drafter/step/loops",
+    "drafter/step/device",
+    "actors/targets/runners/device.py",
+    "actors/targets/runners/graphs.py",
+    "actors/targets/runners/iteration.py",
+)
+
+
+def run_python(script: str, *args: str, **environment: str) -> str:
+    """What a script prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        cwd=ROOT,
+        env={k: v for k, v in {**os.environ, **environment}.items() if v},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_modules_import_neither_numba_nor_triton_before_one_is_chosen() -> None:
+    names = [
+        "manta." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources()
+        if not path.relative_to(ROOT).as_posix().startswith(CHOSEN_LATE)
+    ]
+    script = """
+import importlib, sys
+
+class Absent:  # PyTorch copes with it, where its compiler looks for Triton
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("numba", "llvmlite", "triton"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+    run_python(script, *names)
+
+
+DECODE = """
+import json, sys
+from manta import LLM, SamplingParams
+
+settings, unwanted = json.loads(sys.argv[1]), sys.argv[2:]
+pair = {"model": "models/target", "speculative_config": {"model": "models/drafter"}}
+with LLM(**pair, max_model_len=64, **settings) as llm:
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, max_tokens=5, seed=1)
+        (output,) = llm.generate("def read_lines(path):", params)
+        assert len(output.outputs[0].token_ids) == 5
+found = [name for name in sys.modules if name.split(".")[0] in unwanted]
+assert not found, found
+"""
+
+
+@pytest.mark.timeout(280)
+def test_a_process_with_a_gpus_kernels_has_neither_numba_nor_llvm() -> None:
+    """As far as a CPU can run it: in the interpreter, and on one thread, which nobody can take away."""
+    pytest.importorskip("triton")
+    settings = {"device": "cpu", "dtype": "float32", "attention_backend": "triton", "num_threads": 1}
+    run_python(DECODE, json.dumps(settings), "numba", "llvmlite", TRITON_INTERPRET="1")
+
+
+def test_a_process_on_a_cpu_has_no_triton() -> None:
+    run_python(DECODE, json.dumps({"device": "cpu"}), "triton", TRITON_INTERPRET="")
+
+
 SCRIPT = """
 import sys
 
@@ -109,15 +207,5 @@ if sys.argv[1] == "hidden":
 
 @pytest.mark.timeout(280)
 def test_the_compiled_pass_may_be_taken_away() -> None:
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT, mode],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=True,
-        ).stdout
-        for mode in ("there", "hidden")
-    ]
+    texts = [run_python(SCRIPT, mode) for mode in ("there", "hidden")]
     assert texts[0].startswith("[") and texts[0] == texts[1]

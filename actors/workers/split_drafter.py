@@ -28,10 +28,12 @@ from ...drafter.compute.tensors import TensorFolder
 from ...drafter.dflash.checkpoint import load_drafter
 from ...drafter.dflash.model import ContextFeatures
 from ...drafter.dflash.propose import Proposer
-from ...drafter.step.states import RequestStates, StepRows
+from ...drafter.step.rows import StepRows
+from ...drafter.step.states import RequestStates
 from ..targets.loading.memory import gpu_budget_bytes
+from ..targets.loading.operators import make_backend, make_step_operators
 from ..targets.loading.plan import LoadPlan, plan_load
-from ..targets.loading.rank import lent_weights, make_backend
+from ..targets.loading.rank import lent_weights
 from .process_group import Communicator, ProcessGroups
 
 
@@ -77,15 +79,15 @@ class DrafterRunner:
         assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
         assert groups.link is not None, "the drafter speaks with target rank 0"
         self._joint, self._link = groups.joint, groups.link
-        backend = make_backend(plan)
+        backend, operators = make_backend(plan), make_step_operators(plan)
         drafter = load_drafter(
             plan.drafter_folder, plan.facts, lent_weights(plan, backend), plan.dtype, plan.device, backend
         )
         num_pages = int(self._link.broadcast(torch.zeros(1, dtype=torch.int64, device=plan.device)))
         _check_pages_fit(plan, num_pages)
-        self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size))
+        self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size), operators)
         size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
-        self._states = RequestStates(*size, plan.device, backend.attention_batch)
+        self._states = RequestStates(*size, plan.device, backend.attention_batch, operators)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
@@ -95,13 +97,13 @@ class DrafterRunner:
         drafts_RK = self._proposer.propose(plan, states)
         if drafts_RK.shape[1]:
             self._joint.broadcast(drafts_RK, _drafter_rank(self._joint))
-        rows = states.rows(plan)
+        rows = states.lay_out_rows(plan)
         verdict = torch.empty(
             plan.num_requests, drafts_RK.shape[1] + 2, dtype=torch.int64, device=states.device
         )
         self._link.broadcast(verdict)
         token_ids_RW, num_tokens_R = verdict[:, :-1], verdict[:, -1]
-        states.append(plan, token_ids_RW, num_tokens_R)
+        states.advance(plan, token_ids_RW, num_tokens_R)
         drafter = self._proposer.drafter
         c_NH = torch.empty(
             plan.num_batched_tokens, drafter.config.hidden_size, dtype=drafter.dtype, device=drafter.device

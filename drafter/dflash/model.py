@@ -25,7 +25,7 @@ from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
 from ..compute.layers import RMSNorm
 from ..compute.rope import RotaryEmbedding
-from ..step.states import BlockRows
+from ..step.rows import StepRows
 from .config import DrafterConfig, DraftLayer
 from .features import TargetLends
 
@@ -99,10 +99,10 @@ class DFlashDrafter:
         """Normed hidden states [N, H] of a block's rows, writing their K/V behind the context."""
         return self._stack(x_NH, rows, cache)[0]
 
-    def block_logits(self, block: BlockRows, cache: PagedKVCache) -> Tensor:
+    def block_logits(self, block: StepRows, cache: PagedKVCache) -> Tensor:
         """Logits [X, V] of the target's vocabulary for every mask row, request after request."""
         hidden_NH = self.forward(self.embed_block(block.token_ids_N), block, cache)
-        return self.logits(hidden_NH.index_select(0, block.mask_rows_X))
+        return self.logits(hidden_NH.index_select(0, block.sampled_X))
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         if self._embedding_VH is not None:

@@ -13,30 +13,32 @@ from torch import Tensor
 
 from ...cluster.plan import SchedulerOutput
 from ..compute.kv_cache import PagedKVCache
+from ..step.operators import DEFINITION, StepOperators
+from ..step.rows import StepRows
 from ..step.sampling import sample_rows
-from ..step.states import RequestStates, StepRows
+from ..step.states import RequestStates
 from .model import DFlashDrafter
 
 
 class Proposer:
-    """A drafter and its pages."""
+    """A drafter and its pages; `operators` choose proposals."""
 
-    def __init__(self, drafter: DFlashDrafter, cache: PagedKVCache) -> None:
+    def __init__(
+        self, drafter: DFlashDrafter, cache: PagedKVCache, operators: StepOperators = DEFINITION
+    ) -> None:
         self.drafter = drafter
         self.cache = cache
+        self._operators = operators
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
         """Drafts [R, K] (int64), -1 where a request drafts fewer than K; K = 0 if nobody drafts."""
-        block = states.block_rows(plan, self.drafter.config.mask_token_id)
+        block = states.lay_out_block(plan, self.drafter.config.mask_token_id)
         if block is None:
             return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=states.device)
-        chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling)
-        if len(chosen_X) == block.num_requests * block.max_drafts:
-            return chosen_X.view(block.num_requests, block.max_drafts)
-        drafts = torch.full(
-            (block.num_requests * block.max_drafts,), -1, dtype=torch.int64, device=states.device
-        )
-        return drafts.index_copy_(0, block.places_X, chosen_X).view(block.num_requests, block.max_drafts)
+        chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling, self._operators)
+        if len(chosen_X) == plan.num_requests * block.max_count:
+            return chosen_X.view(plan.num_requests, block.max_count)
+        return self._operators.by_request(chosen_X, block.counts_R, block.max_count)
 
     def inject(self, taps_NmH: Tensor, rows: StepRows) -> None:
         """Make context of what the target saw.

@@ -8,104 +8,20 @@ the same noise proposes what the target is likely to choose. Greedy is the limit
 Filters have vLLM's meaning and order: temperature, then min-p, top-k, top-p, on probabilities after
 temperature; tokens exactly as likely as the last one kept are kept too.
 
-Legend: N rows to sample, M rows with temperature > 0, V vocabulary, F forbidden (row, token) pairs.
+Legend: N rows to sample, M rows with temperature > 0, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..compute.loops.elements import LIKE
-from .loops import choice
-from .noise import negative_gumbel, noise_keys
+from .operators import DEFINITION, StepOperators
+from .sampling_batch import SamplingBatch
 
 _NUCLEUS_FIRST_LOOK = 256
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """How to choose one token for each of N rows.
-
-    Attributes:
-        num_rows: N.
-        noisy_M: the rows that have temperature > 0 and keep more than one token; None if there are none.
-        temperature_M1, top_k_M, top_p_M1, min_p_M1: of these rows; the last three None where no row needs
-            them, and neutral (0, 1, 0) for rows that do not.
-        key_2M1: two 32-bit noise keys per row, int64.
-        forbidden_F: rows and token ids that must not be chosen (int64 [2, F]); None if there are none.
-        max_top_k: the largest top-k in use.
-    """
-
-    num_rows: int
-    noisy_M: Tensor | None = None
-    temperature_M1: Tensor | None = None
-    top_k_M: Tensor | None = None
-    top_p_M1: Tensor | None = None
-    min_p_M1: Tensor | None = None
-    key_2M1: Tensor | None = None
-    forbidden_F: Tensor | None = None
-    max_top_k: int = 0
-
-    @classmethod
-    def greedy(
-        cls, num_rows: int, forbidden: NDArray[np.int64] | None, device: torch.device | str
-    ) -> SamplingBatch:
-        """Rows that all take the likeliest token; see `build`."""
-        return cls(num_rows, forbidden_F=_put(forbidden, device) if forbidden is not None else None)
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        temperature: NDArray[np.float32],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float32],
-        min_p: NDArray[np.float32],
-        seed: NDArray[np.int64],
-        position: NDArray[np.int64],
-        forbidden: NDArray[np.int64] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> SamplingBatch:
-        """From host arrays [N], one entry per row.
-
-        Args:
-            top_k: 0 or less keeps all.
-            position: absolute position of the token to be chosen (of the row + 1).
-            forbidden: [2, F] rows and token ids.
-        """
-
-        def put(values: np.ndarray) -> Tensor:
-            return _put(values, device)
-
-        noisy = np.flatnonzero((temperature > 0) & (top_k != 1))
-        plain = cls.greedy(len(temperature), forbidden, device)
-        if noisy.size == 0:
-            return plain
-        top_k, top_p, min_p = top_k[noisy], top_p[noisy], min_p[noisy]
-        limits_k = top_k > 0
-        return cls(
-            num_rows=len(temperature),
-            noisy_M=put(noisy),
-            temperature_M1=put(temperature[noisy, None]),
-            top_k_M=put(np.where(limits_k, top_k, 0)) if limits_k.any() else None,
-            top_p_M1=put(top_p[:, None]) if (top_p < 1).any() else None,
-            min_p_M1=put(min_p[:, None]) if (min_p > 0).any() else None,
-            key_2M1=put(noise_keys(seed[noisy], position[noisy])[:, :, None]),
-            forbidden_F=plain.forbidden_F,
-            max_top_k=int(top_k.max(initial=0)),
-        )
-
-
-def _put(values: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-
-def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
+def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperators = DEFINITION) -> Tensor:
     """Token ids [N] (int64), ties to the lowest id. `logits` may be edited in place.
 
     Args:
@@ -114,30 +30,18 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.forbidden_F is not None:
         logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
     if batch.noisy_M is None:
-        return _argmax(logits_NV)
+        return operators.argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:
-        return _noisy_argmax(logits_NV, batch)
-    ids_N = _argmax(logits_NV)
-    chosen_M = _noisy_argmax(logits_NV.index_select(0, batch.noisy_M), batch)
+        return _noisy_argmax(logits_NV, batch, operators)
+    ids_N = operators.argmax(logits_NV)
+    chosen_M = _noisy_argmax(logits_NV.index_select(0, batch.noisy_M), batch, operators)
     return ids_N.index_copy_(0, batch.noisy_M, chosen_M)
 
 
-def _has_loops(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype in LIKE
-
-
-def _argmax(logits_NV: Tensor) -> Tensor:
-    return choice.argmax(logits_NV.contiguous()) if _has_loops(logits_NV) else logits_NV.argmax(dim=-1)
-
-
-def _noisy_argmax(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:
-    """argmax of z + T g over what the filters keep: that of z / T + g, and sound for T -> 0."""
-    kept_MV = filter_logits(logits_MV, batch)
+def _noisy_argmax(logits_MV: Tensor, batch: SamplingBatch, operators: StepOperators) -> Tensor:
+    """Over what the filters keep."""
     assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
-    if _has_loops(kept_MV):
-        return choice.noisy_argmax(kept_MV.contiguous(), batch.temperature_M1, batch.key_2M1)
-    negative_g_MV = negative_gumbel(batch.key_2M1, kept_MV.shape[-1])
-    return torch.addcmul(kept_MV.float(), batch.temperature_M1, negative_g_MV, value=-1).argmax(dim=-1)
+    return operators.noisy_argmax(filter_logits(logits_MV, batch), batch.temperature_M1, batch.key_2M1)
 
 
 def filter_logits(logits_MV: Tensor, batch: SamplingBatch) -> Tensor:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...drafter.step.sampling import SamplingBatch, sample_rows
+from ...drafter.step.sampling import sample_rows
+from ...drafter.step.sampling_batch import SamplingBatch
 from .continuations import Question
 from .drafter import FrozenTarget
 from .model import TrainableDrafter

@@ -1,4 +1,7 @@
-"""Which backend computes: what was asked for if it runs here, else the fastest. Called by `plan.py`."""
+"""Which backend computes: what was asked for if it runs here, else the fastest. Called by `plan.py`.
+
+Numba, and so compiled loops, are imported only when a CPU asks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
+from ....drafter.compute.invariance import rows_are_invariant
 from ....drafter.dflash.config import DrafterConfig
 from ..model.config import TargetConfig
 
@@ -69,6 +73,15 @@ def why_not_compiled(
             if reason := why_not(sizes, config.page_size):
                 return reason.format(model=name)
     return None
+
+
+def has_exact_bf16(device: torch.device) -> bool:
+    """Whether this CPU multiplies bf16 natively, and a row's bits do not depend on its batch."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    from ....drafter.compute.loops.backend import CpuBackend
+
+    return rows_are_invariant(CpuBackend(), torch.bfloat16, device)
 
 
 def _no_backend(wanted: str, reason: str, remedy: str = "Set attention_backend to torch") -> ConfigError:

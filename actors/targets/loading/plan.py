@@ -14,8 +14,6 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import CheckpointError, ConfigError
-from ....drafter.compute.invariance import rows_are_invariant
-from ....drafter.compute.loops.backend import CpuBackend
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.features import TargetFacts
@@ -23,7 +21,7 @@ from ...checkpoints import resolve_checkpoint
 from ..model.config import TargetConfig
 from ..model.parallel import Sharding
 from ..model.weights import open_checkpoint
-from .backends import BackendName, choose_backend, why_not_compiled
+from .backends import BackendName, choose_backend, has_exact_bf16, why_not_compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +190,4 @@ def _dtype(
     compiled = why_not_compiled(config, target, drafter, torch.bfloat16, device) is None
     if compiled and config.attention_backend in ("auto", "compiled"):
         return torch.bfloat16
-    native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    exact = native and rows_are_invariant(CpuBackend(), torch.bfloat16, device)
-    return torch.bfloat16 if exact else torch.float32
+    return torch.bfloat16 if has_exact_bf16(device) else torch.float32

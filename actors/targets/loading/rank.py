@@ -17,11 +17,8 @@ import torch
 from ....cluster.config import EngineConfig
 from ....cluster.executor import ExecutorInfo
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.invariance import rows_are_invariant
 from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.compute.loops.backend import CpuBackend
-from ....drafter.compute.loops.layers import DTYPES as LOOP_DTYPES
 from ....drafter.dflash.checkpoint import load_drafter
 from ....drafter.dflash.features import LentWeights, TargetLends
 from ....drafter.dflash.model import DFlashDrafter
@@ -33,6 +30,7 @@ from ..model.weights import TargetWeights
 from ..runners.host import DraftSource, LocalDrafts, StepRunner
 from ..runners.runner import Runner
 from .memory import affordable_pages, gpu_budget_bytes
+from .operators import make_backend, make_step_operators
 from .plan import LoadPlan, plan_load
 from .warm_up import largest_prefill, measure_step_bytes, warm_up
 
@@ -41,7 +39,6 @@ __all__ = [
     "ModelSource",
     "lent_weights",
     "load_runner",
-    "make_backend",
     "plan_load",
     "start_runner",
 ]
@@ -161,27 +158,6 @@ def _runs_ahead(plan: LoadPlan) -> bool:
     return plan.device.type == "cuda" and _runs_on_device(plan)
 
 
-def make_backend(plan: LoadPlan) -> Backend:
-    """The plan's, which may take over PyTorch's threads; what is not chosen is not imported."""
-    if plan.attention_backend == "compiled":
-        from ....drafter.compute.compiled.backend import CompiledBackend
-
-        backend = CompiledBackend(torch.get_num_threads())
-        torch.set_num_threads(1)
-        return backend
-    if plan.attention_backend == "torch":
-        has_loops = plan.device.type == "cpu" and plan.dtype in LOOP_DTYPES
-        return CpuBackend() if has_loops else TorchBackend()
-    from ....drafter.compute.gpu.backend import TritonBackend
-
-    if plan.attention_backend == "triton":
-        return TritonBackend(plan.device)
-    from ....drafter.compute.gpu.flash_attention import FlashAttention
-
-    head_dims = {plan.target.head_dim, *([plan.drafter.head_dim] if plan.drafter else [])}
-    return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
-
-
 class _Rank:
     """A rank's models, on the way to a runner: what is missing are pages."""
 
@@ -235,16 +211,17 @@ class _Rank:
 
     def _step_runner(self, num_pages: int, remote_drafts: RemoteDrafts | None) -> StepRunner:
         plan, page_size = self._plan, self._plan.config.page_size
+        operators = make_step_operators(plan)
         drafts: DraftSource | None = None
         if remote_drafts is not None:
             drafts = remote_drafts(plan, self.backend)
         elif self._drafter is not None:
-            proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size))
+            proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size), operators)
             drafts = LocalDrafts(proposer, self._communicator)
         size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
-        states = RequestStates(*size, plan.device, self.backend.attention_batch)
+        states = RequestStates(*size, plan.device, self.backend.attention_batch, operators)
         cache = self._model.new_cache(num_pages, page_size)
-        return StepRunner(self._model, cache, states, drafts, self._communicator)
+        return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
 
     def _page_bytes(self) -> int:
         page_size, dtype = self._plan.config.page_size, self._plan.dtype

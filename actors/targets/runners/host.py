@@ -23,9 +23,10 @@ from torch import Tensor
 from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.propose import Proposer
+from ....drafter.step.operators import StepOperators
+from ....drafter.step.rows import StepRows
 from ....drafter.step.sampling import sample_rows
-from ....drafter.step.states import RequestStates, StepRows
-from ....drafter.step.verification import accept
+from ....drafter.step.states import RequestStates
 from ..model.decoder import Decoder
 from ..model.parallel import Communicator
 from .runner import Clock
@@ -64,6 +65,7 @@ class StepRunner:
     Args:
         states: this rank's mirror of the running requests.
         drafts: None decodes plainly, and nothing is tapped.
+        operators: choose and accept.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class StepRunner:
         states: RequestStates,
         drafts: DraftSource | None,
         communicator: Communicator,
+        operators: StepOperators,
     ) -> None:
         self.model = model
         self.cache = cache
         self.states = states
         self.drafts = drafts
         self._communicator = communicator
+        self._operators = operators
         self._results: deque[StepResult] = deque()
 
     def prepare(self) -> None:
@@ -103,13 +107,13 @@ class StepRunner:
         self.states.apply(plan)
         drafts_RK = self._propose(plan)
         clock.mark()
-        rows = self.states.rows(plan)
+        rows = self.states.lay_out_rows(plan)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
         token_ids_RW, num_tokens_R = self._choose(hidden_XH, rows, drafts_RK)
-        self.states.append(plan, token_ids_RW, num_tokens_R)
+        self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None:
             assert taps_NmH is not None, "a target with a drafter taps"
@@ -133,7 +137,8 @@ class StepRunner:
 
     def _choose(self, hidden_XH: Tensor, rows: StepRows, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
         """Each sampled row's token, and how far the drafts agree with them."""
-        if len(hidden_XH) == 0:
-            return accept(rows.sampled_X, rows.counts_R, drafts_RK)
-        sampled_X = sample_rows(self.model.logits(hidden_XH), rows.sampling)
-        return accept(self._communicator.broadcast(sampled_X), rows.counts_R, drafts_RK)
+        sampled_X = rows.sampled_X  # as many, if there are none
+        if len(hidden_XH):
+            sampled_X = sample_rows(self.model.logits(hidden_XH), rows.sampling, self._operators)
+            sampled_X = self._communicator.broadcast(sampled_X)
+        return self._operators.accept(sampled_X, rows.counts_R, drafts_RK)

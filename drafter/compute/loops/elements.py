@@ -3,7 +3,7 @@
 A loop takes addresses and sizes, for turning tensors into NumPy's arrays costs as much as the work; a value
 `like` says of which type the elements are. NumPy has no bfloat16: its bits travel as uint16. Loops are
 compiled when they are first called on a machine and kept on the disk, beside their file or where
-NUMBA_CACHE_DIR says.
+NUMBA_CACHE_DIR says; to declare one reads and writes nothing.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, njit, types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
@@ -29,29 +28,50 @@ from .argmax import argmax_bf16, argmax_fp32
 from .machine import bf16_instructions
 
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+_NUMBERS = (int, float, np.number)
 
 
-class _KeptCode(FunctionCache):
-    """Numba's store on the disk, of code that is as old as the folder: a loop is made of other files' too."""
+class _KeptCode:
+    """Numba's store of a function's code on the disk, opened when the function is first called."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, _sources())
+        self._function = function
+
+    @cached_property
+    def _store(self) -> Any:  # Any: Numba's own, here and below
+        try:
+            store = FunctionCache(self._function)
+        except RuntimeError:  # there is no folder to keep it in: every process compiles anew
+            return NullCache()
+        store._cache_file = IndexDataCacheFile(
+            store.cache_path, store._impl.filename_base, _age(self._function)
+        )
+        return store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _age(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What kept code must agree with, beside the function's own bytecode, which Numba looks at.
+
+    A loop is made of loops and constants of its folder and of this one, and of numbers that its module may
+    have from elsewhere.
+    """
+    folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
+    constants = sorted((k, v) for k, v in function.__globals__.items() if isinstance(v, _NUMBERS))
+    return *sorted(_hash(folder) for folder in folders), repr(constants), str(bf16_instructions())
 
 
 @cache
-def _sources() -> tuple[str, str]:
-    """What compiled code depends on, beside what Numba looks at itself."""
-    files = sorted(
-        Path(__file__).parents[2].rglob("*.py")
-    )  # loops are made of loops and constants of other files
-    text = b"".join(path.read_bytes() for path in files)
-    return hashlib.sha256(text).hexdigest(), str(bf16_instructions())
+def _hash(folder: Path) -> str:
+    """Of the sources that lie there."""
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(text).hexdigest()
 
 
-def _kept(compiled: Any) -> Any:  # Any: Numba's own, here and below
-    with suppress(RuntimeError):  # there is no folder to keep it in: every process compiles anew
-        compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
+def _kept(compiled: Any) -> Any:
+    compiled._cache = _KeptCode(getattr(compiled, "py_func", None) or compiled.__wrapped__)
     return compiled
 
 

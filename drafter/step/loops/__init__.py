@@ -1,1 +1,1 @@
-"""A step's rows and choice, compiled on a CPU."""
+"""A step's rows, choice and verdict, compiled on a CPU; `operators.py` is the way in."""

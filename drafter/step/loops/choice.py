@@ -1,4 +1,4 @@
-"""The choice of a token per row in one loop: argmax of z, or of z + T g with the noise of `noise.py`.
+"""The choice of a token per row, as `../choice.py` means it, in one loop.
 
 PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
 vocabulary] of int64. The integers here are the same; the logarithms are polynomials of our own, within about
@@ -26,7 +26,8 @@ _FLOAT, _INT = np.float32(0), np.int64(0)
 
 
 def argmax(logits_NV: Tensor) -> Tensor:
-    """Token ids [N] (int64), ties to the lowest id; fp32 or bf16, contiguous."""
+    """Of fp32 or bf16."""
+    logits_NV = logits_NV.contiguous()
     num_rows, vocab_size = logits_NV.shape
     ids_N = torch.empty(num_rows, dtype=torch.int64)
     _argmax(logits_NV.data_ptr(), ids_N.data_ptr(), num_rows, vocab_size, LIKE[logits_NV.dtype])
@@ -34,13 +35,8 @@ def argmax(logits_NV: Tensor) -> Tensor:
 
 
 def noisy_argmax(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> Tensor:
-    """Token ids [M] (int64), ties to the lowest id.
-
-    Args:
-        logits_MV: fp32 or bf16, contiguous; -inf where a token cannot be.
-        temperature_M1: fp32, above 0.
-        key_2M1: `noise_keys`, int64.
-    """
+    """Of fp32 or bf16."""
+    logits_MV = logits_MV.contiguous()
     num_rows, vocab_size = logits_MV.shape
     ids_M = torch.empty(num_rows, dtype=torch.int64)
     _noisy_argmax(

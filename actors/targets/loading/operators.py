@@ -1,0 +1,56 @@
+"""A plan's operators, made: a pass's (`Backend`) and a step's (`StepOperators`).
+
+The one place that asks whether loops are compiled, and what is not chosen is not imported: a process on a GPU
+has neither Numba nor LLVM, one on a CPU no Triton. Called by `rank.py`, and by a split drafter's worker.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....drafter.compute.backend import Backend
+from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.step.operators import DEFINITION, StepOperators
+from .plan import LoadPlan
+
+
+def make_backend(plan: LoadPlan) -> Backend:
+    """The plan's, which may take over PyTorch's threads; what is not chosen is not imported."""
+    if plan.attention_backend == "compiled":
+        from ....drafter.compute.compiled.backend import CompiledBackend
+
+        backend = CompiledBackend(torch.get_num_threads())
+        torch.set_num_threads(1)
+        return backend
+    if plan.attention_backend == "torch":
+        if not _has_loops(plan):
+            return TorchBackend()
+        from ....drafter.compute.loops.backend import CpuBackend
+
+        return CpuBackend()
+    from ....drafter.compute.gpu.backend import TritonBackend
+
+    if plan.attention_backend == "triton":
+        return TritonBackend(plan.device)
+    from ....drafter.compute.gpu.flash_attention import FlashAttention
+
+    head_dims = {plan.target.head_dim, *([plan.drafter.head_dim] if plan.drafter else [])}
+    return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
+
+
+def make_step_operators(plan: LoadPlan) -> StepOperators:
+    """For steps that the host drives; a GPU's own have kernels."""
+    if not _has_loops(plan):
+        return DEFINITION
+    from ....drafter.step.loops.operators import LOOPS
+
+    return LOOPS
+
+
+def _has_loops(plan: LoadPlan) -> bool:
+    """On a CPU, for the dtypes that loops read."""
+    if plan.device.type != "cpu":
+        return False
+    from ....drafter.compute.loops.layers import DTYPES
+
+    return plan.dtype in DTYPES

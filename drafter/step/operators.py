@@ -1,0 +1,74 @@
+"""What a step driven from the host does with rows, tokens and choices: the operators, and what they mean.
+
+    StepOperators           what `states.py`, `sampling.py` and whoever runs a step are given
+      TorchStepOperators    NumPy and PyTorch, anywhere: `rows.py`, `choice.py`, `verification.py`
+      LoopStepOperators     compiled loops, on a CPU: `loops/`, of the same files
+
+Which ones is chosen where a runner is made (`actors/targets/loading/operators.py`). A GPU's own steps have
+kernels instead, that read state on the device: `device/`.
+
+Legend: as in `rows.py`, `choice.py` and `verification.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from . import choice, rows, verification
+from .rows import Ints, Layout
+
+
+class StepOperators(Protocol):
+    """See the functions of the same names; integers are equal, noise to units in the last place."""
+
+    def lay_out_rows(
+        self,
+        tokens_ST: Tensor,
+        slots_R: Ints,
+        first_R: Ints,
+        num_rows_R: Ints,
+        counts_R: Ints,
+        page_table_SP: Ints,
+        page_size: int,
+        /,
+    ) -> Layout:
+        """Of `rows.py`."""
+        ...
+
+    def write_tokens(
+        self, tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints, values_RW: Tensor, /
+    ) -> None:
+        """Of `rows.py`."""
+        ...
+
+    def by_request(self, values_X: Tensor, counts_R: Tensor, width: int, /) -> Tensor:
+        """Of `rows.py`."""
+        ...
+
+    def argmax(self, logits_NV: Tensor, /) -> Tensor:
+        """Of `choice.py`."""
+        ...
+
+    def noisy_argmax(self, logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor, /) -> Tensor:
+        """Of `choice.py`."""
+        ...
+
+    def accept(self, sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Of `verification.py`."""
+        ...
+
+
+class TorchStepOperators:
+    """The definition."""
+
+    lay_out_rows = staticmethod(rows.lay_out_rows)
+    write_tokens = staticmethod(rows.write_tokens)
+    by_request = staticmethod(rows.by_request)
+    argmax = staticmethod(choice.argmax)
+    noisy_argmax = staticmethod(choice.noisy_argmax)
+    accept = staticmethod(verification.accept)
+
+
+DEFINITION = TorchStepOperators()

@@ -1,0 +1,102 @@
+"""Compiled code is kept on the disk for as long as what it was made of stays the same, and no longer."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_walls import copy_package
+
+LOOPS, STEP_LOOPS, COMPILED = "drafter/compute/loops", "drafter/step/loops", "drafter/compute/compiled"
+SCRIPT = """
+import json, sys
+
+import torch
+from manta.drafter.step.loops import choice
+
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+choice.noisy_argmax(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))
+print(json.dumps([sum(choice._noisy_argmax.stats.cache_hits.values()), opened]))
+"""
+
+
+def choose(folder: Path) -> tuple[bool, set[str]]:
+    """Whether a choice found its code on the disk, and the package's sources that were read for it."""
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    hits, opened = json.loads(done.stdout)
+    package = folder / "manta"
+    paths = [Path(path) for path in opened if path.endswith(".py")]
+    return hits > 0, {p.relative_to(package).as_posix() for p in paths if p.is_relative_to(package)}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a copy of the package that has chosen once."""
+    folder = tmp_path_factory.mktemp("kept")
+    copy_package(folder / "manta")
+    assert not choose(folder)[0]
+    return folder
+
+
+def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Path) -> None:
+    found, read = choose(package)
+    assert found
+    assert {Path(path).parent.as_posix() for path in read} == {LOOPS, STEP_LOOPS}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "stays"),
+    [
+        (f"{STEP_LOOPS}/choice.py", "2.0**-33", "2.0**-32", False),
+        (f"{LOOPS}/argmax.py", "(i, 64)", "(i, 32)", False),
+        ("drafter/step/noise.py", "0x21F0AAAD", "0x21F0AAAF", False),
+        ("drafter/step/states.py", "A mirror", "A copy", True),
+    ],
+    ids=["its own file", "a file that it is made of", "a number from elsewhere", "another file"],
+)
+def test_code_is_as_old_as_what_it_is_made_of(
+    package: Path, file: str, old: str, new: str, stays: bool
+) -> None:
+    source = package / "manta" / file
+    text = source.read_text(encoding="utf-8")
+    assert old in text
+    source.write_text(text.replace(old, new), encoding="utf-8")
+    try:
+        assert choose(package)[0] is stays
+    finally:
+        source.write_text(text, encoding="utf-8")
+        choose(package)
+
+
+def test_a_number_from_another_folder_stays_in_the_module_that_names_it() -> None:
+    """There its loops' code is as old as the number; another module's, made of these loops, would not be."""
+    named: dict[str, set[str]] = {}
+    for folder in (LOOPS, STEP_LOOPS, COMPILED):
+        for path in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom) or not node.level:
+                    continue
+                source = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
+                numbers = {alias.name for alias in node.names if alias.name.isupper()}
+                if numbers and not source.relative_to(ROOT).as_posix().startswith((folder, LOOPS)):
+                    named[f"{folder}/{path.name}"] = numbers
+    assert named == {f"{STEP_LOOPS}/choice.py": {"FACTOR_1", "FACTOR_2"}}, "and nobody imports its loops"
+    importers = [path for path in (ROOT / STEP_LOOPS).glob("*.py") if "from .choice" in path.read_text()]
+    assert not importers

@@ -1,0 +1,131 @@
+"""A step's operators: compiled loops mean what NumPy and PyTorch mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.drafter.step.loops.operators import LOOPS
+from manta.drafter.step.noise import negative_gumbel, noise_keys
+from manta.drafter.step.operators import DEFINITION, StepOperators
+
+BOTH: tuple[StepOperators, ...] = (DEFINITION, LOOPS)
+SLOTS, MAX_LEN, PAGE_SIZE = 7, 40, 8
+
+
+@dataclass
+class Requests:
+    """Rows and drafts of a few slots, as a plan may have them; whatever is random comes of the seed."""
+
+    slots_R: np.ndarray
+    first_R: np.ndarray
+    num_rows_R: np.ndarray
+    counts_R: np.ndarray
+    seed: int
+
+    @property
+    def num_drafts(self) -> int:
+        return max(0, int(self.counts_R.max()) - 1)
+
+    def tokens(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, 1000, (SLOTS, MAX_LEN + 1), generator=generator)
+
+    def few(self, *shape: int, low: int = 0) -> torch.Tensor:
+        """Few different values, so that many are equal."""
+        return torch.from_numpy(np.random.default_rng(self.seed).integers(low, 3, shape))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Requests:
+    slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
+    first, rows, counts = [], [], []
+    for _ in slots:
+        rows.append(draw(st.integers(1, 9)))
+        counts.append(draw(st.integers(0, rows[-1])))
+        first.append(draw(st.integers(0, MAX_LEN - rows[-1])))
+    arrays = [np.array(x, dtype=np.int64) for x in (slots, first, rows, counts)]
+    return Requests(*arrays, seed=draw(st.integers(0, 2**20)))
+
+
+def arrays(values: object) -> list[np.ndarray]:
+    return [np.asarray(x) for x in values]  # type: ignore[attr-defined]
+
+
+@settings(max_examples=100)
+@given(requests())
+def test_rows_are_laid_out_alike(r: Requests) -> None:
+    pages = np.random.default_rng(r.seed).integers(0, 99, (SLOTS, MAX_LEN // PAGE_SIZE))
+    where = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R, pages, PAGE_SIZE)
+    mine, loops = (arrays(operators.lay_out_rows(r.tokens(), *where)) for operators in BOTH)
+    for expected, got in zip(mine, loops, strict=True):
+        assert expected.dtype == got.dtype == np.int64 and expected.tolist() == got.tolist()
+
+
+@settings(max_examples=100)
+@given(requests())
+def test_tokens_are_written_alike(r: Requests) -> None:
+    values = r.few(len(r.slots_R), int(r.num_rows_R.max()), low=-1)
+    written = []
+    for operators in BOTH:
+        tokens = r.tokens()
+        operators.write_tokens(tokens, r.slots_R, r.first_R, r.counts_R, values)
+        written.append(tokens[:, :MAX_LEN])
+    assert written[0].equal(written[1])
+
+
+@settings(max_examples=100)
+@given(requests(), st.integers(0, 2))
+def test_values_go_to_their_requests_alike(r: Requests, spare: int) -> None:
+    values, counts = r.few(int(r.counts_R.sum())), torch.from_numpy(r.counts_R)
+    mine, loops = (op.by_request(values, counts, r.num_drafts + 1 + spare) for op in BOTH)
+    assert mine.dtype == loops.dtype and mine.equal(loops)
+    assert [row[row >= 0].tolist() for row in mine] == [x.tolist() for x in values.split(r.counts_R.tolist())]
+
+
+@settings(max_examples=200)
+@given(requests(), st.integers(0, 2))
+def test_drafts_are_judged_alike(r: Requests, spare: int) -> None:
+    sampled, counts = r.few(int(r.counts_R.sum())), torch.from_numpy(r.counts_R)
+    drafts = r.few(len(counts), r.num_drafts + spare)
+    drafts.masked_fill_(torch.arange(drafts.shape[1]) >= counts[:, None] - 1, -1)
+    mine, loops = (operators.accept(sampled, counts, drafts) for operators in BOTH)
+    assert all(x.dtype == y.dtype and x.equal(y) for x, y in zip(mine, loops, strict=True))
+
+
+def logits_of(dtype: torch.dtype, vocab_size: int) -> torch.Tensor:
+    """A view that is not contiguous, with ties, and rows in which little or nothing can be."""
+    logits = (3 * torch.randn(20, vocab_size + 3, generator=torch.Generator().manual_seed(3))).round(
+        decimals=1
+    )
+    logits[3, : vocab_size // 2] = float("-inf")
+    logits[4] = float("-inf")
+    return logits.to(dtype)[:, :vocab_size]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 333, 50_001])
+def test_the_likeliest_token_is_chosen_alike(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = logits_of(dtype, vocab_size)
+    mine, loops = (operators.argmax(logits) for operators in BOTH)
+    assert mine.dtype == loops.dtype and mine.equal(loops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 7, 333, 50_001])
+def test_a_token_under_noise_is_chosen_alike_but_for_ties(vocab_size: int, dtype: torch.dtype) -> None:
+    """Noise differs by units in the last place: where tokens do, their scores are as near."""
+    logits, rows = logits_of(dtype, vocab_size), np.arange(20)
+    temperature = torch.linspace(0.01, 3.0, 20).unsqueeze(1)
+    keys = torch.from_numpy(noise_keys(rows * 7919, rows)).unsqueeze(-1)
+    mine, loops = (operators.noisy_argmax(logits, temperature, keys) for operators in BOTH)
+    assert mine.dtype == loops.dtype
+    scores = logits.double() - temperature * negative_gumbel(keys, vocab_size).double()
+    best, got = (scores.gather(1, ids.unsqueeze(1)).squeeze(1) for ids in (mine, loops))
+    near = (best - got).abs() <= 1e-5 * (1 + best.abs())
+    assert ((mine == loops) | near).all()
+    assert (mine == loops).float().mean() >= 0.9
