@@ -62,6 +62,7 @@ VARIANTS: dict[str, dict] = {
     "z-lab rope parameters": z_lab(
         rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     ),
+    "z-lab partly rotated": z_lab(partial_rotary_factor=0.5),
     "z-lab mask embedding": z_lab(dflash={"mask_token_id": VOCAB + 5}),
     "z-lab ungrouped heads": z_lab(num_key_value_heads=4),
     "z-lab nested block size": z_lab(block_size=None, dflash={"block_size": 16}),

@@ -118,9 +118,9 @@ class Oracle:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * self.tensors[name]
 
     def _rope(self, x: torch.Tensor, first: int) -> torch.Tensor:
-        dim = x.shape[-1]
+        dim = int(x.shape[-1] * self.backbone.get("partial_rotary_factor", 1))
         theta = (self.backbone.get("rope_parameters") or self.backbone)["rope_theta"]
-        out = torch.empty_like(x)
+        out = x.clone()
         for i in range(dim // 2):
             angle = torch.arange(first, first + len(x)) * theta ** (-2 * i / dim)
             a, b = x[:, i], x[:, i + dim // 2]

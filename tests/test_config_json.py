@@ -72,6 +72,7 @@ def test_json_values_arrive_as_frozen_python_values():
         ({"heads": "4"}, "heads", "heads='4' must be a positive integer."),
         ({"heads": 4.5}, "heads", "heads=4.5 must be a positive integer."),
         ({"kv_heads": [2]}, "kv_heads", "kv_heads=[2] must be a positive integer."),
+        ({"kv_heads": 0}, "kv_heads", "kv_heads=0 must be a positive integer."),
         ({"kv_heads": 3}, "kv_heads", "kv_heads=3 must be a divisor of heads (4)."),
         ({"eps": "1e-6"}, "eps", "eps='1e-6' must be a number."),
         ({"eps": True}, "eps", "eps=True must be a number."),

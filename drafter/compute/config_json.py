@@ -105,11 +105,12 @@ def _off(value: Any) -> Literal[False]:  # Any: JSON values
 Off = Annotated[Any, AfterValidator(_off)]
 
 
-def parse(model: type[T], raw: Json, file: str) -> T:
+def parse(model: type[T], raw: Json, file: str, at: str = "") -> T:
     """`raw` as a `model`; the first field that is wrong becomes a CheckpointError.
 
     Args:
         file: where `raw` was read, for the message.
+        at: dotted path of `raw` in that file, if it is a part of it.
     """
     try:
         return model.model_validate(dict(raw))
@@ -122,11 +123,11 @@ def parse(model: type[T], raw: Json, file: str) -> T:
         path = path + key.split(".") if key else path
     elif field is None:
         wanted = "an object"
-    elif field.description is None and found["type"] in _BOUNDS:
-        wanted = found["msg"].removeprefix("Input should be ")
     else:
         wanted = _described(field.annotation, field)
-    raise wrong(file, ".".join(path), _value(raw, path), wanted)
+        if found["type"] in _BOUNDS and wanted in _NOUNS.values():
+            wanted = found["msg"].removeprefix("Input should be ")
+    raise wrong(file, ".".join([at, *path] if at else path), _value(raw, path), wanted)
 
 
 def wrong(file: str, key: str, value: object, wanted: str) -> CheckpointError:

@@ -1,6 +1,13 @@
 """Rotary positions: what a config.json asks for, its tables, and the rotation of a step's rows.
 
-Legend: N rows, J heads (of any kind), D head dim, T positions.
+The pairs of a head are c, c + D/2, whatever the checkpoint rotates. Where that is only the first R dimensions
+with pairs c, c + R/2, the rows of its query and key projections, and its head norms, are put into another
+order when they are loaded (`RopeConfig.arranged`): scores stay what they are, and no backend knows of it.
+
+    checkpoint   | a a a | b b b | . . . . . . |        a with b of R, the rest passes
+    loaded       | a a a . . . | b b b . . . |          the pairs that pass have cosine 1 and sine 0
+
+Legend: N rows, J heads (of any kind), D head dim, T positions, C = D / 2 pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cluster.errors import CheckpointError
+from .config_json import Json
+from .rope_json import read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,13 @@ class RotaryEmbedding:
     def __init__(
         self, rope: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        frequency = rope.frequencies().to(device)
-        angle = torch.outer(torch.arange(max_positions, device=device, dtype=torch.float32), frequency)
-        cos, sin = angle.cos() * rope.attention_scale, angle.sin() * rope.attention_scale
-        self.cos_TD = torch.cat((cos, cos), dim=-1).to(dtype)
-        self.sin_TD = torch.cat((-sin, sin), dim=-1).to(dtype)  # signed: rotate_half is a roll then
+        angle_TC = torch.outer(
+            torch.arange(max_positions, device=device, dtype=torch.float32), rope.frequencies().to(device)
+        )
+        scale_C = rope.scales().to(device)
+        cos_TC, sin_TC = angle_TC.cos() * scale_C, angle_TC.sin() * scale_C
+        self.cos_TD = torch.cat((cos_TC, cos_TC), dim=-1).to(dtype)
+        self.sin_TD = torch.cat((-sin_TC, sin_TC), dim=-1).to(dtype)  # signed: rotate_half is a roll then
 
     def at(self, positions_N: Tensor) -> Rotation:
         """The rotation of these absolute positions; built once per step, shared by all layers."""
@@ -57,66 +67,100 @@ class RopeConfig:
     """What `rope_theta`, `rope_scaling` or `rope_parameters` of a config.json say.
 
     Attributes:
-        head_dim: dimensions of a head, all of them rotated.
+        head_dim: dimensions of a head.
         theta: base of the frequencies.
-        kind: "default", "linear", "llama3" or "yarn".
-        scaling: the remaining keys, as written in the checkpoint.
+        kind: "default", "linear", "llama3", "yarn" or "proportional".
+        scaling: the remaining keys, as written in the checkpoint; what follows from others is filled in.
+        rotary_dim: leading dimensions of a head that are rotated, in pairs c, c + rotary_dim / 2; 0 is all.
     """
 
     head_dim: int
     theta: float
     kind: str
     scaling: Mapping[str, Any]  # Any: JSON values
+    rotary_dim: int = 0
 
     @classmethod
     def read(
-        cls, config: Mapping[str, Any], head_dim: int, file: str, *, default_theta: float = 10000.0
+        cls,
+        config: Json,
+        head_dim: int,
+        file: str,
+        *,
+        layer_type: str | None = None,
+        default_theta: float = 10000.0,
     ) -> RopeConfig:
         """Read from a parsed config.json; both of transformers' spellings are known.
 
         Args:
             file: where the values came from, for the message.
+            layer_type: "full_attention" or "sliding_attention" of a family whose rotations differ by it; None
+                where one serves all layers. Settings that are not written for each type are then those of
+                full layers: sliding ones have `rope_local_base_freq`, and no scaling.
+            default_theta: where the file has none (for this type of layers).
         """
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind not in ("default", "linear", "llama3", "yarn"):
-            raise CheckpointError(
-                f"{file}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn.",
-                param="rope_parameters.rope_type",
-            )
-        partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
-            raise CheckpointError(
-                f"{file}: partial_rotary_factor={partial!r} is not supported; it must be 1.0.",
-                param="partial_rotary_factor",
-            )
-        theta = rope.get("rope_theta", config.get("rope_theta", default_theta))
-        rope.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
-        needed = {"linear": ("factor",), "yarn": ("factor",)}.get(kind, ())
-        if kind == "llama3":
-            needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        for key in needed:
-            if key not in rope:
-                raise CheckpointError(f"{file}: rope type {kind!r} needs the key {key!r}.", param=key)
-        return cls(head_dim, float(theta), kind, rope)
+        found = read_rope(config, head_dim, file, layer_type)
+        return cls(head_dim, found.theta or default_theta, found.kind, found.scaling, found.rotary_dim)
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosines and sines; 1 but for yarn."""
+        """Factor on cosines and sines of what is rotated; 1 but for yarn."""
         if self.kind != "yarn":
             return 1.0
         explicit = self.scaling.get("attention_factor")
-        return float(explicit) if explicit else 0.1 * math.log(float(self.scaling["factor"])) + 1.0
+        if explicit is not None:
+            return float(explicit)
+        factor = float(self.scaling["factor"])
+        mscale, mscale_all_dim = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            return _yarn_scale(factor, float(mscale)) / _yarn_scale(factor, float(mscale_all_dim))
+        return _yarn_scale(factor)
+
+    @property
+    def _rotated(self) -> int:
+        return self.rotary_dim or self.head_dim
+
+    def permutation(self) -> Tensor | None:
+        """Which row of a checkpoint's head is row i here, int64 [D]; None where none moves."""
+        if self._rotated == self.head_dim:
+            return None
+        half, passing = self.rotary_dim // 2, torch.arange(self.rotary_dim, self.head_dim)
+        low, high = torch.arange(half), torch.arange(half, self.rotary_dim)
+        return torch.cat((low, passing[: len(passing) // 2], high, passing[len(passing) // 2 :]))
+
+    def arranged(self, rows: Tensor) -> Tensor:
+        """Query or key rows of a checkpoint in the order that its tables here want.
+
+        Args:
+            rows: weight [J * D, H], bias [J * D] or norm [D] of whole heads, after a row cut if there is one.
+        """
+        order_D = self.permutation()
+        if order_D is None:
+            return rows
+        return rows.unflatten(0, (-1, self.head_dim))[:, order_D.to(rows.device)].flatten(0, 1)
 
     def frequencies(self) -> Tensor:
-        """Radians per position of each pair of dimensions, fp32 [D / 2]."""
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        frequency = 1.0 / (self.theta**exponent)
+        """Radians per position of each pair of dimensions, fp32 [C]; 0 for those that pass."""
+        period = self.theta ** (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated)
+        frequency = self._yarn(period) if self.kind == "yarn" else self._scaled(1.0 / period)
+        return torch.cat((frequency, torch.zeros((self.head_dim - self._rotated) // 2)))
+
+    def scales(self) -> Tensor:
+        """Factor on cosine and sine of each pair, fp32 [C]: `attention_scale`, and 1 for those that pass."""
+        scale_C = torch.ones(self.head_dim // 2)
+        scale_C[: self._rotated // 2] = self.attention_scale
+        return scale_C
+
+    def _scaled(self, frequency: Tensor) -> Tensor:
         if self.kind == "linear":
             return frequency / float(self.scaling["factor"])
         if self.kind == "llama3":
             return self._llama3(frequency)
-        return self._yarn(frequency) if self.kind == "yarn" else frequency
+        if self.kind == "proportional":  # exponents of the whole head, but only the first ones turn
+            share = float(self.scaling["partial_rotary_factor"])
+            frequency[int(share * self.head_dim // 2) :] = 0.0
+            return frequency / float(self.scaling.get("factor") or 1.0)
+        return frequency
 
     def _llama3(self, frequency: Tensor) -> Tensor:
         factor = float(self.scaling["factor"])
@@ -125,18 +169,22 @@ class RopeConfig:
         smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - smooth) * frequency / factor + smooth * frequency
 
-    def _yarn(self, frequency: Tensor) -> Tensor:
-        factor = float(self.scaling["factor"])
-        known = (
-            self.scaling.get("original_max_position_embeddings") or self.scaling["max_position_embeddings"]
-        )
-        length, half = float(known), self.head_dim // 2
+    def _yarn(self, period: Tensor) -> Tensor:
+        length, rotated = float(self.scaling["original_max_position_embeddings"]), self._rotated
 
         def dimension(turns: float) -> float:
-            return self.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            return rotated * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low = max(math.floor(dimension(float(self.scaling.get("beta_fast") or 32))), 0)
-        high = min(math.ceil(dimension(float(self.scaling.get("beta_slow") or 1))), self.head_dim - 1)
-        ramp = (torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)
+        low = dimension(float(self.scaling.get("beta_fast") or 32))
+        high = dimension(float(self.scaling.get("beta_slow") or 1))
+        if self.scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotated - 1)
+        high = high if high != low else high + 0.001
+        ramp = (torch.arange(len(period), dtype=torch.float32) - low) / (high - low)
         keep = 1 - ramp.clamp(0.0, 1.0)
-        return frequency / factor * (1 - keep) + frequency * keep
+        return 1.0 / (float(self.scaling["factor"]) * period) * (1 - keep) + 1.0 / period * keep
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

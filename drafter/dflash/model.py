@@ -53,6 +53,7 @@ class DFlashDrafter:
         self._lends = lends
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
+        weights = _arranged(config, weights)
         self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps, backend)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
         blocks = [
@@ -139,6 +140,17 @@ class ContextFeatures:
 
     def __call__(self, taps_NmH: Tensor) -> Tensor:
         return self._backend.norm(self._norm, self._fc(taps_NmH.flatten(1).to(self._dtype)))
+
+
+def _arranged(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Query and key rows in the order that the rotation's tables want."""
+    if config.rope.permutation() is None:
+        return weights
+    kinds = tuple(f"self_attn.{kind}.weight" for kind in ("q_proj", "k_proj", "q_norm", "k_norm"))
+    return {
+        name: config.rope.arranged(tensor) if name.endswith(kinds) else tensor
+        for name, tensor in weights.items()
+    }
 
 
 def _block(

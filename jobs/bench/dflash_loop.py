@@ -98,7 +98,7 @@ class LoopDrafter(nn.Module):
         self.fc = nn.Linear(hidden * config.num_taps, hidden, bias=False)
         self.hidden_norm, self.norm = Qwen3RMSNorm(hidden, eps), Qwen3RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(backbone, i) for i in range(config.num_layers))
-        self._rope = Qwen3RotaryEmbedding(backbone)
+        self._rope = Qwen3RotaryEmbedding(_qwen3_config(config, config.rope.rotary_dim))
         files = TensorFolder(folder)
         names = [*self.state_dict(), *(name for name in OPTIONAL if name in files.shapes)]
         weights = {name: _cast(files.get(name), target) for name in names}
@@ -175,6 +175,9 @@ def _run_layer(
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < heads.shape[-1]:
+        return torch.cat((_rotate(heads[..., :rotary_dim], cos, sin), heads[..., rotary_dim:]), dim=-1)
     return heads * cos[:, None] + rotate_half(heads) * sin[:, None]
 
 
@@ -189,8 +192,10 @@ def _mask(kind: DraftLayer, context: int, end: int, device: torch.device) -> Ten
     return seen[None, None]
 
 
-def _qwen3_config(config: DrafterConfig) -> Qwen3Config:
-    rope = {name: value for name, value in config.rope.scaling.items() if name != "max_position_embeddings"}
+def _qwen3_config(config: DrafterConfig, rotary_dim: int = 0) -> Qwen3Config:
+    """Shape and rotation, or the rotation of heads of `rotary_dim` dimensions (0 is all)."""
+    left = ("max_position_embeddings", *(["partial_rotary_factor"] if rotary_dim else []))
+    rope = {name: value for name, value in config.rope.scaling.items() if name not in left}
     return Qwen3Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -198,7 +203,7 @@ def _qwen3_config(config: DrafterConfig) -> Qwen3Config:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=rotary_dim or config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.rope.scaling.get("max_position_embeddings") or 32768,
         rope_parameters={**rope, "rope_type": config.rope.kind, "rope_theta": config.rope.theta},
