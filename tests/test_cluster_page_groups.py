@@ -254,6 +254,17 @@ def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_ba
     engine.check_invariants()
 
 
+@pytest.mark.parametrize("num_pages", [8, 64])
+def test_drafts_in_flight_never_make_a_window_hold_more_than_its_bound(num_pages: int) -> None:
+    info = make_info(
+        page_groups=(PageGroup(window=2),), page_size=1, num_pages=(num_pages,), max_in_flight=3
+    )  # 2 of the window, 5 of a step, 1: as much as one step's drafts lie ahead, not two steps'
+    engine = open_engine(info, survival=[0.0] * 4, max_num_batched_tokens=5)
+    request = make_request("r", PROMPT[:3], max_tokens=40, **LONG)
+    assert run(engine, request).tokens["r"] == expected(request, info, 5)[0]
+    assert engine.stats().preemptions == 0 and engine.stats().num_draft_tokens > 0
+
+
 def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
     for in_flight in (1, 2, 3):
         bound = 2 + 2 + 1  # window, step, and one that both touch
