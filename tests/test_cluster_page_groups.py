@@ -72,6 +72,11 @@ def test_full_layers_set_the_number_of_planes_where_they_fill_them() -> None:
     assert plan.target[-1] == LayerPlace(6, 3), "the last group is not full"
 
 
+def test_a_lone_layer_with_a_window_does_not_leave_planes_unused() -> None:
+    plan = plan_pages([None, None, 8, None, None], [], 100_000)
+    assert plan.groups == (*[FULL] * 4, PageGroup(window=8)) and plan.num_planes(plan.target, 0) == 1
+
+
 def test_a_drafter_with_windows_has_a_pool_of_its_own() -> None:
     plan = plan_pages([None] * 8, [2048] * 5 + [None], 32768)
     assert plan.groups == (FULL, PageGroup(1), *[PageGroup(1, 2048)] * 5)
