@@ -203,9 +203,8 @@ class PageBooks:
         slots_M = slots_K[picks_M]
         for g, group in enumerate(self.groups):
             pages = zip(digests_M, self.table_GSP[g, slots_M, indices_M].tolist(), strict=True)
-            if (
-                group.window is not None
-            ):  # what was given back while its step was in flight is somebody else's
+            if group.window is not None:
+                # What was given back while its step was in flight is somebody else's.
                 pages = compress(pages, (indices_M >= self.first_GS[g, slots_M]).tolist())
             self.cache.insert(g, pages)
         self._num_hashed_S[slots_R] = full_R

@@ -72,6 +72,11 @@ def test_full_layers_set_the_number_of_planes_where_they_fill_them() -> None:
     assert plan.target[-1] == LayerPlace(6, 3), "the last group is not full"
 
 
+def test_a_lone_layer_with_a_window_does_not_leave_planes_unused() -> None:
+    plan = plan_pages([None, None, 8, None, None], [], 100_000)
+    assert plan.groups == (*[FULL] * 4, PageGroup(window=8)) and plan.num_planes(plan.target, 0) == 1
+
+
 def test_a_drafter_with_windows_has_a_pool_of_its_own() -> None:
     plan = plan_pages([None] * 8, [2048] * 5 + [None], 32768)
     assert plan.groups == (FULL, PageGroup(1), *[PageGroup(1, 2048)] * 5)
@@ -252,6 +257,17 @@ def test_while_drafts_are_in_flight_only_what_is_behind_all_outcomes_is_given_ba
     )  # all were accepted: 9 is the anchor, the next row at 10 or later
     assert engine.plan() is not None and hold(engine, 0)[0] == 1
     engine.check_invariants()
+
+
+@pytest.mark.parametrize("num_pages", [8, 64])
+def test_drafts_in_flight_never_make_a_window_hold_more_than_its_bound(num_pages: int) -> None:
+    info = make_info(
+        page_groups=(PageGroup(window=2),), page_size=1, num_pages=(num_pages,), max_in_flight=3
+    )  # 2 of the window, 5 of a step, 1: as much as one step's drafts lie ahead, not two steps'
+    engine = open_engine(info, survival=[0.0] * 4, max_num_batched_tokens=5)
+    request = make_request("r", PROMPT[:3], max_tokens=40, **LONG)
+    assert run(engine, request).tokens["r"] == expected(request, info, 5)[0]
+    assert engine.stats().preemptions == 0 and engine.stats().num_draft_tokens > 0
 
 
 def test_a_lone_long_prompt_never_needs_more_than_its_windows_bound() -> None:
