@@ -203,6 +203,8 @@ VARIANTS: dict[str, list[Variant]] = {
             {"ROWS": 32},
             1,
         ),
+    ],
+    "step.device.verification": [
         Variant(
             "_accept_and_advance",
             _STEP

@@ -15,7 +15,8 @@ import triton.language as tl
 from manta.drafter.step.device.filters import find_floors
 from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_in_kernel
 from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
-from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace, choose_tokens
+from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace
+from manta.drafter.step.device.sampling import sample_rows as sample_rows_in_kernels
 from manta.drafter.step.noise import negative_gumbel, noise_keys
 from manta.drafter.step.sampling import filter_logits, sample_rows
 from manta.drafter.step.sampling_batch import SamplingBatch
@@ -81,7 +82,7 @@ class Requests:
     def choose(
         self, logits: torch.Tensor, *, filters: bool, chunk: int = 512, room: int = 256, start: int = 0
     ):
-        return choose_tokens(
+        return sample_rows_in_kernels(
             logits,
             torch.from_numpy(self.slots).to(torch.int32),
             torch.from_numpy(self.positions),

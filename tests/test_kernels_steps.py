@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.step.device.rows import (
-    RowIndices,
     SlotTables,
-    accept_and_advance,
-    block_inputs,
+    StepRequests,
+    StepRows,
+    lay_out_block,
     lay_out_rows,
     place_drafts,
 )
+from manta.drafter.step.device.verification import accept_and_advance
 from manta.drafter.step.rows import by_request
 from manta.drafter.step.states import RequestStates
 from manta.drafter.step.verification import accept
@@ -93,14 +94,34 @@ def tables_of(states: RequestStates, plan: SchedulerOutput) -> SlotTables:
     return SlotTables(states.token_ids.clone(), pages, computed, PAGE_SIZE, states.skip_slot)
 
 
-def ragged(case: Case, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """slots [B], cu_rows [B + 1] and N, padded."""
-    slots = np.concatenate((case.plan.slots, np.full(case.padding_requests, -1))).astype(np.int32)
-    ends = np.cumsum(np.concatenate(([0], counts, np.zeros(case.padding_requests)))).astype(np.int32)
-    return torch.from_numpy(slots), torch.from_numpy(ends), int(ends[-1]) + case.padding_rows
+def ragged(
+    case: Case,
+    counts: np.ndarray,
+    *,
+    first_chosen: torch.Tensor | None = None,
+    max_drafts: int = 0,
+) -> StepRequests:
+    """So many rows of each request, with padding behind."""
+    plan = case.plan
+
+    def padded(values: np.ndarray, padding: int = 0) -> torch.Tensor:
+        padding_R = np.full(case.padding_requests, padding)
+        return torch.from_numpy(np.concatenate((values, padding_R)).astype(np.int32))
+
+    cu_rows = torch.nn.functional.pad(padded(counts).cumsum(0), (1, 0)).int()
+    return StepRequests(
+        padded(plan.slots, -1),
+        cu_rows,
+        padded(plan.num_drafts),
+        padded(plan.samples),
+        cu_rows[:-1] if first_chosen is None else first_chosen,
+        num_rows=int(cu_rows[-1]) + case.padding_rows,
+        max_rows=max(1, int(counts.max())),
+        max_drafts=max_drafts,
+    )
 
 
-def check_padding(rows: RowIndices, used: int, states: RequestStates) -> None:
+def check_padding(rows: StepRows, used: int, states: RequestStates) -> None:
     assert (rows.slots_N[used:] == -1).all() and (rows.slots_N[:used] >= 0).all()
     assert (rows.kv_slots_N[used:] == states.skip_slot).all()
     assert not rows.positions_N[used:].any() and not rows.token_ids_N[used:].any()
@@ -112,14 +133,13 @@ def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
     plan, states = case.plan, states_of(case.plan)
     states.token_ids.random_(0, 1000, generator=torch.Generator().manual_seed(case.seed))
     expected, used = states.lay_out_rows(plan), plan.num_batched_tokens
-    slots, cu_rows, num_rows = ragged(case, plan.num_rows)
-    rows = lay_out_rows(slots, cu_rows, num_rows, tables_of(states, plan))
+    rows = lay_out_rows(ragged(case, plan.num_rows), tables_of(states, plan))
     assert rows.slots_N[:used].tolist() == np.repeat(plan.slots, plan.num_rows).tolist()
     assert rows.positions_N[:used].equal(expected.positions_N)
     assert rows.kv_slots_N[:used].equal(expected.kv_slots_N)
     assert rows.token_ids_N[:used].equal(expected.token_ids_N)
     lengths = (plan.num_computed + plan.num_rows).tolist() + [0] * case.padding_requests
-    assert rows.kv_lengths_B.tolist() == lengths
+    assert rows.batch.kv_lengths_B.tolist() == lengths
     check_padding(rows, used, states)
 
 
@@ -129,14 +149,15 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
     plan, states = case.plan, states_of(case.plan)
     tables, expected = tables_of(states, plan), states.lay_out_block(plan, MASK)
     counts = np.where(plan.num_drafts > 0, plan.num_drafts + 1, 0)
-    slots, cu_rows, num_rows = ragged(case, counts)
-    rows = block_inputs(slots, cu_rows, num_rows + 1, tables, mask_id=MASK)
+    requests = ragged(case, counts)
+    requests = replace(requests, num_rows=requests.num_rows + 1)  # nobody may draft
+    rows = lay_out_block(requests, tables, MASK)
     used = int(counts.sum())
     check_padding(rows, used, states)
     lengths = np.where(counts > 0, plan.num_computed + counts, 0).tolist()
-    assert rows.kv_lengths_B.tolist() == lengths + [0] * case.padding_requests
+    assert rows.batch.kv_lengths_B.tolist() == lengths + [0] * case.padding_requests
     drafts = torch.full((plan.num_requests, int(plan.num_drafts.max())), -1)
-    chosen = torch.randint(0, 1000, (num_rows + 1,), generator=torch.Generator().manual_seed(case.seed))
+    chosen = torch.randint(0, 1000, (requests.num_rows,), generator=torch.Generator().manual_seed(case.seed))
     if expected is not None:
         assert rows.token_ids_N[:used].equal(expected.token_ids_N)
         assert rows.positions_N[:used].equal(expected.positions_N)
@@ -161,7 +182,7 @@ def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[t
 
 @settings(max_examples=60)
 @given(cases(drafts_behind=3), st.booleans())
-def test_acceptance_equals_accept_and_append_and_advances(case: Case, of_all_rows: bool):
+def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: bool):
     plan, states = case.plan, states_of(case.plan)
     width = int(plan.num_drafts.max())
     drafts = torch.from_numpy(np.random.default_rng(case.seed).integers(0, 3, (plan.num_requests, width)))
@@ -173,14 +194,11 @@ def test_acceptance_equals_accept_and_append_and_advances(case: Case, of_all_row
     tokens, num_tokens = accept(sampled.long(), torch.from_numpy(counts).long(), drafts)
     states.advance(plan, tokens, num_tokens)
 
-    slots, cu_rows, _ = ragged(case, plan.num_rows)
-    pad = torch.zeros(case.padding_requests, dtype=torch.int32)
-    num_drafts = torch.cat((torch.from_numpy(plan.num_drafts), pad))
-    samples = torch.cat((torch.from_numpy(plan.samples), pad.bool()))
-    out, num_out = accept_and_advance(chosen, first, slots, cu_rows, num_drafts, samples, tables, width + 2)
+    requests = ragged(case, plan.num_rows, first_chosen=first, max_drafts=width + 2)
+    out, num_out = accept_and_advance(chosen, requests, tables)
 
     real = plan.num_requests
-    assert out.dtype == num_out.dtype == torch.int32 and out.shape == (len(slots), width + 3)
+    assert out.dtype == num_out.dtype == torch.int32 and out.shape == (len(requests.slots_R), width + 3)
     assert out[:real, : width + 1].tolist() == tokens.tolist() and (out[:real, width + 1 :] == -1).all()
     assert num_out[:real].tolist() == num_tokens.tolist()
     assert (out[real:] == -1).all() and not num_out[real:].any()
@@ -196,20 +214,17 @@ def test_two_steps_of_one_request_follow_each_other_without_the_host():
     states = states_of(plan)
     tables = tables_of(states, plan)
     known = tables.token_ids[4, :10].tolist()
-    slots, cu_rows = torch.tensor([4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
-    verdict = (torch.tensor([0], dtype=torch.int32), slots, cu_rows, torch.tensor([3], dtype=torch.int32))
+    requests = ragged(Case(plan, 0, 0, 0), plan.num_rows, max_drafts=3)
     for proposed, chosen, new in (
         ([5, 6, 7], [5, 6, 8, 9], [5, 6, 8]),
         ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),
     ):
-        block = block_inputs(slots, cu_rows, 4, tables, mask_id=MASK)
+        block = lay_out_block(requests, tables, MASK)
         assert block.token_ids_N.tolist() == [known[-1], MASK, MASK, MASK]
         place_drafts(torch.tensor([99, *proposed]), block, tables)
-        rows = lay_out_rows(slots, cu_rows, 4, tables)
+        rows = lay_out_rows(requests, tables)
         assert rows.token_ids_N.tolist() == [known[-1], *proposed]
-        out, count = accept_and_advance(
-            torch.tensor(chosen), *verdict, torch.tensor([True]), tables, max_drafts=3
-        )
+        out, count = accept_and_advance(torch.tensor(chosen), requests, tables)
         assert out[0, : count[0]].tolist() == new
         known += new
         assert tables.token_ids[4, : len(known)].tolist() == known

@@ -55,7 +55,7 @@ class StepOperators(Protocol):
         """Of `choice.py`."""
         ...
 
-    def accept(self, sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor, /) -> tuple[Tensor, Tensor]:
+    def accept(self, chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor, /) -> tuple[Tensor, Tensor]:
         """Of `verification.py`."""
         ...
 

@@ -5,7 +5,7 @@ and the position alone, so the first mismatch is itself the right token, and a f
 No loop over requests, no special case for greedy, no rejection sampler. The definition, on any device;
 `loops/verification.py` and `device/verification.py` are the same. Called by `actors/targets/runners/host.py`.
 
-Legend: X sampled rows, R requests, K most drafts, W = K + 1.
+Legend: X verdicts, R requests, K most drafts, W = K + 1.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from .rows import by_request
 
 
-def accept(sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
+def accept(chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens come out of a step.
 
     Args:
-        sampled_X: the target's choices, request after request, in the order of rows.
+        chosen_X: the target's choices, request after request, in the order of rows.
         counts_R: how many of them each request has: 1 + its drafts, or 0 if nothing is sampled. int64.
         drafts_RK: proposals, -1 where there are fewer than K.
 
     Returns:
         token_ids [R, W], the new tokens of each request, then -1; and num_tokens [R]. Both int64.
     """
-    chosen_RW = by_request(sampled_X, counts_R, drafts_RK.shape[1] + 1)
+    chosen_RW = by_request(chosen_X, counts_R, drafts_RK.shape[1] + 1)
     # A draft of -1 stands against the one token more that its request has: there the run of matches ends.
     stood_RK = (chosen_RW[:, :-1] == drafts_RK).cumprod(dim=1)
     num_tokens_R = (stood_RK.sum(dim=1) + 1) * (counts_R > 0)

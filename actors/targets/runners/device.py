@@ -7,7 +7,7 @@ with prompts in it is launched kernel by kernel. Neither waits for the step befo
     submit(plan): admissions, pages ─▶ [integers ─▶ draft ─▶ verify ─▶ sample ─▶ inject] ─▶ outcome ─▶ host
     collect():    wait for that copy
 
-Legend: B requests, W = 1 + most drafts.
+Legend: R requests, D those that draft, W = 1 + most drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.step.device.states import StepInputs, pack
+from ....drafter.step.device.rows import StepRequests, pack
 from ..model.decoder import Decoder
 from .graphs import GraphKey, StepGraphs
 from .iteration import DeviceModels, Iteration
@@ -117,23 +117,23 @@ class DeviceRunner:
         drafting = None
         if len(who):
             rows_D = plan.num_drafts[who] + 1
-            drafting = self._inputs(plan.slots[who], rows_D, plan.num_drafts[who], plan.samples[who])
-        inputs = self._inputs(plan.slots, plan.num_rows, plan.num_drafts, plan.samples)
+            drafting = self._requests(plan.slots[who], rows_D, plan.num_drafts[who], plan.samples[who])
+        requests = self._requests(plan.slots, plan.num_rows, plan.num_drafts, plan.samples)
         counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
         ends = np.cumsum(plan.num_rows)
         sampled = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
         sampled_X = torch.from_numpy(np.concatenate(sampled).astype(np.int64)).to(self._device)
-        step = Iteration(self.models, drafting, inputs, sampled_X, self.models.states.filters(plan))
+        step = Iteration(self.models, drafting, requests, sampled_X, self.models.states.filters(plan))
         for part in step.parts:
             part()
             clock.mark()
         return step.outcome
 
-    def _inputs(
+    def _requests(
         self, slots: np.ndarray, rows: np.ndarray, drafts: np.ndarray, samples: np.ndarray
-    ) -> StepInputs:
+    ) -> StepRequests:
         values = torch.from_numpy(pack(slots, rows, drafts, samples, len(slots))).to(self._device)
-        return StepInputs.over(values, len(slots), int(rows.sum()), int(rows.max()), int(drafts.max()))
+        return StepRequests.over(values, len(slots), int(rows.sum()), int(rows.max()), int(drafts.max()))
 
     def _bring_home(self, plan: SchedulerOutput, outcome: Tensor, clock: Clock) -> _Pending:
         """Copy the outcome to the host beside the next step's work."""

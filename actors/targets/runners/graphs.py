@@ -4,7 +4,7 @@ A kind is how many requests there is room for, whether they draft, and whether a
 Drafts per request may differ within a graph: rows are ragged and those behind the last are padding. All sets
 share one pool of memory, since one runs at a time. Called by `device.py`; on a CPU there are none.
 
-Legend: B requests, W = 1 + most drafts.
+Legend: R requests, W = 1 + most drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.plan import SchedulerOutput
-from ....drafter.step.device.states import StepInputs, pack
+from ....drafter.step.device.rows import StepRequests, pack
 from .iteration import DeviceModels, Iteration
 from .runner import Clock
 
@@ -99,8 +99,8 @@ class StepGraphs:
         idle = np.zeros(0, dtype=np.int32)
         first = torch.from_numpy(pack(idle, idle, idle, idle.astype(np.bool_), size))
         values = first.to(self._models.target.device)
-        inputs = StepInputs.over(values, size, size * width, width, width - 1)
-        step = Iteration(self._models, inputs if key.drafts else None, inputs, None, key.filters)
+        requests = StepRequests.over(values, size, size * width, width, width - 1)
+        step = Iteration(self._models, requests if key.drafts else None, requests, None, key.filters)
         for part in step.parts:  # every kernel is loaded before a capture begins
             part()
         torch.cuda.synchronize(values.device)

@@ -137,8 +137,8 @@ class StepRunner:
 
     def _choose(self, hidden_XH: Tensor, rows: StepRows, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
         """Each sampled row's token, and how far the drafts agree with them."""
-        sampled_X = rows.sampled_X  # as many, if there are none
+        chosen_X = rows.sampled_X  # where there are none: as many
         if len(hidden_XH):
-            sampled_X = sample_rows(self.model.logits(hidden_XH), rows.sampling, self._operators)
-            sampled_X = self._communicator.broadcast(sampled_X)
-        return self._operators.accept(sampled_X, rows.counts_R, drafts_RK)
+            chosen_X = sample_rows(self.model.logits(hidden_XH), rows.sampling, self._operators)
+            chosen_X = self._communicator.broadcast(chosen_X)
+        return self._operators.accept(chosen_X, rows.counts_R, drafts_RK)

@@ -4,7 +4,7 @@ What `host.py` does with indices made on the host happens here from a few intege
 on the device (`drafter/step/device/states.py`), so that the parts can be captured in CUDA graphs, and
 launched before the last step's outcome is known. Called by `device.py`, eagerly or to be captured.
 
-Legend: B requests, N rows, X sampled rows, U vocabulary of a rank, V of all.
+Legend: R requests, N rows, X sampled rows, U vocabulary of a rank, V of all.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....drafter.compute.backend import PlacedRows
-from ....drafter.compute.gpu.tiles import PagedRows
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
-from ....drafter.step.device.rows import (
-    RowIndices,
-    accept_and_advance,
-    block_inputs,
-    lay_out_rows,
-    place_drafts,
-)
-from ....drafter.step.device.sampling import SamplingWorkspace, choose_tokens
-from ....drafter.step.device.states import DeviceStates, StepInputs
+from ....drafter.step.device.rows import StepRequests, StepRows, lay_out_block, lay_out_rows, place_drafts
+from ....drafter.step.device.sampling import SamplingWorkspace, sample_rows
+from ....drafter.step.device.states import DeviceStates
+from ....drafter.step.device.verification import accept_and_advance
 from ..model.decoder import Decoder
 from ..model.parallel import Communicator
 
@@ -57,13 +50,12 @@ class Iteration:
 
     Args:
         drafting: the requests that draft; None if nobody does.
-        inputs: all requests of the step.
+        requests: all of the step.
         sampled_X: rows whose logits are needed (int64); None takes all.
         filters: whether any request narrows its distribution by top-k, top-p or min-p.
     """
 
-    rows: RowIndices
-    placed: PlacedRows
+    rows: StepRows
     hidden_NH: Tensor
     taps_NmH: Tensor | None
     outcome: Tensor
@@ -71,12 +63,12 @@ class Iteration:
     def __init__(
         self,
         models: DeviceModels,
-        drafting: StepInputs | None,
-        inputs: StepInputs,
+        drafting: StepRequests | None,
+        requests: StepRequests,
         sampled_X: Tensor | None,
         filters: bool,
     ) -> None:
-        self._models, self._drafting, self._inputs = models, drafting, inputs
+        self._models, self._drafting, self._requests = models, drafting, requests
         self._sampled_X, self._filters = sampled_X, filters
 
     @property
@@ -86,46 +78,32 @@ class Iteration:
 
     def draft(self) -> None:
         """Propose, and put the proposals behind the known tokens."""
-        models, inputs = self._models, self._drafting
+        models, requests = self._models, self._drafting
         drafter, cache, tables = models.drafter, models.draft_cache, models.states.tables
-        if inputs is None or drafter is None or cache is None:
+        if requests is None or drafter is None or cache is None:
             return
-        mask_id = drafter.config.mask_token_id
-        rows = block_inputs(inputs.slots_B, inputs.cu_rows_B1, inputs.num_rows, tables, mask_id=mask_id)
-        hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), self._place(rows, inputs), cache)
-        logits_NV = drafter.logits(hidden_NH)
-        chosen_N, _ = self._choose(logits_NV, rows.slots_N, rows.positions_N)
+        rows = lay_out_block(requests, tables, drafter.config.mask_token_id)
+        hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
+        chosen_N, _ = self._choose(drafter.logits(hidden_NH), rows.slots_N, rows.positions_N)
         place_drafts(models.communicator.broadcast(chosen_N), rows, tables)
 
     def verify(self) -> None:
         """The target's pass over known tokens and drafts."""
-        models, inputs = self._models, self._inputs
-        self.rows = lay_out_rows(inputs.slots_B, inputs.cu_rows_B1, inputs.num_rows, models.states.tables)
-        self.placed = self._place(self.rows, inputs)
-        self.hidden_NH, self.taps_NmH = models.target.forward(
-            self.rows.token_ids_N, self.placed, models.cache
-        )
+        models = self._models
+        self.rows = lay_out_rows(self._requests, models.states.tables)
+        self.hidden_NH, self.taps_NmH = models.target.forward(self.rows.token_ids_N, self.rows, models.cache)
 
     def sample(self) -> None:
-        """The target's choices, and which drafts they leave standing: `outcome` [B, W + 1] int32, tokens
+        """The target's choices, and which drafts they leave standing: `outcome` [R, W + 1] int32, tokens
         and, in the last column, how many."""
-        rows, inputs, hidden_XH = self.rows, self._inputs, self.hidden_NH
+        rows, hidden_XH = self.rows, self.hidden_NH
         slots_X, positions_X = rows.slots_N, rows.positions_N + 1
         if self._sampled_X is not None:
             index = self._sampled_X
             hidden_XH, slots_X, positions_X = hidden_XH[index], slots_X[index], positions_X[index]
         chosen_X = self._choose_over_ranks(hidden_XH, slots_X, positions_X)
-        token_ids_BW, num_tokens_B = accept_and_advance(
-            chosen_X,
-            inputs.first_chosen_B,
-            inputs.slots_B,
-            inputs.cu_rows_B1,
-            inputs.num_drafts_B,
-            inputs.samples_B,
-            self._models.states.tables,
-            inputs.max_drafts,
-        )
-        self.outcome = torch.cat((token_ids_BW, num_tokens_B.unsqueeze(1)), dim=1)
+        token_ids_RW, num_tokens_R = accept_and_advance(chosen_X, self._requests, self._models.states.tables)
+        self.outcome = torch.cat((token_ids_RW, num_tokens_R.unsqueeze(1)), dim=1)
 
     def inject(self) -> None:
         """Make the drafter's context of what the target saw."""
@@ -134,16 +112,11 @@ class Iteration:
             return
         assert self.taps_NmH is not None, "a target with a drafter taps"
         features_NH = models.drafter.context_features(self.taps_NmH)
-        models.drafter.write_context(features_NH, self.placed, models.draft_cache)
-
-    def _place(self, rows: RowIndices, inputs: StepInputs) -> PlacedRows:
-        page_table = self._models.states.tables.page_table
-        batch = PagedRows(inputs.slots_B, inputs.cu_rows_B1, rows.kv_lengths_B, page_table, inputs.max_rows)
-        return PlacedRows(rows.positions_N, rows.kv_slots_N, batch)
+        models.drafter.write_context(features_NH, self.rows, models.draft_cache)
 
     def _choose(self, logits_NV: Tensor, slots_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         models = self._models
-        return choose_tokens(
+        return sample_rows(
             logits_NV,
             slots_N,
             positions_N,
@@ -159,7 +132,7 @@ class Iteration:
             chosen_X, _ = self._choose(models.target.logits(hidden_XH), slots_X, positions_X)
             return communicator.broadcast(chosen_X)
         logits_XU, first_id = models.target.local_logits(hidden_XH)
-        ids_X, scores_X = choose_tokens(
+        ids_X, scores_X = sample_rows(
             logits_XU,
             slots_X,
             positions_X,

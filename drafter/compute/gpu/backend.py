@@ -2,7 +2,7 @@
 
 Per layer: one launch norms and rotates q and k and writes K/V, one or two attend, one adds the residual and
 norms it (twice), one makes SwiGLU's product; beside them only matrix products. Nothing asks the host for a
-value, so that a CUDA graph may hold it all. Chosen at load (`actors/targets/loading/rank.py`).
+value, so that a CUDA graph may hold it all. Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size.
 """

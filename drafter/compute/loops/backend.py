@@ -1,7 +1,7 @@
 """What `TorchBackend` means on CPUs: compiled loops between its products and attention.
 
 Serves fp32, a target's rank of several, and bf16 where `compiled/` cannot. Chosen at load
-(`actors/targets/loading/rank.py`).
+(`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
 """

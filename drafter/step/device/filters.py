@@ -88,7 +88,7 @@ class FilterWorkspace:
 def find_floors(
     logits_NV: Tensor, slots_N: Tensor, positions_N: Tensor, state: SamplingState, workspace: FilterWorkspace
 ) -> None:
-    """Fill `workspace.floor_N`; the arguments are those of `choose_tokens`."""
+    """Fill `workspace.floor_N`; the arguments are those of `sample_rows`."""
     num_rows, vocab_size = logits_NV.shape
     chunks = -(-vocab_size // workspace.chunk_size)
     settings = (slots_N, state.temperature, state.top_k, state.top_p, state.min_p)

@@ -1,17 +1,17 @@
-"""A step's bookkeeping on the GPU: which rows there are, where proposals go, what is accepted.
+"""A step's rows on the GPU: which there are, which tokens they carry, and where proposals go.
 
-The rows of `drafter/step/states.py` and the verdict of `drafter/step/verification.py`, from request state
-that lives on the device: the host reads nothing and grids follow from shapes, so all of it can be captured in
-a CUDA graph. One launch each. Not the state's owner: tables are handed in.
+What `drafter/step/rows.py` and `states.py` do on the host, from request state that lives on the device: the
+host reads nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. One launch
+each. Not the state's owner: tables are handed in.
 
 Rows are ragged, request after request; rows behind the last request's are padding: they read nothing, and
 their K and V go to the skip slot. Requests that are padding have no rows, and may have slot -1.
 
-    slots_B      7    2    -1          cu_rows_B1   0    3    5    5        num_rows 8
+    slots_R      7    2    -1          cu_rows_R1   0    3    5    5        num_rows 8
     slots_N      7    7    7    2    2    -1    -1    -1
     positions_N  c7  c7+1 c7+2  c2  c2+1   0     0     0        (c: num_computed of the slot)
 
-Legend: B requests of a step, N rows, X verdicts, W = 1 + most drafts, P pages of a request.
+Legend: R requests of a step, N rows, P pages of a request.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -20,11 +20,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...compute.backend import PlacedRows
+from ...compute.gpu.tiles import PagedRows
+
+Ints = NDArray[np.int32]
 _ROWS = 32  # rows, and requests, per program
 
 
@@ -48,61 +54,98 @@ class SlotTables:
 
 
 @dataclass(frozen=True, slots=True)
-class RowIndices:
-    """The rows of a step.
+class StepRequests:
+    """Who takes part in a step; int32 tensors on the device, and what the host knows of them.
 
     Attributes:
-        slots_N: int32, whose row it is; -1 is padding.
-        positions_N: int64, absolute; 0 for padding.
-        kv_slots_N: int64, where K and V go; the skip slot for padding.
+        slots_R, cu_rows_R1, num_drafts_R: requests, rows before each, drafts among their last rows.
+        samples_R: 1 where tokens come back.
+        first_chosen_R: where a sampling request's verdicts begin among all sampled rows.
+        num_rows: N, padding included.
+        max_rows, max_drafts: no request has more.
+    """
+
+    slots_R: Tensor
+    cu_rows_R1: Tensor
+    num_drafts_R: Tensor
+    samples_R: Tensor
+    first_chosen_R: Tensor
+    num_rows: int
+    max_rows: int
+    max_drafts: int
+
+    @staticmethod
+    def num_values(num_requests: int) -> int:
+        """Integers that describe a step of so many requests."""
+        return 5 * num_requests + 1
+
+    @classmethod
+    def over(
+        cls, values: Tensor, num_requests: int, num_rows: int, max_rows: int, max_drafts: int
+    ) -> StepRequests:
+        """Views of one buffer, in the order of `pack`."""
+        r = num_requests
+        parts = values[: cls.num_values(r)].split([r, r + 1, r, r, r])
+        return cls(*parts, num_rows=num_rows, max_rows=max_rows, max_drafts=max_drafts)
+
+
+def pack(slots: Ints, num_rows: Ints, num_drafts: Ints, samples: NDArray[np.bool_], width: int) -> Ints:
+    """A step's integers for `width` requests; those behind the given ones have no rows."""
+    missing = width - len(slots)
+    rows = np.pad(num_rows, (0, missing))
+    counts = np.pad(np.where(samples, 1 + num_drafts, 0), (0, missing))
+    parts = (
+        np.pad(slots, (0, missing)),
+        np.concatenate(([0], np.cumsum(rows))),
+        np.pad(num_drafts, (0, missing)),
+        np.pad(samples, (0, missing)),
+        np.cumsum(counts) - counts,
+    )
+    return np.concatenate(parts).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows(PlacedRows):
+    """A model's rows in a step; `batch` is a `PagedRows`. K and V of padding go to the skip slot.
+
+    Attributes:
         token_ids_N: int64, inputs; 0 for padding.
-        kv_lengths_B: int32, tokens of a request up to its last row; 0 where it has no rows.
+        slots_N: int32, whose row it is; -1 is padding.
     """
 
-    slots_N: Tensor
-    positions_N: Tensor
-    kv_slots_N: Tensor
     token_ids_N: Tensor
-    kv_lengths_B: Tensor
+    slots_N: Tensor
 
 
-def lay_out_rows(slots_B: Tensor, cu_rows_B1: Tensor, num_rows: int, tables: SlotTables) -> RowIndices:
-    """The target's rows: known tokens and the drafts that `place_drafts` has put behind them.
-
-    Args:
-        slots_B: int32.
-        cu_rows_B1: int32, the rows before each request; the last is the number of rows in use.
-        num_rows: N, of the buffers.
-    """
-    return _lay_out(slots_B, cu_rows_B1, num_rows, tables, mask_id=None)
+def lay_out_rows(requests: StepRequests, tables: SlotTables) -> StepRows:
+    """The target's rows: known tokens and the drafts that `place_drafts` has put behind them."""
+    return _lay_out(requests, tables, mask_id=None)
 
 
-def block_inputs(
-    slots_B: Tensor, cu_rows_B1: Tensor, num_rows: int, tables: SlotTables, *, mask_id: int
-) -> RowIndices:
+def lay_out_block(requests: StepRequests, tables: SlotTables, mask_id: int) -> StepRows:
     """The drafter's rows: a request's first holds its anchor's token, the others `mask_id`."""
-    return _lay_out(slots_B, cu_rows_B1, num_rows, tables, mask_id)
+    return _lay_out(requests, tables, mask_id)
 
 
-def _lay_out(
-    slots_B: Tensor, cu_rows_B1: Tensor, num_rows: int, tables: SlotTables, mask_id: int | None
-) -> RowIndices:
-    num_requests = len(slots_B)
-    assert len(cu_rows_B1) == num_requests + 1, "one more than requests"
+def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) -> StepRows:
+    slots_R, cu_rows_R1, num_rows = requests.slots_R, requests.cu_rows_R1, requests.num_rows
+    num_requests = len(slots_R)
+    assert len(cu_rows_R1) == num_requests + 1, "one more than requests"
 
     def empty(size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=slots_B.device)
+        return torch.empty(size, dtype=dtype, device=slots_R.device)
 
-    rows = RowIndices(
-        slots_N=empty(num_rows, torch.int32),
+    kv_lengths_R = empty(num_requests, torch.int32)
+    rows = StepRows(
         positions_N=empty(num_rows, torch.int64),
         kv_slots_N=empty(num_rows, torch.int64),
+        batch=PagedRows(slots_R, cu_rows_R1, kv_lengths_R, tables.page_table, requests.max_rows),
         token_ids_N=empty(num_rows, torch.int64),
-        kv_lengths_B=empty(num_requests, torch.int32),
+        slots_N=empty(num_rows, torch.int32),
     )
     _lay_out_rows[triton.cdiv(max(num_rows, num_requests), _ROWS),](
-        slots_B,
-        cu_rows_B1,
+        slots_R,
+        cu_rows_R1,
         tables.token_ids,
         tables.page_table,
         tables.num_computed,
@@ -110,7 +153,7 @@ def _lay_out(
         rows.positions_N,
         rows.kv_slots_N,
         rows.token_ids_N,
-        rows.kv_lengths_B,
+        kv_lengths_R,
         num_rows,
         num_requests,
         tables.token_ids.stride(0),
@@ -125,12 +168,12 @@ def _lay_out(
     return rows
 
 
-def place_drafts(chosen_N: Tensor, rows: RowIndices, tables: SlotTables) -> None:
+def place_drafts(chosen_N: Tensor, rows: StepRows, tables: SlotTables) -> None:
     """Write the proposals behind the known tokens, where `lay_out_rows` reads them.
 
     Args:
         chosen_N: a token id per row of a block, int64; that of an anchor's row, and of padding, is ignored.
-        rows: of `block_inputs`.
+        rows: of `lay_out_block`.
     """
     num_rows = len(chosen_N)
     assert len(rows.slots_N) == num_rows, "a choice per row"
@@ -145,58 +188,6 @@ def place_drafts(chosen_N: Tensor, rows: RowIndices, tables: SlotTables) -> None
         ROWS=_ROWS,
         num_warps=1,
     )
-
-
-def accept_and_advance(
-    chosen_X: Tensor,
-    first_chosen_B: Tensor,
-    slots_B: Tensor,
-    cu_rows_B1: Tensor,
-    num_drafts_B: Tensor,
-    samples_B: Tensor,
-    tables: SlotTables,
-    max_drafts: int,
-) -> tuple[Tensor, Tensor]:
-    """Judge the drafts, write the step's new tokens behind the known ones, and advance `num_computed`.
-
-    A request's last rows are its drafts; the verdicts on them begin at its last known row, and the one after
-    the last draft that stands is a token too. A request that does not sample only advances.
-
-        row          known  known  draft1 draft2 draft3
-        verdict                    X1     X2     X3     X4       X1 is chosen[first_chosen]
-        draft1 = X1, draft2 != X2: out X1 X2, num_tokens 2, num_computed + 3
-
-    Args:
-        chosen_X: the target's choices, int64.
-        first_chosen_B: where a request's 1 + num_drafts choices begin in it, int32; of samplers only.
-        slots_B, cu_rows_B1: as in `lay_out_rows`.
-        num_drafts_B: int32; 0 where nothing is sampled.
-        samples_B: bool or int32, whether the last known token is among the rows.
-        max_drafts: at least the largest number of drafts.
-
-    Returns:
-        token_ids [B, W] (int32), the new tokens of each request, then -1; and num_tokens [B] (int32).
-    """
-    num_requests = len(slots_B)
-    token_ids_BW = torch.empty(num_requests, max_drafts + 1, dtype=torch.int32, device=slots_B.device)
-    num_tokens_B = torch.empty(num_requests, dtype=torch.int32, device=slots_B.device)
-    _accept_and_advance[num_requests,](
-        chosen_X,
-        first_chosen_B,
-        slots_B,
-        cu_rows_B1,
-        num_drafts_B,
-        samples_B,
-        tables.token_ids,
-        tables.num_computed,
-        token_ids_BW,
-        num_tokens_B,
-        tables.token_ids.stride(0),
-        WIDTH=max_drafts + 1,
-        LANES=triton.next_power_of_2(max_drafts + 1),
-        num_warps=1,  # a warp reads all drafts before it writes over them
-    )
-    return token_ids_BW, num_tokens_B
 
 
 @triton.jit
@@ -267,52 +258,3 @@ def _place_drafts(
     is_draft = (slot >= 0) & (position > tl.load(num_computed + slot, mask=slot >= 0, other=0))
     token = tl.load(chosen + rows, mask=is_draft, other=0)
     tl.store(token_ids + slot.to(tl.int64) * token_stride + position, token, mask=is_draft)
-
-
-@triton.jit
-def _accept_and_advance(
-    chosen,
-    first_chosen,
-    slots,
-    cu_rows,
-    num_drafts,
-    samples,
-    token_ids,
-    num_computed,
-    out_token_ids,
-    out_num_tokens,
-    token_stride,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """One request."""
-    request = tl.program_id(0)
-    lanes = tl.arange(0, LANES)
-    count = tl.load(cu_rows + request + 1) - tl.load(cu_rows + request)
-    if count == 0:
-        tl.store(out_token_ids + request * WIDTH + lanes, -1, mask=lanes < WIDTH)
-        tl.store(out_num_tokens + request, 0)
-        return
-    slot = tl.load(slots + request)
-    drafts = tl.load(num_drafts + request)
-    is_sampled = tl.load(samples + request) != 0
-    num_known = tl.load(num_computed + slot) + count - drafts
-    behind = token_ids + slot.to(tl.int64) * token_stride + num_known
-    is_judged = is_sampled & (lanes <= drafts)
-    verdict = tl.load(
-        chosen + tl.load(first_chosen + request, mask=is_sampled, other=0) + lanes, mask=is_judged, other=-1
-    )
-    draft = tl.load(behind + lanes, mask=lanes < drafts, other=-1)
-    stands = (lanes < drafts) & (draft == verdict)
-    num_accepted = tl.min(
-        tl.where(stands, LANES, lanes), 0
-    )  # the first that does not; lane `drafts` never does
-    is_new = is_judged & (lanes <= num_accepted)
-    tl.store(behind + lanes, verdict, mask=is_new)
-    tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
-    tl.store(
-        out_token_ids + request * WIDTH + lanes,
-        tl.where(is_new, verdict, -1).to(tl.int32),
-        mask=lanes < WIDTH,
-    )
-    tl.store(out_num_tokens + request, tl.where(is_sampled, num_accepted + 1, 0))

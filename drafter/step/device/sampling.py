@@ -1,9 +1,10 @@
 """Choosing tokens on the GPU: the rule of `drafter/step/sampling.py`, with requests' settings read by slot.
 
-Not the rule's definition: that is `sample_rows`, whose ids come out here. The host reads nothing and grids
-follow from shapes, so all of it can be captured in a CUDA graph. Two launches: each program scores one chunk
-of one row (16 rows of 152k columns make 608 programs), then a program per row picks the best. With filters
-`filters.py` first finds what each row keeps. Called by the step's GPU path for target and drafter.
+Not the rule's definition: that is the function of the same name, whose ids come out here. The host reads
+nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. Two launches: each program
+scores one chunk of one row (16 rows of 152k columns make 608 programs), then a program per row picks the
+best. With filters `filters.py` first finds what each row keeps. Called by the step's GPU path for target and
+drafter.
 
 What may differ from PyTorch: the noise by a few units in the last place, so that two scores within about 1e-6
 may change places; and what `filters.py` says of tokens at a threshold.
@@ -70,7 +71,7 @@ class SamplingWorkspace:
         )
 
 
-def choose_tokens(
+def sample_rows(
     logits_NV: Tensor,
     slots_N: Tensor,
     positions_N: Tensor,

@@ -1,78 +1,25 @@
-"""What a GPU worker knows of the running requests, all of it on the device; and the inputs of a step.
+"""What a GPU worker knows of the running requests, all of it on the device.
 
 The twin of `drafter/step/states.py`, whose indices come from the host: here the host says only who takes part
-and with how many rows (`StepInputs`); positions, tokens and slots are found by kernels, so that a step can be
-launched before the host knows what the last one brought: `num_computed` advances with every step. Used by
-`actors/targets/runners/device.py`.
+and with how many rows (`rows.StepRequests`); positions, tokens and slots are found by kernels, so that a step
+can be launched before the host knows what the last one brought: `num_computed` advances with every step. Used
+by `actors/targets/runners/device.py`.
 
-Legend: B requests of a step, N rows, X sampled rows, S slots.
+Legend: S slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ....cluster.plan import AdmittedRequest, SchedulerOutput
 from ...compute.kv_cache import skip_slot
-from .rows import SlotTables
+from .rows import Ints, SlotTables
 from .sampling_state import SamplingState
 
-Ints = NDArray[np.int32]
 MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Who takes part in a step; int32 tensors on the device, and what the host knows of them.
-
-    Attributes:
-        slots_B, cu_rows_B1, num_drafts_B: requests, rows before each, drafts among their last rows.
-        samples_B: 1 where tokens come back.
-        first_chosen_B: where a sampling request's verdicts begin among all sampled rows.
-        num_rows: N, padding included.
-        max_rows, max_drafts: no request has more.
-    """
-
-    slots_B: Tensor
-    cu_rows_B1: Tensor
-    num_drafts_B: Tensor
-    samples_B: Tensor
-    first_chosen_B: Tensor
-    num_rows: int
-    max_rows: int
-    max_drafts: int
-
-    @staticmethod
-    def num_values(num_requests: int) -> int:
-        """Integers that describe a step of so many requests."""
-        return 5 * num_requests + 1
-
-    @classmethod
-    def over(cls, values: Tensor, num_requests: int, num_rows: int, max_rows: int, max_drafts: int):
-        """Views of one buffer, in the order of `pack`."""
-        b = num_requests
-        parts = values[: cls.num_values(b)].split([b, b + 1, b, b, b])
-        return cls(*parts, num_rows=num_rows, max_rows=max_rows, max_drafts=max_drafts)
-
-
-def pack(slots: Ints, num_rows: Ints, num_drafts: Ints, samples: NDArray[np.bool_], width: int) -> Ints:
-    """A step's integers for `width` requests; those behind the given ones have no rows."""
-    missing = width - len(slots)
-    rows = np.pad(num_rows, (0, missing))
-    counts = np.pad(np.where(samples, 1 + num_drafts, 0), (0, missing))
-    parts = (
-        np.pad(slots, (0, missing)),
-        np.concatenate(([0], np.cumsum(rows))),
-        np.pad(num_drafts, (0, missing)),
-        np.pad(samples, (0, missing)),
-        np.cumsum(counts) - counts,
-    )
-    return np.concatenate(parts).astype(np.int32)
 
 
 class DeviceStates:

@@ -1,6 +1,6 @@
 """The verdict of `../verification.py` in one call. Called by `actors/targets/runners/host.py`.
 
-Legend: X sampled rows, R requests, K most drafts, W = K + 1.
+Legend: X verdicts, R requests, K most drafts, W = K + 1.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -18,14 +18,14 @@ from ...compute.loops.elements import elements, pointer
 _INT64 = np.int64(0)
 
 
-def accept(sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
-    assert sampled_X.dtype == counts_R.dtype == drafts_RK.dtype == torch.int64, "read by address"
-    sampled_X, counts_R, drafts_RK = sampled_X.contiguous(), counts_R.contiguous(), drafts_RK.contiguous()
+def accept(chosen_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
+    assert chosen_X.dtype == counts_R.dtype == drafts_RK.dtype == torch.int64, "read by address"
+    chosen_X, counts_R, drafts_RK = chosen_X.contiguous(), counts_R.contiguous(), drafts_RK.contiguous()
     num_requests, num_drafts = drafts_RK.shape
     token_ids_RW = torch.empty(num_requests, num_drafts + 1, dtype=torch.int64)
     num_tokens_R = torch.empty(num_requests, dtype=torch.int64)
     _accept(
-        sampled_X.data_ptr(),
+        chosen_X.data_ptr(),
         counts_R.data_ptr(),
         drafts_RK.data_ptr(),
         token_ids_RW.data_ptr(),
@@ -39,7 +39,7 @@ def accept(sampled_X: Tensor, counts_R: Tensor, drafts_RK: Tensor) -> tuple[Tens
 @elements
 def _accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_drafts):
     counts_R = carray(pointer(counts, _INT64), (num_requests,))
-    sampled_X = carray(pointer(sampled, _INT64), (counts_R.sum(),))
+    chosen_X = carray(pointer(sampled, _INT64), (counts_R.sum(),))
     drafts_RK = carray(pointer(drafts, _INT64), (num_requests, num_drafts))
     token_ids_RW = carray(pointer(token_ids, _INT64), (num_requests, num_drafts + 1))
     num_tokens_R = carray(pointer(num_tokens, _INT64), (num_requests,))
@@ -48,8 +48,8 @@ def _accept(sampled, counts, drafts, token_ids, num_tokens, num_requests, num_dr
     for r in range(num_requests):
         num_tokens_R[r] = 0
         for i in range(counts_R[r]):
-            token_ids_RW[r, i] = sampled_X[begin + i]
+            token_ids_RW[r, i] = chosen_X[begin + i]
             num_tokens_R[r] += 1
-            if i == num_drafts or drafts_RK[r, i] != sampled_X[begin + i]:
+            if i == num_drafts or drafts_RK[r, i] != chosen_X[begin + i]:
                 break
         begin += counts_R[r]
