@@ -16,7 +16,7 @@ from manta.drafter.dflash.features import LentWeights, TargetFacts
 from safetensors.torch import save_file
 
 from . import drafter_checkpoints as checkpoints
-from .drafter_checkpoints import HIDDEN, SLIDING, TARGET_LAYERS, VOCAB, speculators, z_lab
+from .drafter_checkpoints import BACKBONE, HIDDEN, SLIDING, TARGET_LAYERS, VOCAB, speculators, z_lab
 
 FACTS = TargetFacts(hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB, max_model_len=64)
 
@@ -41,6 +41,11 @@ FULL, CAUSAL = DraftLayer(False, None), DraftLayer(True, None)
         (z_lab(**SLIDING, dflash={"causal": False}), (DraftLayer(False, 9), FULL)),
         (z_lab(dflash={"causal": True}), (CAUSAL, CAUSAL)),
         (z_lab(dflash={"use_swa": True, "swa_window_size": 4}), (DraftLayer(False, 4),) * 2),
+        (
+            z_lab(layer_types=["sliding_attention"], dflash={"use_swa": True, "swa_window_size": 4}),
+            (DraftLayer(False, 4),) * 2,
+        ),
+        (z_lab(layer_types=[], sliding_window=9), (FULL, FULL)),
         (speculators(layer=SLIDING), (DraftLayer(True, 9), FULL)),
         (speculators(layer=SLIDING, sliding_window_non_causal=True), (DraftLayer(False, 9), FULL)),
     ],
@@ -60,10 +65,39 @@ def test_a_nested_block_size_goes_before_the_outer_one(tmp_path: Path):
     assert read(tmp_path, z_lab(block_size=10)).max_drafts == 9
 
 
+def test_what_is_absent_null_or_neutral_is_not_refused(tmp_path: Path):
+    keys = ("attention_sink_bias", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    plain = read(tmp_path, z_lab())
+    neutral = dict.fromkeys((*keys, "lilicorr_depth"), False) | {"attention_value_scale": 1.0}
+    null = dict.fromkeys((*neutral, "block_size", "causal", "use_swa", "final_logit_softcapping"))
+    assert read(tmp_path, z_lab(dflash=neutral, mlp_bias=False, hidden_act=None)) == plain
+    assert read(tmp_path, z_lab(dflash=null, architectures=None, projector_type="mlp")) == plain
+    assert read(tmp_path, z_lab(dflash={"final_logit_softcapping": 0})).logit_softcap is None
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (z_lab(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel.*not yet supported"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architectures=.*Eagle3.*not yet supported"),
+        (BACKBONE, "dflash_config is missing; it must be an object"),
+        (z_lab(dflash={"attention_value_scale": 0.7}), "dflash_config.attention_value_scale=0.7.*not yet"),
+        (z_lab(dflash={"selector_top_k": 16}), "dflash_config.selector_top_k=16.*not yet supported"),
+        (z_lab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_kernel_size=2.*not yet supported"),
+        (z_lab(dflash={"use_swa": True}), "dflash_config.swa_window_size is missing"),
+        (z_lab(dflash={"block_size": 1}), "dflash_config.block_size=1 must be an integer from 2"),
+        (z_lab(dflash={"output_multiplier": "2"}), "dflash_config.output_multiplier='2' must be a number"),
+        (z_lab(mlp_bias=True), "mlp_bias=True.*not yet supported"),
+        (z_lab(layer_types=["full_attention", "chunked_attention"]), "sliding_attention in every entry"),
+        (z_lab(**SLIDING | {"sliding_window": None}), "sliding_window is missing"),
+        (z_lab(num_hidden_layers=0), "num_hidden_layers=0 must be a positive integer"),
+        (z_lab(num_attention_heads=0), "num_attention_heads=0 must be a positive integer"),
+        (z_lab(head_dim=7), "head_dim=7 must be even"),
+        (z_lab(hidden_size=True), "hidden_size=True must be a positive integer"),
+        (z_lab(rope_scaling={"type": "dynamic"}), "rope_scaling.type='dynamic' must be one of"),
+        (speculators(layer={"num_key_value_heads": 3}), "transformer_layer_config.num_key_value_heads=3"),
+        (speculators(layer={"vocab_size": None}), "transformer_layer_config.vocab_size is missing"),
+        (speculators(mask_token_id=None), "mask_token_id is missing; it must be an integer"),
         (z_lab(dflash={"selector_rank": 256}), "selector_rank.*not yet supported"),
         (z_lab(dflash={"lilicorr_depth": 2}), "lilicorr_depth.*not yet supported"),
         (z_lab(dflash={"attention_sink_bias": True}), "attention_sink_bias"),
@@ -74,7 +108,7 @@ def test_a_nested_block_size_goes_before_the_outer_one(tmp_path: Path):
         (z_lab(dflash={"mask_token_id": None}), "dflash_config.mask_token_id is missing"),
         (z_lab(dflash={"target_layer_ids": []}), "target_layer_ids"),
         (z_lab(dflash={"target_layer_ids": "1,2"}), "target_layer_ids.*list of integers"),
-        (z_lab(dflash_config=3) | {"dflash_config": 3}, "dflash_config must be an object"),
+        (z_lab(dflash_config=3) | {"dflash_config": 3}, "dflash_config=3 must be an object"),
         (z_lab(layer_types=["full_attention"]), "layer_types"),
         (z_lab(num_key_value_heads=3), "num_key_value_heads"),
         (speculators(speculators_model_type="dspark"), "speculators_model_type.*not yet supported"),

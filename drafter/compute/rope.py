@@ -95,8 +95,8 @@ class RopeConfig:
         Args:
             file: where the values came from, for the message.
             layer_type: "full_attention" or "sliding_attention" of a family whose rotations differ by it; None
-                where one serves all layers. Settings that are not written for each type are then those of
-                full layers: sliding ones have `rope_local_base_freq`, and no scaling.
+                where one serves all layers. With a type, settings that the file does not write for each type
+                are those of full layers: sliding ones have `rope_local_base_freq`, and no scaling.
             default_theta: where the file has none (for this type of layers).
         """
         found = read_rope(config, head_dim, file, layer_type)

@@ -1,23 +1,20 @@
 """Reading a drafter's config.json: z-lab's and Speculators' formats, made one.
 
-Everything that can be told from the file alone is checked here, and `check_fits` compares with the target, so
-that a drafter which cannot work is refused before a weight is read. Called by `checkpoint.py`, and by whoever
-sizes memory.
+What can be told from the file alone is checked by the models of `formats.py`, and `check_fits` compares with
+the target, so that a drafter which cannot work is refused before a weight is read. Called by `checkpoint.py`,
+and by whoever sizes memory.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cluster.errors import CheckpointError
+from ..compute.config_json import Json, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from .features import TargetFacts
-
-Json = Mapping[str, Any]  # Any: JSON values
+from .formats import BLOCK_SIZE, Backbone, Kind, Speculators, ZLab
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,44 +87,10 @@ class DrafterConfig:
     def load(cls, path: str | Path) -> DrafterConfig:
         """Read `config.json` of a folder; CheckpointError says what is missing or not supported."""
         folder = Path(path)
-        file = folder / "config.json"
-        try:
-            raw = json.loads(file.read_text())
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{file} does not exist: speculative_config.model must be a folder with a DFlash checkpoint.",
-                param="speculative_config.model",
-            ) from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read as JSON: {error}.") from None
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{file} must hold a JSON object.")
+        raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
         if "speculators_model_type" in raw:
-            config = _read_speculators(_Fields(raw, str(file)))
-        else:
-            config = _read_z_lab(_Fields(raw, str(file)), (folder / "mask_embedding.pt").exists())
-        config._check_alone()
-        return config
-
-    def _check_alone(self) -> None:
-        """What the file itself must get right."""
-        self._require(self.block_size >= 2, "block_size", self.block_size, "at least 2 (anchor and one mask)")
-        self._require(self.num_layers >= 1, "num_hidden_layers", self.num_layers, "at least 1")
-        self._require(bool(self.target_layer_ids), "target_layer_ids", [], "a non-empty list")
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        self._require(
-            kv_heads >= 1 and heads % kv_heads == 0,
-            "num_key_value_heads",
-            kv_heads,
-            f"a divisor of num_attention_heads ({heads})",
-        )
-        self._require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
-        self._require(
-            self.draft_vocab_size <= self.vocab_size,
-            "draft_vocab_size",
-            self.draft_vocab_size,
-            f"at most vocab_size ({self.vocab_size})",
-        )
+            return _read_speculators(raw, file)
+        return _read_z_lab(raw, file, mask_embedding=(folder / "mask_embedding.pt").exists())
 
     def check_fits(self, target: TargetFacts) -> None:
         """Raise CheckpointError, naming field and remedy, if this drafter cannot draft for `target`."""
@@ -174,161 +137,75 @@ class DrafterConfig:
 
     def _require(self, ok: bool, field: str, value: object, wanted: str) -> None:
         if not ok:
-            raise CheckpointError(f"{self.file}: {field}={value!r} must be {wanted}.", param=field)
+            raise wrong(self.file, field, value, wanted)
 
 
-class _Fields:
-    """A JSON object that complains well: missing and mistyped values name file and key."""
-
-    def __init__(self, raw: Json, file: str, prefix: str = "") -> None:
-        self.raw, self.file, self._prefix = raw, file, prefix
-
-    def child(self, key: str) -> _Fields:
-        value = self.raw.get(key) or {}
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self.file}: {self._prefix}{key} must be an object.", param=key)
-        return _Fields(value, self.file, f"{self._prefix}{key}.")
-
-    def get(self, key: str, default: Any = None) -> Any:  # Any: JSON values
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            self.complain(key, value, "an integer")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            self.complain(key, value, "a number")
-        return float(value)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self.get(key)
-        if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
-            self.complain(key, value, "a list of integers")
-        return tuple(value)
-
-    def refuse(self, key: str, neutral: tuple[object, ...] = (None, False)) -> None:
-        """A feature that changes the mathematics and that we do not have."""
-        if self.raw.get(key) not in neutral:
-            self.complain(key, self.raw[key], f"absent or {neutral[-1]!r}: not yet supported")
-
-    def complain(self, key: str, value: object, wanted: str) -> None:
-        name = f"{self._prefix}{key}"
-        stated = "is missing; it" if value is None else f"= {value!r}"
-        raise CheckpointError(f"{self.file}: {name} {stated} must be {wanted}.", param=name)
-
-
-def _read_z_lab(top: _Fields, has_mask_embedding: bool) -> DrafterConfig:
-    dflash = top.child("dflash_config")
-    _refuse_successors(top, dflash)
-    nested_first = dflash if dflash.get("block_size") is not None else top
+def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
+    parse(Kind, raw, file)  # before the rest: another kind of drafter has other keys
+    top = parse(ZLab, raw, file)
+    dflash = top.dflash_config
+    block_size = dflash.block_size or top.block_size
+    if block_size is None:
+        raise wrong(file, "block_size", None, BLOCK_SIZE)
     return DrafterConfig(
-        **_backbone(top),
+        **_shape(top, raw, file),
         layout="z-lab",
-        layers=_z_lab_layers(top, dflash),
-        target_layer_ids=dflash.integers("target_layer_ids"),
-        block_size=nested_first.integer("block_size"),
-        mask_token_id=dflash.integer("mask_token_id"),
-        draft_vocab_size=top.integer("vocab_size"),
+        layers=_z_lab_layers(top),
+        target_layer_ids=dflash.target_layer_ids,
+        block_size=block_size,
+        mask_token_id=dflash.mask_token_id,
+        draft_vocab_size=top.vocab_size,
         target_hidden_size=None,
-        num_target_layers=top.get("num_target_layers"),
-        mask_embedding=has_mask_embedding,
-        input_embedding_scale=dflash.number("input_embedding_scale", 1.0),
-        output_multiplier=dflash.number("output_multiplier", 1.0),
-        logit_softcap=dflash.number("final_logit_softcapping", 0.0) or None,
+        num_target_layers=top.num_target_layers,
+        mask_embedding=mask_embedding,
+        input_embedding_scale=dflash.input_embedding_scale,
+        output_multiplier=dflash.output_multiplier,
+        logit_softcap=dflash.final_logit_softcapping or None,
     )
 
 
-def _refuse_successors(top: _Fields, dflash: _Fields) -> None:
-    for name in top.get("architectures", []):
-        if name != "DFlashDraftModel":
-            raise CheckpointError(
-                f"{top.file}: architecture {name!r} is not yet supported; supported is DFlashDraftModel.",
-                param="architectures",
-            )
-    for key in ("attention_sink_bias", "conv_kernel_size", "conv_group_size", "selector_rank"):
-        dflash.refuse(key)
-    for key in dflash.raw:
-        if key.startswith("lilicorr_"):
-            dflash.refuse(key)
-    dflash.refuse("selector_top_k")
-    dflash.refuse("attention_value_scale", (None, 1, 1.0))
-
-
-def _z_lab_layers(top: _Fields, dflash: _Fields) -> tuple[DraftLayer, ...]:
+def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
     """Causality: `is_causal`, else `dflash_config.causal`, else sliding layers only; not with `use_swa`."""
-    stated = top.get("is_causal", dflash.get("causal"))
-    if dflash.get("use_swa", False):
-        window = dflash.integer("swa_window_size")
-        return (DraftLayer(bool(stated), window),) * top.integer("num_hidden_layers")
+    dflash = top.dflash_config
+    stated = dflash.causal if top.is_causal is None else top.is_causal
+    if dflash.use_swa:
+        return (DraftLayer(bool(stated), dflash.swa_window_size),) * top.num_hidden_layers
     return tuple(
-        DraftLayer(sliding if stated is None else bool(stated), window if sliding else None)
-        for sliding, window in _layer_windows(top)
+        DraftLayer(window is not None if stated is None else stated, window) for window in top.windows()
     )
 
 
-def _layer_windows(fields: _Fields) -> list[tuple[bool, int | None]]:
-    count = fields.integer("num_hidden_layers")
-    types = fields.get("layer_types") or ["full_attention"] * count
-    if len(types) != count:
-        fields.complain("layer_types", types, f"one entry for each of num_hidden_layers ({count})")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            fields.complain("layer_types", types, "full_attention or sliding_attention in every entry")
-    sliding = [kind == "sliding_attention" for kind in types]
-    window = fields.integer("sliding_window") if any(sliding) else None
-    return [(slides, window if slides else None) for slides in sliding]
-
-
-def _read_speculators(top: _Fields) -> DrafterConfig:
-    kind = top.get("speculators_model_type")
-    if kind != "dflash":
-        top.complain("speculators_model_type", kind, "'dflash': others are not yet supported")
-    if top.get("sample_from_anchor", False):
-        top.complain(
-            "sample_from_anchor",
-            True,
-            "false: a drafter whose anchor slot predicts (DSpark) is not yet supported",
-        )
-    layer = top.child("transformer_layer_config")
-    non_causal = bool(top.get("sliding_window_non_causal", False))
-    layers = tuple(DraftLayer(slides and not non_causal, window) for slides, window in _layer_windows(layer))
-    vocab_size = layer.integer("vocab_size")
+def _read_speculators(raw: Json, file: str) -> DrafterConfig:
+    top = parse(Speculators, raw, file)
+    backbone = top.transformer_layer_config
+    causal = not top.sliding_window_non_causal
     return DrafterConfig(
-        **_backbone(layer),
+        **_shape(backbone, raw["transformer_layer_config"], file),
         layout="speculators",
-        layers=layers,
+        layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
         # Captured *before* layer i: the output of block i - 1.
-        target_layer_ids=tuple(i - 1 for i in top.integers("aux_hidden_state_layer_ids")),
-        block_size=top.integer("block_size", 8),
-        mask_token_id=top.integer("mask_token_id"),
-        draft_vocab_size=top.integer("draft_vocab_size", vocab_size),
-        target_hidden_size=top.get("target_hidden_size"),
+        target_layer_ids=tuple(i - 1 for i in top.aux_hidden_state_layer_ids),
+        block_size=top.block_size,
+        mask_token_id=top.mask_token_id,
+        draft_vocab_size=top.draft_vocab_size or backbone.vocab_size,
+        target_hidden_size=top.target_hidden_size,
         num_target_layers=None,
         mask_embedding=False,
     )
 
 
-def _backbone(fields: _Fields) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """The Qwen3 block: what both formats spell alike."""
-    if fields.get("hidden_act", "silu") != "silu":
-        fields.complain("hidden_act", fields.get("hidden_act"), "'silu'")
-    fields.refuse("attention_bias")
-    fields.refuse("mlp_bias")
-    heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)
+def _shape(
+    backbone: Backbone, raw: Json, file: str
+) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+    """What both formats spell alike."""
     return {
-        "file": fields.file,
-        "hidden_size": fields.integer("hidden_size"),
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "rope": RopeConfig.read(fields.raw, head_dim, fields.file),
-        "vocab_size": fields.integer("vocab_size"),
+        "file": file,
+        "hidden_size": backbone.hidden_size,
+        "intermediate_size": backbone.intermediate_size,
+        "num_heads": backbone.num_attention_heads,
+        "num_kv_heads": backbone.kv_heads,
+        "head_dim": backbone.dim,
+        "rms_norm_eps": backbone.rms_norm_eps,
+        "rope": RopeConfig.read(raw, backbone.dim, file),
+        "vocab_size": backbone.vocab_size,
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ from ...actors.targets.model.parallel import Sharding
 from ...actors.targets.model.weights import TargetWeights, target_shapes
 from ...cluster.errors import CheckpointError
 from ...drafter.compute.backend import Backend
+from ...drafter.compute.config_json import Json, read_json
 from ...drafter.compute.kv_cache import PagedKVCache
 from ...drafter.dflash.checkpoint import drafter_shapes
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import TargetFacts, TargetLends
 from ...drafter.dflash.model import DFlashDrafter
 
-Json = Mapping[str, Any]  # Any: JSON values
 Shapes = Mapping[str, tuple[int, ...]]
 T = TypeVar("T")
 
@@ -168,15 +168,12 @@ class _FilledDrafter(DFlashDrafter):
 
 def _read(path: str, field: str) -> Json:
     file = _config_file(path)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    if not file.is_file():
         raise CheckpointError(
-            f"{field}={path!r} must be a config.json or a folder with one; {file}: {error}.", param=field
-        ) from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{field}={path!r}: {file} must hold a JSON object.", param=field)
-    return raw
+            f"{field}={path!r} must be a config.json or a folder with one; {file} does not exist.",
+            param=field,
+        )
+    return read_json(file.parent, file.name, param=field)
 
 
 def _config_file(path: str) -> Path:

@@ -21,20 +21,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...cluster.errors import CheckpointError, ConfigError
+from ...drafter.compute.config_json import Count, HfConfig, Json, parse, read_json, wrong
 from ...drafter.compute.tensors import TensorFolder
 
-Json = dict[str, Any]  # Any: JSON values
 _KEYS = {
     "hidden": "hidden_size",
     "inter": "intermediate_size",
@@ -83,7 +81,7 @@ class Width:
     kv_heads: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Width:
+    def of(cls, config: Json) -> Width:
         """Of a config.json."""
         return cls(**{field: config[key] for field, key in _KEYS.items()})
 
@@ -109,10 +107,10 @@ def widen_pair(
         ConfigError: a size is too small, or the output is in use.
         CheckpointError: the pair is missing, corrupt, or of a kind that cannot be widened.
     """
-    target = _read(target_folder, "Qwen3ForCausalLM")
-    drafter = _read(drafter_folder, "DFlashDraftModel")
+    target = _read(target_folder, "Qwen3ForCausalLM", "model")
+    drafter = _read(drafter_folder, "DFlashDraftModel", "speculative_config.model")
     wide_target = _wide_config(target, width, layers)
-    wide_drafter = _wide_config(drafter, width, drafter_layers) | {"num_target_layers": layers}
+    wide_drafter = {**_wide_config(drafter, width, drafter_layers), "num_target_layers": layers}
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"output={str(output)!r} is not empty. Give a folder of its own.", param="output")
     _write(target_folder, output / "target", wide_target, _Widening(target, width, "model."))
@@ -218,17 +216,25 @@ def _places(old: Width, new: Width) -> tuple[_Axis, _Axis]:
     return _Axis(new.heads, places, torch.arange(old.heads)), _Axis(new.kv_heads, keys, keys // copies)
 
 
-def _read(folder: Path, architecture: str) -> Json:
-    try:
-        config: Json = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}/config.json cannot be read: {error}.", param="model") from None
+class _Needed(HfConfig):
+    """What is computed with here, or with what is made here."""
+
+    hidden_size: Count
+    intermediate_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    num_hidden_layers: Count
+    head_dim: Count
+    vocab_size: Count
+    rms_norm_eps: float
+
+
+def _read(folder: Path, architecture: str, param: str) -> Json:
+    config, file = read_json(folder, param=param), str(folder / "config.json")
     if config.get("architectures") != [architecture]:
-        raise CheckpointError(
-            f"{folder}/config.json: architectures={config.get('architectures')} must be [{architecture}]: "
-            "others cannot be widened.",
-            param="architectures",
-        )
+        wanted = f"[{architecture!r}]: others cannot be widened"
+        raise wrong(file, "architectures", config.get("architectures"), wanted)
+    parse(_Needed, config, file)
     return config
 
 
