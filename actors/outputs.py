@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
 from .prompts import EncodedPrompt
@@ -48,8 +49,8 @@ class RequestMetrics:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per verify step: accepted drafts + the bonus token; None if nothing was drafted."""
-        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
+        """Of the request's verify steps; see `cluster/acceptance.py`."""
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
 
 
 @dataclass(frozen=True, slots=True)

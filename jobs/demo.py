@@ -2,7 +2,7 @@
 
 1. `manta serve`: a streaming chat request and a completion over HTTP, then a clean stop.
 2. `manta batch` over the sample prompts, with speculation and without it: the same answers.
-3. `manta bench` over the same prompts: tokens/s, tokens per step and speed-up of modes that take turns.
+3. `manta bench` over the same prompts: tokens/s, mean acceptance length and speed-up of modes in turns.
 
 Nothing of the engine is imported here: see `demo_commands.py`.
 """
@@ -23,6 +23,7 @@ from ..cluster.errors import CheckpointError, MantaError
 from .batch.source import read_results
 from .demo_commands import run_command, serving
 from .serve import free_port
+from .tables import decimals
 
 CHAT = "Write the function with this signature and docstring.\n\n" + (
     '```python\ndef median(values):\n    """Return the middle value of a non-empty sequence."""\n```'
@@ -168,7 +169,7 @@ def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> None:
     if not all(point["identical"].values()):
         raise MantaError("The outputs with and without speculation differ; they must never.")
     print(
-        f"\nDFlash brings {point['on']['tokens_per_step']:.2f} tokens per step of the target and "
+        f"\nDFlash has a mean acceptance length of {decimals(point['on']['mean_acceptance_length'])} and "
         f"{point['speedup']:.2f} times the speed of plain decoding; the outputs are identical.",
         flush=True,
     )

@@ -380,7 +380,7 @@ def test_the_request_id_is_echoed_and_logged_without_any_text(
     first, second = (json.loads(record.message) for record in caplog.records)
     assert (first["request_id"], second["request_id"]) == ("mine-1", "mine-2")
     assert first["status"] == 200 and first["output_tokens"] == 24 and first["finish_reason"] == "length"
-    assert first["accept_len"] >= 1 and first["ttft_ms"] > 0 and first["tpot_ms"] > 0
+    assert first["mean_acceptance_length"] >= 1 and first["ttft_ms"] > 0 and first["tpot_ms"] > 0
     assert "secret" not in caplog.text
 
 

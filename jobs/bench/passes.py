@@ -20,6 +20,7 @@ from ...actors.llm import LLM
 from ...actors.outputs import RequestOutput
 from ...actors.prompts import Chat, encode_prompt
 from ...actors.tokenizer import Tokenizer
+from ...cluster.acceptance import mean_acceptance_length
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.request import SamplingParams
@@ -87,8 +88,8 @@ class Pass:
         return self.tokens / self.seconds
 
     @property
-    def tokens_per_step(self) -> float | None:
-        """None where steps are not counted."""
+    def mean_acceptance_length(self) -> float | None:
+        """None where steps are not counted, or nothing is drafted."""
         return None
 
 
@@ -112,8 +113,8 @@ class SteppedPass(Pass):
         )
 
     @property
-    def tokens_per_step(self) -> float:
-        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted)
 
 
 _Pass = TypeVar("_Pass", bound=Pass)
