@@ -20,6 +20,7 @@ from manta.cluster.errors import (
     MantaError,
     OverloadedError,
     RequestError,
+    did_you_mean,
 )
 from manta.cluster.metrics import Metric
 from manta.cluster.request import SamplingParams
@@ -133,6 +134,15 @@ def test_unknown_fields_are_reported_or_refused_with_the_nearest_name() -> None:
     assert check_extra_fields({"temprature": 1, "user": "me"}, known, "warn") == ["temprature"]
     with pytest.raises(RequestError, match="Did you mean temperature"):
         check_extra_fields({"temprature": 1}, known, "reject")
+    with pytest.raises(RequestError, match=r"frobnicate is not a known field\. Leave it out\."):
+        check_extra_fields({"frobnicate": 1}, known, "reject")
+
+
+def test_the_remedy_for_an_unknown_name_is_the_nearest_or_all() -> None:
+    known = ["model", "method"]
+    assert did_you_mean("modle", known, prefix="spec.") == "Did you mean spec.model?"
+    assert did_you_mean("x", known) == "Known: model, method."
+    assert did_you_mean("x", known, else_say="See there.") == "See there."
 
 
 def test_one_mapping_is_sorted_into_engine_and_server_settings() -> None:
