@@ -44,11 +44,13 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="manta-encode")
 
-    async def prompt(self, prompt: Prompt, *, keep_last: int | None = None) -> EncodedPrompt:
+    async def prompt(self, prompt: Prompt, *, truncate: int | None = None) -> EncodedPrompt:
         """Whatever is given as a prompt, ready for `AsyncEngine`; refused if it does not fit the model.
 
-        With `keep_last` only so many tokens from the end are taken, and no prompt is too long.
+        Args:
+            truncate: `truncate_prompt_tokens`: take only so many tokens from the end; -1 as many as fit.
         """
+        keep_last = self._max_model_len - 1 if truncate == -1 else truncate
         given = await self._read(prompt)
         if isinstance(given, PromptText):
             token_ids = await self.text(

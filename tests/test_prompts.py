@@ -123,6 +123,13 @@ def test_a_conversation_is_the_same_whichever_way_it_comes(
     assert found == wanted
 
 
+def test_a_conversation_is_truncated_whichever_way_it_comes(doors: dict[str, Ask]) -> None:
+    chat, stream, batch = (doors[n]({"truncate_prompt_tokens": 3}) for n in ("chat", "stream", "batch"))
+    assert chat == stream == batch and chat[0] == 3
+    for name in ("chat", "stream", "batch"):
+        assert doors[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
+
+
 def test_a_reasoning_effort_that_the_template_knows_not_is_refused_whichever_way_it_comes(
     doors: dict[str, Ask],
 ) -> None:

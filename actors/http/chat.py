@@ -35,7 +35,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
         chat = conversation(body, frontend.engine.tokenizer)
-        prompt = await frontend.encode(chat, body.truncate_prompt_tokens)
+        prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
         ignored = [
             f"chat_template_kwargs.{name}"
             for name in chat.variables or ()

@@ -33,7 +33,10 @@ def completion_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, http: Request) -> Response:
-        prompts = [await frontend.encode(p, body.truncate_prompt_tokens) for p in body.prompts()]
+        prompts = [
+            await frontend.engine.encoder.prompt(prompt, truncate=body.truncate_prompt_tokens)
+            for prompt in body.prompts()
+        ]
         work = prepare(frontend, shape, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
         return await respond(frontend, shape, work, http)
 

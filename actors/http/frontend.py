@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the settings, the names, the door for prompts. Made once per app."""
+"""What every route needs: the engine, the settings, the names. Made once per app."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from ...cluster.errors import ModelNotFoundError, RequestError
 from ..engine import AsyncEngine
-from ..prompts import EncodedPrompt, Prompt, needed
+from ..prompts import needed
 from ..telemetry import Telemetry
 from ..tokenizer import Tokenizer
 from .defaults import GenerationDefaults
@@ -84,11 +84,6 @@ class Frontend:
     @property
     def tokenizer(self) -> Tokenizer:
         return needed(self.engine.tokenizer)
-
-    async def encode(self, prompt: Prompt, truncate: int | None) -> EncodedPrompt:
-        """A prompt that fits the model. `truncate` is `truncate_prompt_tokens`; -1 keeps what fits."""
-        keep_last = self.engine.info.max_model_len - 1 if truncate == -1 else truncate
-        return await self.engine.encoder.prompt(prompt, keep_last=keep_last)
 
 
 def _header_priority(http: Request) -> int:

@@ -119,7 +119,7 @@ class BatchEngine:
         given = conversation(body, engine.tokenizer) if isinstance(body, ChatRequest) else body.prompts()[0]
         return await engine.complete(
             f"batch-{next(self._ids)}",
-            await engine.encoder.prompt(given),
+            await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
             request.params,
             speculate=body.speculative.enabled,
         )
