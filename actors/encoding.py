@@ -2,7 +2,7 @@
 
 `Tokenizer.encode` keeps Python's lock, and with it every stream, while it runs. Here a text that can never
 fit is refused unread, short ones are encoded on the spot, and long ones in a few threads that leave the lock
-alone. Owned by `AsyncEngine`; the HTTP front comes through the same door.
+alone. The door itself is `prompts.py`. Owned by `AsyncEngine`; HTTP and batch rows come through here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import tokenizers
 
 from ..cluster.errors import RequestError
 from ..cluster.limits import prompt_too_long
-from .prompts import Prompt, checked_token_ids, needed, prompt_parts
+from .prompts import Chat, EncodedPrompt, Prompt, PromptText, needed, read_prompt, render_chat
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 # Shorter texts take a few milliseconds.
 LONG_TEXT_CHARS = 8_000
+LONG_CHAT_MESSAGES = 100
 # While it is encoded, a long text costs a core and 100 to 200 bytes of memory per character.
 MAX_LONG_TEXTS = 2
 # Where a text is cut its tokens are others than in the whole; after so many they are the same.
@@ -43,15 +44,50 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="manta-encode")
 
-    async def prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (or None) and token ids of whatever `AsyncEngine.add` takes."""
-        text, token_ids = prompt_parts(prompt)
-        if token_ids is None:
-            assert text is not None, "a prompt without token ids has a text"
-            return text, await self.text(text)
-        if len(token_ids) >= self._max_model_len:
-            raise prompt_too_long(len(token_ids), self._max_model_len)
-        return text, checked_token_ids(token_ids)
+    async def prompt(self, prompt: Prompt, *, truncate: int | None = None) -> EncodedPrompt:
+        """Whatever is given as a prompt, ready for `AsyncEngine`; refused if it does not fit the model.
+
+        Args:
+            truncate: `truncate_prompt_tokens`: take only so many tokens from the end; -1 as many as fit.
+        """
+        keep_last = self._max_model_len - 1 if truncate == -1 else truncate
+        given = await self._read(prompt)
+        if isinstance(given, PromptText):
+            token_ids = await self.text(
+                given.text,
+                add_special_tokens=given.add_special_tokens,
+                keep_last=keep_last,
+                param=given.param,
+            )
+            return EncodedPrompt(tuple(token_ids), given.text)
+        if keep_last is not None:
+            return EncodedPrompt(given.token_ids[-keep_last:] if keep_last else (), given.text)
+        if len(given.token_ids) >= self._max_model_len:
+            raise prompt_too_long(len(given.token_ids), self._max_model_len)
+        return given
+
+    async def list_tokens(
+        self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        """Token ids of a prompt that need not fit the model, only `max_tokens`.
+
+        Args:
+            add_special_tokens: by default to a text, and not to a conversation: they come from its template.
+        """
+        given = await self._read(prompt)
+        if isinstance(given, EncodedPrompt):
+            return list(given.token_ids)
+        special = given.add_special_tokens if add_special_tokens is None else add_special_tokens
+        count = self._fewest_tokens(given.text)
+        if count <= max_tokens:
+            encoding = await self._encode(given.text, special)
+            if len(encoding) <= max_tokens:
+                return encoding.ids
+            count = len(encoding)
+        raise RequestError(
+            f"{given.param}: at least {count} tokens; at most {max_tokens} are listed. Send them in parts.",
+            param=given.param,
+        )
 
     async def text(
         self,
@@ -78,19 +114,6 @@ class PromptEncoder:
             raise prompt_too_long(len(encoding), self._max_model_len, param)
         return encoding.ids
 
-    async def any_text(self, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text that need not fit the model, only `max_tokens`."""
-        count = self._fewest_tokens(text)
-        if count <= max_tokens:
-            encoding = await self._encode(text, add_special_tokens)
-            if len(encoding) <= max_tokens:
-                return encoding.ids
-            count = len(encoding)
-        raise RequestError(
-            f"prompt: at least {count} tokens; at most {max_tokens} are listed. Send the text in parts.",
-            param="prompt",
-        )
-
     async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
         """Run work on long texts. Who leaves keeps his thread until it is done, so that the limit holds."""
         call = partial(work, *arguments, **named)
@@ -98,6 +121,15 @@ class PromptEncoder:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, prompt: Prompt) -> PromptText | EncodedPrompt:
+        """What is given, conversations rendered; long ones apart from the event loop's other turns."""
+        given = read_prompt(prompt)
+        if not isinstance(given, Chat):
+            return given
+        if given.num_chars < LONG_TEXT_CHARS and len(given.messages) < LONG_CHAT_MESSAGES:
+            return render_chat(given, self._tokenizer)
+        return await self.in_thread(render_chat, given, self._tokenizer)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         encode = needed(self._tokenizer).encode_unlocked

@@ -13,8 +13,10 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats, SequenceUpdate
@@ -24,10 +26,18 @@ from ..cluster.request import FinishReason, Request, SamplingParams
 from .encoding import PromptEncoder
 from .executor import make_executor
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
-from .prompts import Prompt, SeedSource, load_tokenizer
+from .prompts import EncodedPrompt, SeedSource, load_tokenizer
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class RequestOptions(TypedDict, total=False):
+    """How a request is served, as in `cluster/request.py`: `Request`."""
+
+    priority: int
+    cache_salt: str | None
+    speculate: bool
 
 
 @dataclass(slots=True)
@@ -38,6 +48,17 @@ class _Stream:
     outputs: deque[RequestOutput] = field(default_factory=deque)
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def next(self) -> RequestOutput | None:
+        """What is new, None at the end. Raises what ended the request early."""
+        while not self.outputs:
+            if self.tracker.finished:
+                return None
+            if self.failure is not None:
+                raise self.failure
+            await self.wake.wait()
+            self.wake.clear()
+        return self.outputs.popleft()
 
 
 class AsyncEngine:
@@ -108,46 +129,37 @@ class AsyncEngine:
     async def add(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: EncodedPrompt,
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        speculate: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Serve one request; yields what is new, once per step that brought tokens.
 
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
         """
-        self.check_health()
-        text, token_ids = await self.encoder.prompt(prompt)
-        if request_id in self._streams:
-            raise RequestError(
-                f"request_id={request_id!r} is already running; give each request an id of its own.",
-                param="request_id",
-            )
-        tracker, requests = self._processor.add(
-            request_id,
-            text,
-            token_ids,
-            self._seeds.seeded(params),
-            priority=priority,
-            cache_salt=cache_salt,
-            speculate=speculate,
-        )
-        stream = self._streams[request_id] = _Stream(tracker)
-        try:
-            self._tell(lambda engine: self._admit(engine, requests, stream))
-            while not tracker.finished or stream.outputs:
-                if stream.failure is not None:
-                    raise stream.failure
-                if not stream.outputs:
-                    await stream.wake.wait()
-                    stream.wake.clear()
-                while stream.outputs:
-                    yield stream.outputs.popleft()
-        finally:
-            self._leave(request_id, stream)
+        with self._opened(request_id, prompt, params, options) as stream:
+            while (output := await stream.next()) is not None:
+                yield output
+
+    async def complete(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        *,
+        watch: Callable[[RequestOutput], None] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        """Serve one request to its end; the whole answer, all n completions. Cancellation aborts it.
+
+        Args:
+            watch: called with what `add` would have yielded; what it raises ends the request.
+        """
+        with self._opened(request_id, prompt, params, options) as stream:
+            while (output := await stream.next()) is not None:
+                if watch is not None:
+                    watch(output)
+            return stream.tracker.whole()
 
     def abort(self, request_id: str) -> bool:
         """End a request as aborted; its stream ends with finish_reason "abort". False if it is unknown."""
@@ -172,6 +184,26 @@ class AsyncEngine:
             self._executor.close()
 
     # On the event loop.
+
+    @contextmanager
+    def _opened(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, options: RequestOptions
+    ) -> Iterator[_Stream]:
+        """A request that runs while somebody reads."""
+        self.check_health()
+        if request_id in self._streams:
+            raise RequestError(
+                f"request_id={request_id!r} is already running; give each request an id of its own.",
+                param="request_id",
+            )
+        seeded = self._seeds.seeded(params)
+        tracker, requests = self._processor.add(request_id, prompt, seeded, **options)
+        stream = self._streams[request_id] = _Stream(tracker)
+        try:
+            self._tell(lambda engine: self._admit(engine, requests, stream))
+            yield stream
+        finally:
+            self._leave(request_id, stream)
 
     def _leave(self, request_id: str, stream: _Stream) -> None:
         """The reader is done or gone: forget what is left of the request everywhere."""
@@ -213,11 +245,8 @@ class AsyncEngine:
 
     def _admit(self, engine: Engine, requests: Sequence[Request], stream: _Stream) -> None:
         try:
-            for request in requests:
-                engine.add_request(request)
+            engine.add_requests(requests)
         except MantaError as error:
-            for request in requests:
-                engine.abort(request.request_id)
             self._post(self._fail, [stream], error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:

@@ -20,7 +20,7 @@ from ..cluster.executor import ExecutorInfo
 from ..cluster.request import SamplingParams
 from .executor import make_executor
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
-from .prompts import Prompt, SeedSource, encode_prompt, load_tokenizer
+from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
 from .tokenizer import Message, Tokenizer
 
 
@@ -68,7 +68,7 @@ class LLM:
         """Continue prompts, all at once; results in the order of the prompts.
 
         Args:
-            prompts: a string, a list of token ids, {"prompt_token_ids": ...}, or a list of those.
+            prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
             sampling_params: for all, or one per prompt.
             use_tqdm: show progress; by default when stderr is a terminal.
         """
@@ -93,26 +93,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "variables": chat_template_kwargs,
-        }
-        prompts = [self.render_chat(m, **options) for m in conversations]  # type: ignore[arg-type]
+        prompts = [
+            Chat(conversation, add_generation_prompt, continue_final_message, chat_template_kwargs)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> Prompt:
-        """The prompt of a conversation; its special tokens come from the template alone.
-
-        Args:
-            options: of `Tokenizer.apply_chat_template`.
-        """
-        assert self.tokenizer is not None, "chat needs a tokenizer: drop skip_tokenizer_init"
-        text = self.tokenizer.apply_chat_template(messages, **options)
-        return {
-            "prompt": text,
-            "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
-        }
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -149,13 +134,12 @@ class LLM:
         trackers: list[RequestTracker] = []
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
-                text, token_ids = encode_prompt(prompt, self.tokenizer)
+                encoded = encode_prompt(prompt, self.tokenizer)
                 tracker, requests = self._processor.add(
-                    str(next(self._ids)), text, token_ids, self._seeds.seeded(wanted)
+                    str(next(self._ids)), encoded, self._seeds.seeded(wanted)
                 )
                 trackers.append(tracker)
-                for request in requests:
-                    self._engine.add_request(request)
+                self._engine.add_requests(requests)
         except BaseException:
             self._drop(trackers)
             raise
@@ -169,9 +153,9 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | Chat | EncodedPrompt):
         return [prompts]
-    is_one = bool(prompts) and not isinstance(prompts[0], str | Mapping | Sequence)
+    is_one = bool(prompts) and not isinstance(prompts[0], str | Mapping | Sequence | Chat | EncodedPrompt)
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
 
 

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
+from .prompts import EncodedPrompt
 from .tokenizer import Tokenizer
 
 
@@ -47,8 +49,8 @@ class RequestMetrics:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per verify step: accepted drafts + the bonus token; None if nothing was drafted."""
-        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else None
+        """Of the request's verify steps; see `cluster/acceptance.py`."""
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +151,13 @@ class RequestTracker:
     def __init__(
         self,
         request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
     ) -> None:
         self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt = prompt.text
+        self.prompt_token_ids = list(prompt.token_ids)
         self._completions = [
             _Completion(i, self._new_text(tokenizer, params) if params.detokenize else None)
             for i in range(params.n)
@@ -198,6 +199,7 @@ class RequestTracker:
         return self._output([delta]), stopped
 
     def whole(self) -> RequestOutput:
+        """Everything so far: at the end, the answer."""
         return self._output([completion.whole() for completion in self._completions])
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -229,8 +231,7 @@ class OutputProcessor:
     def add(
         self,
         request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -238,14 +239,14 @@ class OutputProcessor:
         speculate: bool = True,
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; returns its tracker and one engine request per completion."""
-        tracker = RequestTracker(request_id, prompt, prompt_token_ids, params, self._tokenizer)
+        tracker = RequestTracker(request_id, prompt, params, self._tokenizer)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):
             self._living[child_id] = (tracker, index)
             requests.append(
                 Request(
                     request_id=child_id,
-                    prompt_token_ids=tuple(prompt_token_ids),
+                    prompt_token_ids=prompt.token_ids,
                     params=params.child(index),
                     priority=priority,
                     arrival_s=time.monotonic(),

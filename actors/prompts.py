@@ -1,22 +1,137 @@
-"""What may be given as a prompt, and how it becomes token ids; which tokenizer and seed go with it.
+"""The one door for prompts: text, token ids or a conversation go in, an `EncodedPrompt` comes out.
 
-Shared by `LLM` and `AsyncEngine`, so that both doors take the same things.
+Both engines take nothing else. What is given is read here; `LLM` encodes it inline (`encode_prompt`), all
+others beside the event loop (`encoding.py`). That ids are integers is seen here, or by HTTP's models where
+they come as JSON; that the vocabulary has them, by `cluster/limits.py`. Also here: a tokenizer and seeds.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
-from ..cluster.request import MAX_COUNT, SamplingParams
+from ..cluster.request import SamplingParams
 from .checkpoints import resolve_checkpoint
-from .tokenizer import Tokenizer
+from .tokenizer import Message, Tokenizer
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What an engine continues: at least one token, and the text they were made of if it was one."""
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise RequestError("The prompt is empty: give at least one token.", param="prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that the model's chat template is to make a text of.
+
+    Attributes:
+        messages: at least one, oldest first; what they hold beside role and content goes to the template.
+        add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: leave the last message open instead.
+        variables: further ones for the template, `chat_template_kwargs` (Any: JSON).
+    """
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.messages or not all(isinstance(message, Mapping) for message in self.messages):
+            raise RequestError(
+                'messages: give at least one, each a mapping like {"role": "user", "content": "..."}.',
+                param="messages",
+            )
+
+    @property
+    def num_chars(self) -> int:
+        """Of all contents: what rendering and encoding take time for."""
+        contents = (message.get("content") for message in self.messages)
+        return sum(len(content) for content in contents if isinstance(content, str))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A text to be encoded; `param` is the field that it came in."""
+
+    text: str
+    add_special_tokens: bool = True
+    param: str = "prompt"
+
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedPrompt
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
+    """A string, token ids, {"prompt"|"prompt_token_ids": ..} or a conversation, ready for an engine."""
+    given = read_prompt(prompt)
+    if isinstance(given, Chat):
+        given = render_chat(given, tokenizer)
+    if isinstance(given, EncodedPrompt):
+        return given
+    token_ids = needed(tokenizer, given.param).encode(given.text, add_special_tokens=given.add_special_tokens)
+    return EncodedPrompt(tuple(token_ids), given.text)
+
+
+def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
+    """What was given, sorted out and checked as far as it can be without a tokenizer."""
+    if isinstance(prompt, Chat | EncodedPrompt):
+        return prompt
+    if isinstance(prompt, str):
+        return PromptText(prompt)
+    if not isinstance(prompt, Mapping):
+        return EncodedPrompt(_integers(prompt))
+    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
+        return EncodedPrompt(_integers(token_ids), text if isinstance(text, str) else None)
+    if isinstance(text, str):
+        return PromptText(text)
+    raise RequestError(
+        'prompt: a mapping must hold "prompt" (text) or "prompt_token_ids" (integers); '
+        f"this one holds {sorted(map(str, prompt))}.",
+        param="prompt",
+    )
+
+
+def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
+    """The text of a conversation; its special tokens come from the template alone."""
+    text = needed(tokenizer, "messages").apply_chat_template(
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        variables=chat.variables,
+    )
+    return PromptText(text, add_special_tokens=False, param="messages")
+
+
+def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
+    """The tokenizer of an engine that is given text."""
+    if tokenizer is None:
+        raise RequestError(
+            f"{param}: this engine runs without a tokenizer (skip_tokenizer_init); send token ids.",
+            param=param,
+        )
+    return tokenizer
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The engine's tokenizer; None with `skip_tokenizer_init`."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        return Tokenizer.load(resolve_checkpoint(config.tokenizer, field="tokenizer"))
+    return Tokenizer.load(resolve_checkpoint(config.model, field="model"))
 
 
 class SeedSource:
@@ -34,65 +149,14 @@ class SeedSource:
         return replace(params, seed=int.from_bytes(digest, "little") >> 1)
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The engine's tokenizer; None with `skip_tokenizer_init`."""
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        return Tokenizer.load(resolve_checkpoint(config.tokenizer, field="tokenizer"))
-    return Tokenizer.load(resolve_checkpoint(config.model, field="model"))
-
-
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
-    """Text (or None) and token ids of a prompt: a string, token ids, or {"prompt"|"prompt_token_ids": ..}."""
-    text, token_ids = prompt_parts(prompt)
-    if token_ids is not None:
-        return text, checked_token_ids(token_ids)
-    assert text is not None, "a prompt without token ids has a text"
-    return text, needed(tokenizer).encode(text)
-
-
-def needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of an engine that is given text."""
-    if tokenizer is None:
-        raise RequestError(
-            "prompt: this engine runs without a tokenizer (skip_tokenizer_init); send token ids.",
-            param="prompt",
-        )
-    return tokenizer
-
-
-def checked_token_ids(values: Sequence[object]) -> list[int]:
+def _integers(values: Sequence[object]) -> tuple[int, ...]:
     """The ids as plain integers. Lists of a million come, so what is in order is not looked at one by one."""
-    if set(map(type, values)) == {int}:
-        plain = cast("list[int]", list(values))
-        if min(plain) >= 0 and max(plain) <= MAX_COUNT:
-            return plain
-    return [_token_id(value) for value in values]
+    if set(map(type, values)) <= {int}:
+        return tuple(cast("Sequence[int]", values))
+    return tuple(map(_integer, values))
 
 
-def prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[object] | None]:
-    """Text and token ids as they were given; only the text is to be encoded when there are no ids."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, Mapping):
-        return None, prompt
-    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-    if isinstance(token_ids, Sequence) and not isinstance(token_ids, str):
-        return (text if isinstance(text, str) else None), token_ids
-    if isinstance(text, str):
-        return text, None
-    raise RequestError(
-        'prompt: a mapping must hold "prompt" (text) or "prompt_token_ids" (integers); '
-        f"this one holds {sorted(map(str, prompt))}.",
-        param="prompt",
-    )
-
-
-def _token_id(value: object) -> int:
+def _integer(value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise RequestError(f"prompt: {value!r} is not a token id; give integers.", param="prompt")
-    token_id = int(value)  # type: ignore[call-overload]
-    if not 0 <= token_id <= MAX_COUNT:
-        raise RequestError(f"prompt: {token_id} is not a token id; they count from 0.", param="prompt")
-    return token_id
+    return int(value)  # type: ignore[call-overload]

@@ -23,6 +23,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import EngineStats
 from ..cluster.metrics import CATALOGUE, Metric
 from .engine import AsyncEngine
@@ -51,7 +52,7 @@ class FinishedRequest:
     ttft_ms: float | None
     tpot_ms: float | None
     e2e_ms: float
-    accept_len: float | None
+    mean_acceptance_length: float | None
     finish_reason: str | None
     status: int
 
@@ -172,8 +173,8 @@ Values = float | Mapping[tuple[str, ...], float]
 
 
 def engine_values(stats: EngineStats) -> dict[str, Values]:
-    """The engine's figures by metric name; a mapping where a metric has labels of its own."""
-    drafts = stats.num_drafts
+    """The engine's figures by metric name; a mapping where a metric has labels of its own or no value."""
+    length = mean_acceptance_length(stats.num_drafts, stats.num_accepted_tokens)
     return {
         "vllm:num_requests_running": stats.running,
         "vllm:num_requests_waiting": stats.waiting,
@@ -184,25 +185,27 @@ def engine_values(stats: EngineStats) -> dict[str, Values]:
         "vllm:prefix_cache_queries": stats.prefix_cache_queries,
         "vllm:prefix_cache_hits": stats.prefix_cache_hits,
         "vllm:num_preemptions": stats.preemptions,
-        "vllm:spec_decode_num_drafts": drafts,
+        "vllm:spec_decode_num_drafts": stats.num_drafts,
         "vllm:spec_decode_num_draft_tokens": stats.num_draft_tokens,
         "vllm:spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
         "vllm:spec_decode_num_accepted_tokens_per_pos": {
             (str(i),): count for i, count in enumerate(stats.accepted_per_pos)
         },
-        "vllm:spec_decode_mean_accepted_length": 1 + stats.num_accepted_tokens / drafts if drafts else 0.0,
+        "vllm:spec_decode_mean_accepted_length": {} if length is None else length,
     }
 
 
 def acceptance_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """How speculation went between two snapshots, in the words that people search their logs for."""
+    """How speculation went between two snapshots with drafts, in the words that people search logs for."""
     drafts = now.num_drafts - before.num_drafts
     drafted = now.num_draft_tokens - before.num_draft_tokens
     accepted = now.num_accepted_tokens - before.num_accepted_tokens
+    length = mean_acceptance_length(drafts, accepted)
+    assert length is not None, "there are drafts between the snapshots"
     earlier = [*before.accepted_per_pos, *[0] * len(now.accepted_per_pos)]
     rates = [(a - b) / drafts for a, b in zip(now.accepted_per_pos, earlier, strict=False)]
     return (
-        f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / drafts:.2f}, "
+        f"SpecDecoding metrics: Mean acceptance length: {length:.2f}, "
         f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
         f"Drafted throughput: {drafted / seconds:.2f} tokens/s, "
         f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, "

@@ -121,9 +121,13 @@ class Tokenizer:
             )
         except minijinja.TemplateError as error:
             raise RequestError(
-                f"messages: the chat template refused them: {error}.", param="messages"
+                f"messages: the chat template refused them: {error.message}.", param="messages"
             ) from error
         return _cut_after_final_message(text, messages) if continue_final_message else text
+
+    def template_uses(self, variable: str) -> bool:
+        """Whether the chat template names a variable; one that it does not name has no effect."""
+        return variable in (self.chat_template or "")
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
@@ -147,11 +151,14 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._context = list(prompt_token_ids[-self._CONTEXT_TOKENS :])
         self._held: list[int] = []  # tokens that have not come out as text
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
+        # Made at the first step: until the engine has taken the prompt, its ids may be anything.
+        self._stream: DecodeStream | None = None
 
     def step(self, token_ids: Sequence[int]) -> str:
         if not token_ids:
             return ""
+        if self._stream is None:
+            self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
         self._held.extend(token_ids)
         text = self._stream.step(self._backend, list(token_ids)) or ""
         if text:
@@ -161,6 +168,8 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """What is held back at the end of the tokens; an unfinished character becomes U+FFFD."""
+        if not self._held:
+            return ""
         whole = self._decode([*self._context, *self._held])
         before = self._decode(self._context)
         self._held.clear()
@@ -200,12 +209,22 @@ def _template_environment(source: str) -> minijinja.Environment:
     )
     environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
     environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
-    environment.add_function("strftime_now", lambda form: datetime.now().strftime(form))  # type: ignore[attr-defined]
+    environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]
     return environment
 
 
-def _raise_exception(message: str) -> None:
-    raise RequestError(message, param="messages")
+# Templates call these with whatever they are given.
+def _raise_exception(message: object) -> None:
+    raise RequestError(str(message), param="messages")
+
+
+def _strftime_now(form: object) -> str:
+    try:
+        return datetime.now().strftime(form)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"messages: the chat template cannot tell the time as {form!r}: {error}.", param="messages"
+        ) from None
 
 
 def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:

@@ -6,12 +6,11 @@ is an error that proposes the nearest known one. What can be derived is not a se
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -42,8 +41,8 @@ class SpeculativeConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        _one_of("speculative_config.method", self.method, ("dflash",))
-        _one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
+        one_of("speculative_config.method", self.method, ("dflash",))
+        one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
 
 
@@ -105,10 +104,10 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, get_args(DType))
-        _one_of("device", self.device, get_args(DeviceKind))
-        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        one_of("dtype", self.dtype, get_args(DType))
+        one_of("device", self.device, get_args(DeviceKind))
+        one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         for name in (
             "tensor_parallel_size",
             "max_model_len",
@@ -149,9 +148,8 @@ def from_mapping(cls: type[T], settings: Mapping[str, Any], prefix: str = "") ->
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in settings:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known keys: {', '.join(names)}."
-            raise ConfigError(f"Unknown setting {prefix}{key}.{hint}", param=f"{prefix}{key}")
+            hint = did_you_mean(str(key), names, prefix=prefix)
+            raise ConfigError(f"Unknown setting {prefix}{key}. {hint}", param=f"{prefix}{key}")
     try:
         return cls(**settings)
     except TypeError as error:
@@ -160,7 +158,8 @@ def from_mapping(cls: type[T], settings: Mapping[str, Any], prefix: str = "") ->
         ) from None
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError unless a setting has one of the values that it may have."""
     if value not in allowed:
         choices = ", ".join(map(str, allowed))
         raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)

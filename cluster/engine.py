@@ -8,7 +8,7 @@ executor's. Not thread-safe but for `stats` and `has_unfinished`, which only rea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .config import EngineConfig
@@ -71,19 +71,30 @@ class Engine:
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run, OverloadedError if it cannot now."""
-        check_request(request, self._scheduler.config)
-        if request.request_id in self._scheduler:
-            raise RequestError(
-                f"request_id={request.request_id!r} is already running; give each request an id of its own.",
-                param="request_id",
-            )
-        waiting = len(self._scheduler.waiting)
-        if self._max_queued is not None and waiting >= self._max_queued:
+        """Queue one request; see `add_requests`."""
+        self.add_requests((request,))
+
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Queue the completions of one prompt, all or none.
+
+        They differ in id and seed, so one is checked for all. Raises RequestError if they can never run,
+        OverloadedError if they cannot now.
+        """
+        check_request(requests[0], self._scheduler.config)
+        for request in requests:
+            if (name := request.request_id) in self._scheduler:
+                raise RequestError(
+                    f"request_id={name!r} is already running; give each request an id of its own.",
+                    param="request_id",
+                )
+        waiting, most = len(self._scheduler.waiting), self._max_queued
+        if most is not None and waiting + len(requests) > most:
             raise OverloadedError(
-                f"{waiting} requests are waiting (max_num_queued_reqs={self._max_queued}). Retry."
+                f"{waiting} requests are waiting and {len(requests)} would join them "
+                f"(max_num_queued_reqs={most}). Retry."
             )
-        self._scheduler.add(request)
+        for request in requests:
+            self._scheduler.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
         """End a request before the next plan; False if it is not here. Its tokens in flight are dropped.

@@ -11,13 +11,17 @@
     ├── OutputError               500  results of a batch job cannot be written
     ├── OverloadedError           503  a queue is full; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
-    └── EngineDeadError           503  a worker died under the request; retry
+    ├── EngineDeadError           503  a worker died under the request; retry
+    └── UnreachableError          503  a server that a command asks does not answer; start it, or retry
 
-A message names the field, the value and the remedy. What only we can get wrong is an `assert`.
+A message names the field, the value and the remedy; for an unknown name that is the nearest known one
+(`did_you_mean`). What only we can get wrong is an `assert`.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -109,3 +113,24 @@ class EngineDeadError(MantaError):
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
+
+
+class UnreachableError(MantaError):
+    """A server that a command of ours asks does not answer."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retryable = True
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", else_say: str | None = None) -> str:
+    """The remedy for an unknown name: the nearest known one, or else all of them.
+
+    Args:
+        prefix: before a name, where names are parts of a dotted path.
+        else_say: in place of a list that would be too long, where no known name is near.
+    """
+    names = list(known)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"Did you mean {prefix}{near[0]}?"
+    return else_say if else_say is not None else f"Known: {', '.join(names)}."

@@ -1,7 +1,8 @@
-"""The catalogue of metrics: every name that this software exports, before it stands in code anywhere else.
+"""The catalogue of metrics: every name that this software exports, and what it means.
 
-Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work; our own begin with
-`dflash:`. Counters get `_total` when they are exported, by `actors/telemetry.py`.
+Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work. Exported by
+`actors/telemetry.py`, where counters get `_total`; a few also by `actors/ray_metrics.py`. A test serves
+requests and finds a sample of every one.
 """
 
 from __future__ import annotations
@@ -125,13 +126,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "vllm:spec_decode_mean_accepted_length",
         "gauge",
         "tokens",
-        "Tokens per verified block since the start, the bonus token included.",
-    ),
-    Metric(
-        "dflash:spec_speedup_ratio",
-        "gauge",
-        "ratio",
-        "Measured speed of decoding relative to decoding without drafts.",
+        "Mean acceptance length since the start, the bonus token included; no value before the first draft.",
     ),
     # HTTP.
     Metric(

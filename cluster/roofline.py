@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from .acceptance import expected_acceptance_length
 from .errors import ConfigError
 
 
@@ -196,21 +197,12 @@ class Roofline:
         plain_s = self.verify_s(batch, 1, context)
         if rows <= 1:
             return 1.0
-        return tokens_per_step(survival, rows) * plain_s / self.step(batch, rows, context).step_s
+        return expected_acceptance_length(survival, rows) * plain_s / self.step(batch, rows, context).step_s
 
     def best_rows(self, batch: int, context: int, survival: Sequence[float]) -> int:
         """Rows per request of most tokens per second; draft and verify are both cut to them."""
         most = len(survival) + 1
         return max(range(1, most + 1), key=lambda rows: self.speedup(batch, rows, context, survival))
-
-
-def tokens_per_step(survival: Sequence[float], rows: int) -> float:
-    """tau: the token that the target adds, and the accepted ones of rows - 1 drafts.
-
-    Args:
-        survival: survival[i] is how likely drafts 0..i are all accepted.
-    """
-    return 1.0 + sum(survival[: rows - 1])
 
 
 def geometric_survival(acceptance: float, num_drafts: int) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from ..actors.llm import LLM
+from ..actors.prompts import Chat
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
 from ..cluster.request import SamplingParams
@@ -36,9 +37,11 @@ class Conversation:
     def say(self, text: str) -> str:
         """Answer `text` on standard output. An answer that fails leaves the conversation as it was."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._llm.render_chat(messages)
         answer: list[str] = []
-        with closing(stream_text(self._llm, prompt, self._params)) as stream, _interrupts() as interrupted:
+        with (
+            closing(stream_text(self._llm, Chat(messages), self._params)) as stream,
+            _interrupts() as interrupted,
+        ):
             for delta in stream:
                 answer.append(delta.outputs[0].text)
                 if interrupted.is_set():

@@ -2,33 +2,34 @@
 
 1. `manta serve`: a streaming chat request and a completion over HTTP, then a clean stop.
 2. `manta batch` over the sample prompts, with speculation and without it: the same answers.
-3. `manta bench` over the same prompts: tokens/s, tokens per step and speed-up of modes that take turns.
+3. `manta bench` over the same prompts: tokens/s, mean acceptance length and speed-up of modes in turns.
 
 Nothing of the engine is imported here: see `demo_commands.py`.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cluster.errors import CheckpointError, MantaError
 from .batch.source import read_results
+from .client import ServerClient
 from .demo_commands import run_command, serving
 from .serve import free_port
+from .tables import decimals
 
 CHAT = "Write the function with this signature and docstring.\n\n" + (
     '```python\ndef median(values):\n    """Return the middle value of a non-empty sequence."""\n```'
 )
 COMPLETION = 'def read_lines(path):\n    """Return the lines of a text file without their ends."""\n'
 ANSWER_TOKENS = 96
+ANSWER_TIMEOUT_S = 120.0
 ROUNDS = 2  # of the comparison; some seconds each
 
 
@@ -71,68 +72,40 @@ def run_demo(options: DemoOptions) -> None:
 def _serve(options: DemoOptions, log: Path) -> None:
     _title("1. Serve the pair over HTTP (Ray Serve), speculation on")
     port = free_port()
+    url = f"http://127.0.0.1:{port}"
     command = ["serve", str(options.target), "--spec-model", str(options.drafter), "--port", str(port)]
-    with serving([*command, "--served-model-name", "manta"], port, log):
+    with (
+        serving([*command, "--served-model-name", "manta"], url, log),
+        ServerClient(url, ANSWER_TIMEOUT_S) as client,
+    ):
         print(f"\n> streaming chat:\n{CHAT}\n", flush=True)
-        usage = _stream_chat(port)
+        usage = _stream_chat(client)
         print(f"\n> completion:\n{COMPLETION}", end="", flush=True)
         body = {"model": "manta", "prompt": COMPLETION, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-        with _post(port, "/v1/completions", body) as response:
-            print(json.load(response)["choices"][0]["text"])
+        print(client.complete(body))
         print(f"\n[chat: {usage}]")
 
 
-def _stream_chat(port: int) -> str:
+def _stream_chat(client: ServerClient) -> str:
     """Print the answer as its blocks come; returns its figures."""
     body = {
         "model": "manta",
         "messages": [{"role": "user", "content": CHAT}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
-        "stream": True,
         "stream_options": {"include_usage": True},
     }
     last: Mapping[str, Any] = {}  # Any: JSON
     events = 0
-    with _post(port, "/v1/chat/completions", body) as response:
-        for chunk in _events(response):
-            for choice in chunk["choices"]:
-                text = choice["delta"].get("content") or ""
-                events += bool(text)
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            last = chunk
+    for last in client.stream_chat(body):
+        for choice in last["choices"]:
+            text = choice["delta"].get("content") or ""
+            events += bool(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
     sys.stdout.write("\n")
     tokens = last["usage"]["completion_tokens"]
     return f"{tokens} tokens in {events} events, one for each verified block"
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
-    for raw in response:
-        line = raw.decode().strip()
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise MantaError(f"The stream failed: {chunk['error']['message']}")
-        yield chunk
-
-
-@contextmanager
-def _post(port: int, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(body).encode(), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise MantaError(f"{path} answered {response.status}: {response.read().decode()[:500]}")
-        yield response
-    finally:
-        connection.close()
 
 
 def _run_dataset(options: DemoOptions, dataset: Path, scratch: Path) -> None:
@@ -168,7 +141,7 @@ def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> None:
     if not all(point["identical"].values()):
         raise MantaError("The outputs with and without speculation differ; they must never.")
     print(
-        f"\nDFlash brings {point['on']['tokens_per_step']:.2f} tokens per step of the target and "
+        f"\nDFlash has a mean acceptance length of {decimals(point['on']['mean_acceptance_length'])} and "
         f"{point['speedup']:.2f} times the speed of plain decoding; the outputs are identical.",
         flush=True,
     )

@@ -6,22 +6,20 @@ is shown if it fails.
 
 from __future__ import annotations
 
-import http.client
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..cluster.errors import MantaError
+from .client import await_ready
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
-HEALTH_INTERVAL_S = 0.5
 LOG_TAIL_LINES = 40
 
 
@@ -34,7 +32,7 @@ def run_command(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], port: int, log: Path) -> Iterator[None]:
+def serving(arguments: Sequence[str], url: str, log: Path) -> Iterator[None]:
     """`manta serve` in a process group of its own, ready; ended as a user would, by one Ctrl-C."""
     _show(arguments)
     with log.open("wb") as output:
@@ -42,7 +40,7 @@ def serving(arguments: Sequence[str], port: int, log: Path) -> Iterator[None]:
             _command(arguments), start_new_session=True, env=_environment(), stdout=output, stderr=output
         )
     try:
-        _await_health(process, port)
+        _await_ready(process, url)
         yield
         print("\nstopping the server", flush=True)
         process.send_signal(signal.SIGINT)
@@ -56,27 +54,12 @@ def serving(arguments: Sequence[str], port: int, log: Path) -> Iterator[None]:
             process.wait()
 
 
-def _await_health(process: subprocess.Popen[bytes], port: int) -> None:
-    started_s = time.monotonic()
-    while (waited_s := time.monotonic() - started_s) < START_TIMEOUT_S:
+def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    def look() -> None:
         if process.poll() is not None:
             raise MantaError(f"manta serve ended with exit code {process.returncode}.")
-        if _is_healthy(port):
-            print(f"ready after {waited_s:.0f} s", flush=True)
-            return
-        time.sleep(HEALTH_INTERVAL_S)
-    raise MantaError(f"manta serve was not ready within {START_TIMEOUT_S:.0f} s.")
 
-
-def _is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:  # not listening yet
-        return False
-    finally:
-        connection.close()
+    print(f"ready after {await_ready(url, START_TIMEOUT_S, look):.0f} s", flush=True)
 
 
 def _tail(log: Path) -> str:

@@ -13,6 +13,11 @@ from typing import Any
 TEMPORARY = ".manta-tmp-"  # with a suffix of its own: pathlib's *.parquet matches names with a dot in front
 
 
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """A figure as it is written; null where there is none."""
+    return None if value is None else round(value, digits)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write_whole(path, lambda target: target.write_text(text, encoding="utf-8"))

@@ -41,9 +41,9 @@ def stream_text(llm: LLM, prompt: Prompt, params: SamplingParams) -> Generator[R
 
 
 def summary(metrics: RequestMetrics, llm: LLM) -> str:
-    """One line: speed and, with a drafter, tokens per verify step."""
+    """One line: speed and, with a drafter, the mean acceptance length."""
     tokens = llm.stats().generation_tokens
     line = f"[{tokens} tokens, {tokens / max(metrics.e2e_s, 1e-9):.1f} tokens/s"
     if (length := metrics.mean_acceptance_length) is not None:
-        line += f", {length:.2f} tokens per step"
+        line += f", mean acceptance length {length:.2f}"
     return line + "]"

@@ -13,15 +13,14 @@ import signal
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, MantaError, PlacementError
+from ..cluster.errors import ConfigError, PlacementError
+from .client import await_ready
 from .ray_session import join_or_start_ray, ray_address
 from .stop import StopSignals
 
@@ -234,7 +233,8 @@ def _deploy(server: Server, args: Mapping[str, Any], options: ServeOptions, repo
     server.deploy(app)
     deadline_s = time.monotonic() + options.ready_timeout_s
     _await_running(options, deadline_s, report)
-    _await_answer(options, deadline_s)
+    # The proxy learns of the replica a moment after Serve calls it running.
+    await_ready(options.url, deadline_s - time.monotonic())
 
 
 def _await_running(options: ServeOptions, deadline_s: float, report: Report) -> None:
@@ -285,18 +285,6 @@ def _cause(application: Any) -> str:  # Any: Serve's status object.
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("manta.cluster.errors.")]
     return ours[-1].partition(": ")[2] if ours else (lines[-1] if lines else "no reason was given")
-
-
-def _await_answer(options: ServeOptions, deadline_s: float) -> None:
-    """The proxy learns of the replica a moment after Serve calls it running."""
-    while True:
-        try:
-            with urllib.request.urlopen(f"{options.url}/health", timeout=5.0):
-                return
-        except (urllib.error.URLError, OSError) as error:
-            if time.monotonic() > deadline_s:
-                raise MantaError(f"{options.url} does not answer: {error}.") from error
-            time.sleep(POLL_S)
 
 
 def _to_stderr(line: str) -> None:

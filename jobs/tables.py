@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+NO_FIGURE = "-"
 PLAIN_WIDTH = 120  # of tables that go to a file or a pipe
 
 
@@ -19,3 +20,8 @@ def print_table(
         table.add_row(*row)
     console = Console()
     (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
+
+
+def decimals(value: float | None) -> str:
+    """A cell with two decimals; a dash where there is no such figure."""
+    return NO_FIGURE if value is None else f"{value:.2f}"

@@ -137,10 +137,10 @@ def test_contexts_are_noise_in_both_models_pages(config_file: Path, monkeypatch:
     assert shares and min(shares) > 0.99
 
 
-def test_the_acceptance_curve_alone_makes_tokens_per_step(config_file: Path) -> None:
+def test_the_acceptance_curve_alone_makes_the_acceptance_length(config_file: Path) -> None:
     def measured(*rates: float) -> dict[str, float]:
         figures = bench_step(options(config_file, num_drafts=2, acceptance_rates=rates))
-        assert figures["acceptance"]["tokens_per_step"] == 1.0 + sum(rates)
+        assert figures["acceptance"]["mean_acceptance_length"] == 1.0 + sum(rates)
         (point,) = figures["points"]
         ms, plain_ms = point["drafting"]["step"]["ms"], point["plain"]["step"]["ms"]
         assert point["tokens_per_s"] == pytest.approx(2 * (1 + sum(rates)) / ms * 1000, rel=0.01)

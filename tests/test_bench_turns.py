@@ -59,7 +59,7 @@ def test_a_pass_made_of_turns_counts_all_of_them() -> None:
         3.0, 8, [[2]], num_steps=6, num_accepted=2, step_seconds={"draft": 0.5, "verify": 1.0}
     )
     whole = joined([first, second])
-    assert (whole.tokens_per_s, whole.tokens_per_step, whole.token_ids) == (4.0, 2.0, [[1], [2]])
+    assert (whole.tokens_per_s, whole.mean_acceptance_length, whole.token_ids) == (4.0, 2.0, [[1], [2]])
     assert whole.step_seconds == {"draft": 1.0, "verify": 1.0}
     untold = joined([Pass(1.0, 4, [[1]]), Pass(1.0, 4, None)])
-    assert untold.token_ids is None and untold.tokens_per_step is None
+    assert untold.token_ids is None and untold.mean_acceptance_length is None

@@ -40,10 +40,10 @@ def test_generate_streams_the_same_text_with_and_without_speculation(
     flags = ("generate", "def main(", "-m", target, "--max-tokens", "24")
     plain, figures = command(capsys, *flags)
     assert plain.strip()
-    assert "per step" not in figures
+    assert "acceptance length" not in figures
     speculated, figures = command(capsys, *flags, "--spec-model", drafter)
     assert speculated == plain
-    assert "tokens per step" in figures
+    assert "mean acceptance length" in figures
 
 
 def test_chat_answers_lines_keeps_history_and_can_forget(

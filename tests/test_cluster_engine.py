@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from cluster_checker import EOS, VOCAB, add, expected, make_info, make_request, open_engine, run
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import STEP_PARTS, Engine
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
+from manta.cluster.made_up_plans import made_up_plan
 from manta.cluster.metrics import CATALOGUE
 from manta.cluster.request import SamplingParams
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
@@ -112,6 +114,18 @@ def test_a_full_queue_refuses_with_a_retryable_error() -> None:
     assert raised.value.retryable
 
 
+def test_completions_of_one_prompt_are_queued_all_or_none() -> None:
+    engine = open_engine(INFO, max_num_queued_reqs=3)
+    add(engine, make_request("a"))
+    with pytest.raises(RequestError, match="'a' is already running"):
+        engine.add_requests([make_request("b"), make_request("a")])
+    with pytest.raises(OverloadedError, match="1 requests are waiting and 3 would join them"):
+        engine.add_requests([make_request(name) for name in "bcd"])
+    assert engine.stats().waiting == 1
+    engine.add_requests([make_request(name) for name in "bc"])
+    assert engine.stats().waiting == 3
+
+
 def test_an_idle_engine_plans_nothing() -> None:
     engine = open_engine(INFO)
     assert engine.plan() is None and engine.step() == [] and not engine.has_unfinished
@@ -201,3 +215,16 @@ def test_more_stop_tokens_than_a_device_can_watch_for_are_refused() -> None:
     with pytest.raises(RequestError, match="at most 4") as caught:
         add(open_engine(make_info(max_stop_token_ids=4)), request)
     assert caught.value.param == "stop_token_ids"
+
+
+def test_a_made_up_plan_gives_each_request_its_own_pages_in_order() -> None:
+    prompts = [np.zeros(n, np.int32) for n in (5, 2, 9)]
+    plan = made_up_plan([0, 0, 0], [5, 2, 9], [0, 0, 0], prompts=prompts, num_pages=[2, 0, 3])
+    assert plan.page_slots.tolist() == [0, 0, 2, 2, 2]
+    assert plan.page_indices.tolist() == [0, 1, 0, 1, 2]
+    assert plan.page_ids.tolist() == [0, 1, 2, 3, 4]
+    assert [(entered.slot, len(entered.token_ids)) for entered in plan.admitted] == [(0, 5), (1, 2), (2, 9)]
+    assert plan.num_batched_tokens == 16 and plan.samples.all()
+    scattered = made_up_plan([4], [1], [0], num_pages=[2], page_ids=np.array([7, 3], np.int32))
+    assert scattered.page_ids.tolist() == [7, 3] and not scattered.admitted
+    assert made_up_plan([-1, -1], [4, 4], [3, 3]).page_slots.tolist() == []

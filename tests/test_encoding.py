@@ -72,7 +72,7 @@ def test_the_ids_are_those_of_a_plain_encoding(tokenizer: Tokenizer, encoder: Pr
     for text in ("", "x", CODE[: LONG_TEXT_CHARS // 2], CODE * 20, "e\u0301\u2603 " * 4000):
         wanted = tokenizer.encode(text)
         assert asyncio.run(encoder.text(text)) == wanted
-        assert asyncio.run(encoder.any_text(text, 2_000_000, add_special_tokens=True)) == wanted
+        assert asyncio.run(encoder.list_tokens(text, 2_000_000)) == wanted
         for count in (0, 1, 50, 10**9):
             ended = asyncio.run(encoder.text(text, keep_last=count))
             assert ended == (wanted[-count:] if count else [])
@@ -89,7 +89,7 @@ def test_a_text_that_cannot_fit_is_refused_unread_in_the_engines_words(folder: P
     with pytest.raises(RequestError, match="has 100 tokens"):
         asyncio.run(encoder.prompt([1] * 100))
     with pytest.raises(RequestError, match="at most 1000 are listed"):
-        asyncio.run(encoder.any_text("x" * 10_000_000, 1000, add_special_tokens=True))
+        asyncio.run(encoder.list_tokens("x" * 10_000_000, 1000))
 
 
 def test_a_text_that_may_fit_is_counted_and_refused_by_its_number(tokenizer: Tokenizer) -> None:
@@ -160,8 +160,8 @@ def test_the_engine_encodes_beside_its_loop_and_admits_an_id_once(
     params = SamplingParams(max_tokens=32, ignore_eos=True)
 
     async def read(prompt: Any, request_id: str) -> int:
-        outputs = [output async for output in engine.add(request_id, prompt, params)]
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        output = await engine.complete(request_id, await engine.encoder.prompt(prompt), params)
+        return len(output.outputs[0].token_ids)
 
     async def run() -> list[Any]:
         await engine.start()

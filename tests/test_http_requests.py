@@ -9,7 +9,7 @@ import pytest
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.errors import error_response, public_error
 from manta.actors.http.fields import REFUSED, check_extra_fields
-from manta.actors.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from manta.actors.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, conversation
 from manta.actors.http.settings import split_settings
 from manta.actors.telemetry import Histogram, acceptance_line
 from manta.cluster.engine import EngineStats
@@ -20,6 +20,7 @@ from manta.cluster.errors import (
     MantaError,
     OverloadedError,
     RequestError,
+    did_you_mean,
 )
 from manta.cluster.metrics import Metric
 from manta.cluster.request import SamplingParams
@@ -104,13 +105,14 @@ def chat(**fields: object) -> ChatRequest:
 def test_text_parts_become_one_string_and_other_keys_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "assistant", "content": parts, "reasoning_content": "why"}])
-    assert request.for_template() == [{"role": "assistant", "content": "a\nb", "reasoning_content": "why"}]
+    (message,) = conversation(request, None).messages
+    assert message == {"role": "assistant", "content": "a\nb", "reasoning_content": "why"}
 
 
 def test_an_image_is_refused_by_its_dotted_path() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(RequestError) as caught:
-        chat(messages=[{"role": "user", "content": [image]}]).for_template()
+        conversation(chat(messages=[{"role": "user", "content": [image]}]), None)
     assert caught.value.param == "messages.0.content.0"
 
 
@@ -132,6 +134,15 @@ def test_unknown_fields_are_reported_or_refused_with_the_nearest_name() -> None:
     assert check_extra_fields({"temprature": 1, "user": "me"}, known, "warn") == ["temprature"]
     with pytest.raises(RequestError, match="Did you mean temperature"):
         check_extra_fields({"temprature": 1}, known, "reject")
+    with pytest.raises(RequestError, match=r"frobnicate is not a known field\. Leave it out\."):
+        check_extra_fields({"frobnicate": 1}, known, "reject")
+
+
+def test_the_remedy_for_an_unknown_name_is_the_nearest_or_all() -> None:
+    known = ["model", "method"]
+    assert did_you_mean("modle", known, prefix="spec.") == "Did you mean spec.model?"
+    assert did_you_mean("x", known) == "Known: model, method."
+    assert did_you_mean("x", known, else_say="See there.") == "See there."
 
 
 def test_one_mapping_is_sorted_into_engine_and_server_settings() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from manta.cluster.acceptance import expected_acceptance_length, mean_acceptance_length
 from manta.cluster.errors import ConfigError
 from manta.cluster.roofline import (
     GPUS,
@@ -14,7 +15,6 @@ from manta.cluster.roofline import (
     Roofline,
     check_survival,
     geometric_survival,
-    tokens_per_step,
 )
 
 SHAPE = {
@@ -30,7 +30,7 @@ DRAFTER = Dense.from_config(
     {**SHAPE, "num_hidden_layers": 5, "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33]}}
 )
 H200 = Roofline(GPUS["NVIDIA H200"], TARGET, DRAFTER)
-SURVIVAL = geometric_survival(0.8599, 15)  # 6.5 tokens per step
+SURVIVAL = geometric_survival(0.8599, 15)  # acceptance length 6.5
 
 # batch, context, plain, verify, draft and inject (ms), speed-up at 16 rows, best rows, speed-up there
 TABLE = [
@@ -97,10 +97,16 @@ def test_heads_that_a_config_leaves_out_are_derived() -> None:
     assert (derived.head_dim, derived.kv_heads, derived.taps) == (128, 32, 0)
 
 
-def test_tokens_per_step_count_the_targets_own() -> None:
-    assert tokens_per_step((0.5, 0.25, 0.125), 3) == 1.75
-    assert tokens_per_step((0.5,), 1) == 1.0
-    assert tokens_per_step(SURVIVAL, 16) == pytest.approx(6.5, abs=0.005)
+def test_an_acceptance_length_counts_the_bonus_token_and_is_none_where_nothing_was_drafted() -> None:
+    assert mean_acceptance_length(4, 6) == 2.5
+    assert mean_acceptance_length(4, 0) == 1.0
+    assert mean_acceptance_length(0, 0) is None
+
+
+def test_an_expected_acceptance_length_counts_the_bonus_token() -> None:
+    assert expected_acceptance_length((0.5, 0.25, 0.125), 3) == 1.75
+    assert expected_acceptance_length((0.5,), 1) == 1.0
+    assert expected_acceptance_length(SURVIVAL, 16) == pytest.approx(6.5, abs=0.005)
 
 
 @pytest.mark.parametrize("rates", [(0.5, 0.6), (1.1, 0.5), (0.5, -0.1), (0.5,)])

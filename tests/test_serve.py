@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 import ray
 import yaml
 from manta.actors.replica import build_app
+from manta.cluster.engine import EngineStats
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.jobs.serve import ServeOptions, Server, free_port, start_server
 from ray.serve.schema import ServeDeploySchema
@@ -154,3 +156,34 @@ def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
     wait_for(answers, timeout_s=150.0)
     after = worker_pids()
     assert len(after) == 2 and not set(after) & set(before)
+
+
+def test_rays_own_metrics_are_some_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manta.actors import ray_metrics
+
+    shown: dict[str, float] = {}
+
+    class Shown:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert description and tag_keys == ("model_name", "ReplicaId")
+            self.name = name
+
+        def set_default_tags(self, tags: dict[str, str]) -> None:
+            shown[self.name] = 0.0
+
+        def set(self, value: float) -> None:
+            shown[self.name] = value
+
+        def inc(self, value: float) -> None:
+            shown[self.name] += value
+
+    monkeypatch.setattr(ray_metrics, "Gauge", Shown)
+    monkeypatch.setattr(ray_metrics, "Counter", Shown)
+    mirror = ray_metrics.RayMetrics("m", "r")
+    blank = {field.name: 0 for field in dataclasses.fields(EngineStats)}
+    for running, tokens in ((3, 10), (1, 25)):
+        stats = {**blank, "finished": {}, "step_seconds": {}, "accepted_per_pos": ()}
+        mirror.update(EngineStats(**{**stats, "running": running, "generation_tokens": tokens}))
+    assert len(shown) == len(ray_metrics.MIRRORED), "each is in the catalogue"
+    assert shown["vllm_num_requests_running"] == 1
+    assert shown["vllm_generation_tokens_total"] == 25

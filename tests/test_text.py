@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.outputs import OutputProcessor
-from manta.actors.prompts import SeedSource, encode_prompt
+from manta.actors.prompts import Chat, EncodedPrompt, SeedSource, encode_prompt
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.engine import SequenceUpdate
 from manta.cluster.errors import CheckpointError, RequestError
@@ -62,7 +62,7 @@ def run(tokenizer: Tokenizer, text: str, blocks: int, **params: object) -> tuple
     """Feed `text` in blocks; returns the text, the tokens, the stop reason, and the text of the deltas."""
     processor = OutputProcessor(tokenizer)
     wanted = SamplingParams(max_tokens=None, seed=0, **params)
-    tracker, (request,) = processor.add("r", None, [300], wanted)
+    tracker, (request,) = processor.add("r", EncodedPrompt((300,)), wanted)
     ids, streamed = tokenizer.encode(text), ""
     for begin in range(0, len(ids), blocks):
         last = begin + blocks >= len(ids)
@@ -97,6 +97,17 @@ def test_a_chat_template_renders_as_transformers_renders_it(folder: Path, tokeni
 def test_continue_final_message_leaves_the_message_open(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "def f"}]
     assert tokenizer.apply_chat_template(messages, continue_final_message=True).endswith("assistant\ndef f")
+
+
+def test_what_a_template_does_with_its_variables_fails_as_a_request(tokenizer: Tokenizer) -> None:
+    source = "{{ strftime_now(when) }}{% for x in xs %}{% endfor %}{{ raise_exception(why) if why }}"
+    other = Tokenizer(tokenizer._backend, source, {})
+    messages = [{"role": "user", "content": "Go"}]
+    assert other.apply_chat_template(messages, variables={"when": "%%", "xs": []}) == "%"
+    for variables in ({"when": 5}, {"when": "%%", "xs": 3}, {"when": "%%", "xs": [], "why": 7}):
+        with pytest.raises(RequestError) as caught:
+            other.apply_chat_template(messages, variables=variables)
+        assert caught.value.param == "messages" and "\n" not in caught.value.message
 
 
 @given(st.text(), st.integers(1, 7))
@@ -148,7 +159,9 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_completions_of_one_request_have_seeds_of_their_own(tokenizer: Tokenizer) -> None:
-    tracker, requests = OutputProcessor(tokenizer).add("r", "x", [5], SamplingParams(n=3, seed=9))
+    tracker, requests = OutputProcessor(tokenizer).add(
+        "r", EncodedPrompt((5,), "x"), SamplingParams(n=3, seed=9)
+    )
     assert [r.request_id for r in requests] == ["r-0", "r-1", "r-2"] == tracker.child_ids
     assert requests[0].params.seed == 9 and len({r.params.seed for r in requests}) == 3
 
@@ -161,11 +174,38 @@ def test_seeds_are_a_series_when_the_engine_has_a_seed() -> None:
     assert first.seeded(SamplingParams(seed=77)).seed == 77
 
 
-@pytest.mark.parametrize("prompt", [{"text": "x"}, ["a", "b"], [1.5], {"prompt_token_ids": "ab"}])
+@pytest.mark.parametrize(
+    "prompt", [{"text": "x"}, ["a", "b"], [1.5], [True], [], "", {"prompt_token_ids": "ab"}]
+)
 def test_a_prompt_of_the_wrong_kind_is_refused(tokenizer: Tokenizer, prompt: object) -> None:
     with pytest.raises(RequestError) as caught:
         encode_prompt(prompt, tokenizer)  # type: ignore[arg-type]
     assert caught.value.param == "prompt"
+
+
+def test_a_prompt_comes_as_text_ids_or_a_conversation(tokenizer: Tokenizer) -> None:
+    assert encode_prompt("def", tokenizer) == EncodedPrompt(tuple(tokenizer.encode("def")), "def")
+    assert encode_prompt([3, 4], None) == encode_prompt({"prompt_token_ids": (3, 4)}, None)
+    assert encode_prompt({"prompt": "def", "prompt_token_ids": [9]}, None) == EncodedPrompt((9,), "def")
+    messages = [{"role": "user", "content": "Go"}]
+    said = encode_prompt(Chat(messages), tokenizer)
+    assert said.text == tokenizer.apply_chat_template(messages)
+    assert list(said.token_ids) == tokenizer.encode(said.text, add_special_tokens=False)
+    assert encode_prompt(said, None) is said
+
+
+@pytest.mark.parametrize("messages", [[], ["hi"], [None]])
+def test_a_conversation_without_messages_is_refused(messages: list[object]) -> None:
+    with pytest.raises(RequestError) as caught:
+        Chat(messages)  # type: ignore[arg-type]
+    assert caught.value.param == "messages"
+
+
+def test_text_for_an_engine_without_a_tokenizer_is_refused_by_its_field() -> None:
+    for prompt, param in (("x", "prompt"), (Chat([{"role": "user", "content": "x"}]), "messages")):
+        with pytest.raises(RequestError, match="send token ids") as caught:
+            encode_prompt(prompt, None)
+        assert caught.value.param == param
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:

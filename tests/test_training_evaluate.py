@@ -72,8 +72,8 @@ def test_a_drafter_that_equals_the_target_has_every_draft_accepted(temperature: 
     (category, overall) = evaluate(frozen, drafter, [prompt], [question], [answer], MASK_ID)
     assert (category.category, overall.category) == ("chat", "overall")
     assert overall.num_steps == 3
-    assert overall.tokens_per_step == 4.0
-    assert overall.fresh_tokens_per_step <= 4.0
+    assert overall.mean_acceptance_length == 4.0
+    assert overall.fresh_acceptance_length <= 4.0
 
 
 def test_steps_are_counted_as_an_engine_walks():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 
-from ...cluster.errors import RequestError
 from .frontend import Frontend
 from .generation import prepare, respond
-from .protocol import ChatRequest
+from .protocol import ChatRequest, conversation
 from .wire import JsonObject, JsonRoute
 
 
@@ -37,34 +34,14 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
-        variables, ignored = _template_variables(body, frontend)
-        text = await frontend.render_chat(
-            body.for_template(),
-            variables,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-        prompt = await frontend.encode(
-            text,
-            truncate=body.truncate_prompt_tokens,
-            add_special_tokens=False,  # they come from the template
-            param="messages",
-        )
+        chat = conversation(body, frontend.engine.tokenizer)
+        prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
+        ignored = [
+            f"chat_template_kwargs.{name}"
+            for name in chat.variables or ()
+            if not frontend.tokenizer.template_uses(name)
+        ]
         work = prepare(frontend, shape, body, http, [prompt], default_max_tokens=None, ignored=ignored)
         return await respond(frontend, shape, work, http)
 
     return router
-
-
-def _template_variables(body: ChatRequest, frontend: Frontend) -> tuple[dict[str, Any], list[str]]:
-    """What goes to the template, and the names of what it has no use for."""
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        if not frontend.template_uses("reasoning_effort"):
-            raise RequestError(
-                "reasoning_effort: this model's chat template knows no reasoning effort. Leave it out.",
-                param="reasoning_effort",
-            )
-        variables["reasoning_effort"] = body.reasoning_effort
-    ignored = [f"chat_template_kwargs.{name}" for name in variables if not frontend.template_uses(name)]
-    return variables, ignored

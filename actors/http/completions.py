@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from .frontend import EncodedPrompt, Frontend
+from .frontend import Frontend
 from .generation import prepare, respond
 from .protocol import CompletionRequest
 from .wire import JsonObject, JsonRoute
@@ -34,10 +34,8 @@ def completion_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, http: Request) -> Response:
         prompts = [
-            await frontend.encode(prompt, truncate=body.truncate_prompt_tokens)
-            if isinstance(prompt, str)
-            else EncodedPrompt(None, prompt)
-            for prompt in body.prompt
+            await frontend.engine.encoder.prompt(prompt, truncate=body.truncate_prompt_tokens)
+            for prompt in body.prompts()
         ]
         work = prepare(frontend, shape, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
         return await respond(frontend, shape, work, http)

@@ -7,11 +7,10 @@ into a request model of `protocol.py`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, did_you_mean
 from .settings import UnknownParams
 
 # Field -> values that mean "not used"; None and absence always do.
@@ -70,7 +69,6 @@ def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: U
             )
     unknown = [name for name in extra if name not in REFUSED and name not in SILENT]
     if unknown and policy == "reject":
-        near = difflib.get_close_matches(unknown[0], [*known, *REFUSED, *SILENT], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise RequestError(f"{unknown[0]} is not a known field.{hint}", param=unknown[0])
+        hint = did_you_mean(unknown[0], [*known, *REFUSED, *SILENT], else_say="Leave it out.")
+        raise RequestError(f"{unknown[0]} is not a known field. {hint}", param=unknown[0])
     return unknown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from ...cluster.acceptance import mean_acceptance_length
 from ..outputs import RequestMetrics, RequestOutput
 from ..telemetry import FinishedRequest, Telemetry
 from .wire import JsonObject
@@ -67,10 +68,10 @@ class RequestFigures:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per verify step over all prompts and completions; None if nothing was drafted."""
+        """Over all prompts and completions."""
         costs = [cost for cost in self._costs if cost is not None]
-        steps = sum(cost.num_steps for cost in costs)
-        return 1.0 + sum(cost.num_accepted_tokens for cost in costs) / steps if steps else None
+        num_accepted = sum(cost.num_accepted_tokens for cost in costs)
+        return mean_acceptance_length(sum(cost.num_steps for cost in costs), num_accepted)
 
     def usage(self) -> JsonObject:
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
@@ -106,7 +107,7 @@ class RequestFigures:
             ttft_ms=_ms(self.ttft_s),
             tpot_ms=_ms(self.tpot_s),
             e2e_ms=round(self.e2e_s * 1000.0, 3),
-            accept_len=_rounded(self.mean_acceptance_length),
+            mean_acceptance_length=_rounded(self.mean_acceptance_length),
             finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
             status=status,
         )

@@ -1,35 +1,23 @@
-"""What every route needs: the engine, the settings, the names, the tokenizer's doors. Made once per app."""
+"""What every route needs: the engine, the settings, the names. Made once per app."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from dataclasses import asdict
 
 from starlette.requests import Request
 
 from ...cluster.errors import ModelNotFoundError, RequestError
-from ..encoding import LONG_TEXT_CHARS
 from ..engine import AsyncEngine
+from ..prompts import needed
 from ..telemetry import Telemetry
 from ..tokenizer import Tokenizer
 from .defaults import GenerationDefaults
 from .fields import check_extra_fields
 from .protocol import GenerationRequest
 from .settings import ServerSettings
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    text: str | None
-    token_ids: list[int]
-
-    def for_engine(self) -> dict[str, Any]:
-        return {"prompt": self.text, "prompt_token_ids": self.token_ids}
 
 
 class Frontend:
@@ -95,52 +83,7 @@ class Frontend:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
-            raise RequestError(
-                "This server runs without a tokenizer (skip_tokenizer_init); send token ids to "
-                "/v1/completions.",
-                param="prompt",
-            )
-        return self.engine.tokenizer
-
-    async def encode(
-        self, text: str, *, truncate: int | None, add_special_tokens: bool = True, param: str = "prompt"
-    ) -> EncodedPrompt:
-        """A prompt that fits the model; see `PromptEncoder.text`. `truncate` is `truncate_prompt_tokens`."""
-        token_ids = await self.engine.encoder.text(
-            text,
-            add_special_tokens=add_special_tokens,
-            keep_last=None if truncate is None else self.prompt_room(truncate),
-            param=param,
-        )
-        return EncodedPrompt(text, token_ids)
-
-    def prompt_room(self, truncate: int) -> int:
-        """The tokens that `truncate_prompt_tokens` leaves; -1 is as many as the model takes."""
-        return self.engine.info.max_model_len - 1 if truncate == -1 else truncate
-
-    async def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        variables: dict[str, Any],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> str:
-        """The prompt's text. Long messages are rendered apart from the event loop's other turns."""
-        render = partial(
-            self.tokenizer.apply_chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-        )
-        if sum(len(message["content"]) for message in messages) < LONG_TEXT_CHARS and len(messages) < 100:
-            return render()
-        return await self.engine.encoder.in_thread(render)
-
-    def template_uses(self, variable: str) -> bool:
-        return variable in (self.tokenizer.chat_template or "")
+        return needed(self.engine.tokenizer)
 
 
 def _header_priority(http: Request) -> int:

@@ -2,7 +2,7 @@
 
 Completions and chat differ in how a choice looks (`Shape`) and in how a prompt is made; all else is here.
 
-    request ─ prepare ─▶ Work ─ Run (run.py) ─▶ outputs ─▶ one body, or one event per verified block
+    request ─ prepare ─▶ Work ─ Run (run.py) ─▶ answers: one body; or outputs: one event per verified block
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from ...cluster.errors import RequestError
 from ..outputs import CompletionOutput, RequestOutput
+from ..prompts import EncodedPrompt
 from . import sse
-from .frontend import EncodedPrompt, Frontend
+from .frontend import Frontend
 from .gate import new_id, use_request_id
 from .protocol import GenerationRequest
 from .run import Run, Work
@@ -63,12 +64,6 @@ def prepare(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
             param="n",
         )
-    limit = request.truncate_prompt_tokens
-    if limit is not None:
-        room = frontend.prompt_room(limit)
-        prompts = [EncodedPrompt(p.text, p.token_ids[-room:] if room else []) for p in prompts]
-    if not all(prompt.token_ids for prompt in prompts):
-        raise RequestError("The prompt is empty: send at least one token.", param="prompt")
     return Work(
         id=new_id(shape.prefix),
         request_id=use_request_id(http, request.request_id),
@@ -93,29 +88,23 @@ async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -
 
 async def whole_body(run: Run, shape: Shape) -> JsonObject:
     work = run.work
-    n = work.params.n
-    texts: list[list[str]] = [[] for _ in range(len(work.prompts) * n)]
-    token_ids: list[list[int]] = [[] for _ in texts]
-    ends: list[CompletionOutput | None] = [None] * len(texts)
-    async with aclosing(run.outputs()) as outputs:
-        async for prompt_index, output in outputs:
-            for completion in output.outputs:
-                at = prompt_index * n + completion.index
-                texts[at].append(completion.text)
-                token_ids[at].extend(completion.token_ids)
-                if completion.finish_reason is not None:
-                    ends[at] = completion
     choices: list[JsonObject] = []
-    for at, end in enumerate(ends):
-        assert end is not None and end.finish_reason is not None, "a run ends only when all choices have"
-        choice = shape.whole(at, "".join(texts[at]), end.finish_reason)
-        choice["stop_reason"] = end.stop_reason
-        if work.request.return_token_ids:
-            choice["token_ids"] = token_ids[at]
-            choice["prompt_token_ids"] = work.prompts[at // n].token_ids
-        choices.append(choice)
+    for prompt, answer in zip(work.prompts, await run.answers(), strict=True):
+        for completion in answer.outputs:
+            choice = whole_choice(shape, len(choices), completion)
+            if work.request.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+                choice["prompt_token_ids"] = prompt.token_ids
+            choices.append(choice)
     body = {**run.envelope(shape.whole_object), "choices": choices, "usage": run.figures.usage()}
     return _with_metrics(body, run)
+
+
+def whole_choice(shape: Shape, at: int, completion: CompletionOutput) -> JsonObject:
+    """A choice of a whole answer, the `at`th of its response."""
+    assert completion.finish_reason is not None, "an answer ends only when all its completions have"
+    choice = shape.whole(at, completion.text, completion.finish_reason)
+    return {**choice, "stop_reason": completion.stop_reason}
 
 
 async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:

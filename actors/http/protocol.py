@@ -23,6 +23,8 @@ from pydantic import (
 
 from ...cluster.errors import RequestError
 from ...cluster.request import SamplingParams
+from ..prompts import Chat, EncodedPrompt, Prompt, needed
+from ..tokenizer import Tokenizer
 from .defaults import GenerationDefaults
 
 MAX_STOP_STRINGS = 64
@@ -168,6 +170,10 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
 
+    def prompts(self) -> list[Prompt]:
+        """As the engine's door takes them; that ids are integers has been seen."""
+        return [p if isinstance(p, str) else EncodedPrompt(tuple(p)) for p in self.prompt]
+
 
 class ChatMessage(BaseModel):
     """One message; what else it carries (name, tool_calls, reasoning_content ...) goes to the template."""
@@ -188,10 +194,12 @@ class ChatMessage(BaseModel):
 
 
 class ChatTemplateOptions(BaseModel):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    """How messages become a prompt; the same wherever messages are taken."""
+
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
     def _one_way_to_end(self) -> ChatTemplateOptions:
@@ -205,15 +213,12 @@ class ChatTemplateOptions(BaseModel):
     def _both_were_asked(self) -> bool:
         return "add_generation_prompt" in self.model_fields_set
 
-    def for_template(self) -> list[dict[str, Any]]:
-        return [message.for_template(f"messages.{i}") for i, message in enumerate(self.messages)]
-
 
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ChatTemplateOptions):
     """`prompt`, or `messages` with the template options of chat."""
 
     model_config = ConfigDict(extra="ignore")
@@ -222,9 +227,6 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -237,6 +239,24 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], WrapValidator(_ids_as_they_are)]
+
+
+def conversation(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer | None) -> Chat:
+    """The conversation of a request, for the engine's door; refused where the template would not heed it."""
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        if not needed(tokenizer, "messages").template_uses("reasoning_effort"):
+            raise RequestError(
+                "reasoning_effort: this model's chat template knows no reasoning effort. Leave it out.",
+                param="reasoning_effort",
+            )
+        variables["reasoning_effort"] = request.reasoning_effort
+    return Chat(
+        [message.for_template(f"messages.{i}") for i, message in enumerate(request.messages or ())],
+        request.add_generation_prompt,
+        request.continue_final_message,
+        variables,
+    )
 
 
 def _first(*values: Any) -> Any:

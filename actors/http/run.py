@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
+from ..engine import RequestOptions
 from ..outputs import RequestOutput
+from ..prompts import EncodedPrompt
 from .errors import public_error
 from .figures import RequestFigures
-from .frontend import EncodedPrompt, Frontend
+from .frontend import Frontend
 from .protocol import GenerationRequest
 from .wire import JsonObject
 
@@ -61,13 +64,53 @@ class Run:
 
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
+        engine, work = self.frontend.engine, self.work
+        streams = [
+            engine.add(self._engine_id(i), prompt, work.params, **self._options())
+            for i, prompt in enumerate(work.prompts)
+        ]
+        with self._logged():
+            async with aclosing(merge(streams)) as merged:
+                async for index, output in merged:
+                    self._watch(index, output)
+                    yield index, output
+
+    async def answers(self) -> list[RequestOutput]:
+        """The whole answer to every prompt. The first failure, or leaving, ends all; the end is logged."""
+        with self._logged():
+            return await together([self._complete(i) for i in range(len(self.work.prompts))])
+
+    async def _complete(self, index: int) -> RequestOutput:
+        work = self.work
+        return await self.frontend.engine.complete(
+            self._engine_id(index),
+            work.prompts[index],
+            work.params,
+            watch=lambda output: self._watch(index, output),
+            **self._options(),
+        )
+
+    def _watch(self, index: int, output: RequestOutput) -> None:
+        self.figures.feed(index, output, self.frontend.telemetry)
+        _refuse_aborted(output)
+
+    def _engine_id(self, index: int) -> str:
+        return self.work.id if len(self.work.prompts) == 1 else f"{self.work.id}-{index}"
+
+    def _options(self) -> RequestOptions:
+        request = self.work.request
+        return {
+            "priority": self.work.priority,
+            "cache_salt": request.cache_salt,
+            "speculate": request.speculative.enabled,
+        }
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Whatever happens inside, the request is logged with the status that it ends in."""
         status = 499
         try:
-            async with aclosing(merge([self._add(i) for i in range(len(self.work.prompts))])) as merged:
-                async for index, output in merged:
-                    self.figures.feed(index, output, self.frontend.telemetry)
-                    _refuse_aborted(output)
-                    yield index, output
+            yield
             status = 200
         except MantaError as error:
             status = public_error(error).status
@@ -77,18 +120,6 @@ class Run:
             raise
         finally:
             self._finish(status)
-
-    def _add(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        work = self.work
-        engine_id = work.id if len(work.prompts) == 1 else f"{work.id}-{index}"
-        return self.frontend.engine.add(  # type: ignore[return-value]  # an async generator function
-            engine_id,
-            work.prompts[index].for_engine(),
-            work.params,
-            priority=work.priority,
-            cache_salt=work.request.cache_salt,
-            speculate=work.request.speculative.enabled,
-        )
 
     def _finish(self, status: int) -> None:
         work = self.work
@@ -116,6 +147,17 @@ class Run:
             return None
         speculated = request.speculative.enabled and self.frontend.speculates
         return self.figures.metrics(self.frontend.engine.info.num_speculative_tokens, speculated=speculated)
+
+
+async def together(work: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+    """What all return, in their order; the first failure ends all."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:

@@ -6,13 +6,12 @@ settings of Serve itself (replicas, ports): those are Serve's own keys beside `a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ...cluster.config import EngineConfig, from_mapping
-from ...cluster.errors import ConfigError
+from ...cluster.config import EngineConfig, from_mapping, one_of
+from ...cluster.errors import ConfigError, did_you_mean
 
 UnknownParams = Literal["ignore", "warn", "reject"]
 MetricsLevel = Literal["none", "summary"]
@@ -57,7 +56,7 @@ class ServerSettings:
             ("unknown_params", UnknownParams),
             ("per_request_metrics", MetricsLevel),
         ):
-            _one_of(name, getattr(self, name), get_args(kind))
+            one_of(name, getattr(self, name), get_args(kind))
         if self.sse_keep_alive_interval < 0:
             raise ConfigError(
                 f"sse_keep_alive_interval={self.sse_keep_alive_interval!r} must be 0 (off) or seconds.",
@@ -84,8 +83,8 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
     engine_names = {f.name for f in fields(EngineConfig)}
     for key in args:
         if key not in server_names | engine_names:
-            near = difflib.get_close_matches(str(key), sorted(server_names | engine_names), n=1)
-            hint = f"Did you mean {near[0]}?" if near else "See ray_config.yaml for the known ones."
+            known = sorted(server_names | engine_names)
+            hint = did_you_mean(str(key), known, else_say="See ray_config.yaml for the known ones.")
             raise ConfigError(f"Unknown setting {key}. {hint}", param=str(key))
     if not args.get("model"):
         raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
@@ -97,9 +96,3 @@ def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value
-
-
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        choices = ", ".join(map(str, allowed))
-        raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)

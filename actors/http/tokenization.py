@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 
 from ...cluster.errors import RequestError
 from .frontend import Frontend
-from .protocol import DetokenizeRequest, TokenizeRequest
+from .protocol import DetokenizeRequest, TokenizeRequest, conversation
 from .wire import MAX_VALUES, JsonRoute, json_response
 
 
@@ -16,7 +16,10 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         frontend.check_model(body.model)
-        token_ids = await _encode(body, frontend)
+        prompt = conversation(body, frontend.engine.tokenizer) if body.prompt is None else body.prompt
+        token_ids = await frontend.engine.encoder.list_tokens(
+            prompt, MAX_VALUES, add_special_tokens=body.add_special_tokens
+        )
         strings = None
         if body.return_token_strs:
             strings = await frontend.engine.encoder.in_thread(frontend.tokenizer.tokens, token_ids)
@@ -41,18 +44,3 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
         return json_response({"prompt": text})
 
     return router
-
-
-async def _encode(body: TokenizeRequest, frontend: Frontend) -> list[int]:
-    """By default special tokens are added to a prompt, and left to the template in a chat."""
-    if body.prompt is not None:
-        text, special = body.prompt, body.add_special_tokens is not False
-    else:
-        special = body.add_special_tokens is True
-        text = await frontend.render_chat(
-            [message.for_template(f"messages.{i}") for i, message in enumerate(body.messages or ())],
-            dict(body.chat_template_kwargs or {}),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-    return await frontend.engine.encoder.any_text(text, MAX_VALUES, add_special_tokens=special)

@@ -1,4 +1,4 @@
-"""Tensors between workers: torch.distributed, named in this file of the serving path and nowhere else.
+"""Tensors between workers: torch.distributed, which this file and `peer_memory.py` alone name.
 
 NCCL between GPUs, gloo between CPUs. Rank 0 opens a store on a free port (`open_store`), the others join it
 (`connect`). Every worker belongs to the joint group; the target ranks have one of their own, and a split

@@ -11,9 +11,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -23,13 +21,13 @@ from ...actors.engine import AsyncEngine
 from ...actors.http.chat import ChatShape
 from ...actors.http.completions import CompletionShape
 from ...actors.http.defaults import GenerationDefaults
-from ...actors.http.protocol import ChatRequest
-from ...actors.outputs import RequestMetrics, RequestOutput
-from ...actors.prompts import Prompt
+from ...actors.http.generation import whole_choice
+from ...actors.http.protocol import ChatRequest, conversation
+from ...actors.outputs import RequestOutput
 from ...cluster.config import EngineConfig
-from ...cluster.errors import EngineDeadError, MantaError, RequestError
+from ...cluster.errors import EngineDeadError, MantaError
 from .reading import Span, SpanReader
-from .rows import Layout, Record, RowRequest, chat_variables, content_id, parse_line, read_request, row_id
+from .rows import Layout, Record, RowRequest, content_id, parse_line, read_request, row_id
 
 ERROR_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("param", pa.string())])
 # What is written of a row; `input` is kept for failed rows only.
@@ -54,35 +52,6 @@ RESULT_SCHEMA = pa.schema(
 WIRE_SCHEMA = pa.schema(
     [*RESULT_SCHEMA, ("response", pa.string()), ("begin_s", pa.float64()), ("end_s", pa.float64())]
 )
-
-
-@dataclass(slots=True)
-class _Choice:
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class _Answer:
-    """The whole of a request's outputs."""
-
-    choices: list[_Choice]
-    prompt_tokens: int = 0
-    metrics: RequestMetrics | None = None
-
-    def feed(self, output: RequestOutput) -> None:
-        self.prompt_tokens, self.metrics = len(output.prompt_token_ids), output.metrics
-        for piece in output.outputs:
-            choice = self.choices[piece.index]
-            choice.text.append(piece.text)
-            choice.token_ids.extend(piece.token_ids)
-            choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
 
 
 class BatchEngine:
@@ -145,34 +114,26 @@ class BatchEngine:
         row["id"] = row_id(raw, self._layout)
         return raw
 
-    async def _answer(self, engine: AsyncEngine, request: RowRequest) -> _Answer:
-        answer = _Answer([_Choice() for _ in range(request.params.n)])
-        prompt = await _prompt(engine, request)
-        async with aclosing(self._outputs(engine, request, prompt)) as outputs:
-            async for output in outputs:
-                answer.feed(output)
-        return answer
-
-    def _outputs(self, engine: AsyncEngine, request: RowRequest, prompt: Prompt) -> Any:  # a generator
-        outputs: AsyncIterator[RequestOutput] = engine.add(
+    async def _answer(self, engine: AsyncEngine, request: RowRequest) -> RequestOutput:
+        body = request.body
+        given = conversation(body, engine.tokenizer) if isinstance(body, ChatRequest) else body.prompts()[0]
+        return await engine.complete(
             f"batch-{next(self._ids)}",
-            prompt,
+            await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
             request.params,
-            speculate=request.body.speculative.enabled,
+            speculate=body.speculative.enabled,
         )
-        return outputs
 
-    def _success(self, row: str, request: RowRequest, answer: _Answer) -> dict[str, Any]:
-        first, metrics = answer.choices[0], answer.metrics
-        assert metrics is not None, "an answered request has metrics"
+    def _success(self, row: str, request: RowRequest, answer: RequestOutput) -> dict[str, Any]:
+        first, metrics = answer.outputs[0], answer.metrics
         result = {
-            "text": "".join(first.text),
+            "text": first.text,
             "token_ids": first.token_ids,
             "finish_reason": first.finish_reason,
             "stop_reason": None if first.stop_reason is None else str(first.stop_reason),
             "seed": request.params.seed,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
+            "prompt_tokens": len(answer.prompt_token_ids),
+            "completion_tokens": _completion_tokens(answer),
             "num_steps": metrics.num_steps,
             "num_draft_tokens": metrics.num_draft_tokens,
             "num_accepted_tokens": metrics.num_accepted_tokens,
@@ -181,17 +142,15 @@ class BatchEngine:
             result["response"] = json.dumps(self._response(row, request, answer), ensure_ascii=False)
         return result
 
-    def _response(self, row: str, request: RowRequest, answer: _Answer) -> dict[str, Any]:
+    def _response(self, row: str, request: RowRequest, answer: RequestOutput) -> dict[str, Any]:
         """The body that the HTTP endpoint would have given."""
         shape = ChatShape() if isinstance(request.body, ChatRequest) else CompletionShape()
-        choices = [
-            shape.whole(i, "".join(c.text), c.finish_reason or "stop") | {"stop_reason": c.stop_reason}
-            for i, c in enumerate(answer.choices)
-        ]
+        choices = [whole_choice(shape, completion.index, completion) for completion in answer.outputs]
+        prompt_tokens, completion_tokens = len(answer.prompt_token_ids), _completion_tokens(answer)
         usage = {
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
-            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
         }
         return {
             "id": shape.prefix + content_id(row).removeprefix("row-"),
@@ -210,21 +169,5 @@ class BatchEngine:
         }
 
 
-async def _prompt(engine: AsyncEngine, request: RowRequest) -> Prompt:
-    body = request.body
-    if not isinstance(body, ChatRequest):
-        prompt = body.prompt[0]
-    elif engine.tokenizer is None:
-        raise RequestError("messages need a tokenizer: drop skip_tokenizer_init.", param="messages")
-    else:
-        text = engine.tokenizer.apply_chat_template(
-            body.for_template(),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=chat_variables(body),
-        )
-        token_ids = await engine.encoder.text(text, add_special_tokens=False, param="messages")
-        return {"prompt": text, "prompt_token_ids": token_ids}
-    if not prompt:
-        raise RequestError("prompt is empty: give at least one token.", param="prompt")
-    return prompt
+def _completion_tokens(answer: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in answer.outputs)

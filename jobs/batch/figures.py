@@ -19,7 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..tables import print_table
+from ...cluster.acceptance import mean_acceptance_length
+from ..files import rounded
+from ..tables import decimals, print_table
 
 PLAIN_INTERVAL_S = 10.0
 
@@ -69,9 +71,8 @@ class JobFigures:
         return self.completion_tokens / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
-    def tokens_per_step(self) -> float:
-        """Mean acceptance length: tokens of a verify step, the bonus token included; 1 without drafts."""
-        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         return {
@@ -81,7 +82,7 @@ class JobFigures:
             "completion_tokens": self.completion_tokens,
             "wall_s": round(self.wall_s, 3),
             "tokens_per_s": round(self.tokens_per_s, 2),
-            "tokens_per_step": round(self.tokens_per_step, 4),
+            "mean_acceptance_length": rounded(self.mean_acceptance_length),
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
         }
@@ -131,7 +132,8 @@ class ProgressView:
     def update(self, figures: JobFigures) -> None:
         text = (
             f"{figures.prompt_tokens} tokens in, {figures.completion_tokens} out, "
-            f"{figures.tokens_per_s:.0f} tokens/s, {figures.tokens_per_step:.2f} per step, "
+            f"{figures.tokens_per_s:.0f} tokens/s, "
+            f"mean acceptance length {decimals(figures.mean_acceptance_length)}, "
             f"{figures.failed} failed"
         )
         if self._bar is not None:
@@ -149,7 +151,7 @@ def print_job(figures: JobFigures, output: str) -> None:
     """The final report of a batch job."""
     print_table(
         f"results in {output}",
-        ["rows", "failed", "tokens in", "tokens out", "seconds", "tokens/s", "tokens per step"],
+        ["rows", "failed", "tokens in", "tokens out", "seconds", "tokens/s", "mean acceptance length"],
         [
             [
                 str(figures.rows),
@@ -158,7 +160,7 @@ def print_job(figures: JobFigures, output: str) -> None:
                 str(figures.completion_tokens),
                 f"{figures.wall_s:.1f}",
                 f"{figures.tokens_per_s:.1f}",
-                f"{figures.tokens_per_step:.2f}",
+                decimals(figures.mean_acceptance_length),
             ]
         ],
     )

@@ -20,7 +20,7 @@ import pydantic
 from ...actors.http.completions import OPENAI_MAX_TOKENS
 from ...actors.http.defaults import GenerationDefaults
 from ...actors.http.fields import check_extra_fields
-from ...actors.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from ...actors.http.protocol import ChatRequest, CompletionRequest
 from ...cluster.errors import RequestError
 from ...cluster.request import SamplingParams
 from ..settings import DEFAULT_MAX_TOKENS
@@ -178,12 +178,3 @@ def _validated(
         raise RequestError(f"{where or 'body'}: {first['msg']}.", param=where) from None
     check_extra_fields(request.model_extra or {}, type(request).model_fields, "ignore")
     return request
-
-
-def chat_variables(request: GenerationRequest) -> dict[str, Any]:
-    """What a chat request gives to the model's template."""
-    assert isinstance(request, ChatRequest)
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-    return variables

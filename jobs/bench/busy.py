@@ -17,6 +17,7 @@ from ...actors.machine import owned_cores
 from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
+from ..files import rounded
 from ..tables import print_table
 from .busy_processes import busy_processes
 from .cpu_quota import QuotaGroup, quota_group
@@ -192,8 +193,8 @@ def _side(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: 
         "rounds_share_of_idle": [round(of_round, 4) for of_round in kept],
         "share_of_idle": round(share, 4),
         "share_of_fair": round(share / fair_share, 4),
-        "idle_tokens_per_step": round(joined(idle).tokens_per_step, 4),
-        "busy_tokens_per_step": round(joined(busy).tokens_per_step, 4),
+        "idle_mean_acceptance_length": rounded(joined(idle).mean_acceptance_length),
+        "busy_mean_acceptance_length": rounded(joined(busy).mean_acceptance_length),
     }
 
 

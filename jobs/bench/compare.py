@@ -23,7 +23,8 @@ from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.request import SamplingParams
-from ..tables import print_table
+from ..files import rounded
+from ..tables import decimals, print_table
 from .contender_server import OpenAIServer
 from .contenders import Contender, DFlashLoop, HuggingFaceGenerate, Prompts, Runner, TransformersTarget, Way
 from .idleness import Watch, print_warning
@@ -157,7 +158,7 @@ class _Side:
             "tokens_per_s": round(statistics.median(p.tokens_per_s for p in self.passes), 2),
             "rounds_tokens_per_s": [round(p.tokens_per_s, 2) for p in self.passes],
             "tokens": last.tokens,
-            "tokens_per_step": last.tokens_per_step and round(last.tokens_per_step, 4),
+            "mean_acceptance_length": rounded(last.mean_acceptance_length),
             "ratio": round(statistics.median(ratios(first.passes, self.passes)), 3),
             "identical": None if same is None else same == len(reference),
             "identical_prompts": same,
@@ -198,14 +199,14 @@ def _measure(
 
 def print_point(point: Figures) -> None:
     """The table of one concurrency; below it who gave fewer tokens than asked, and what disturbed."""
-    columns = ["contender", "dtype", "how", "tok/s", "per step", "DFlash is", "identical"]
+    columns = ["contender", "dtype", "how", "tok/s", "mean acceptance length", "DFlash is", "identical"]
     rows = [
         [
             side["name"],
             side["dtype"] or "-",
             str(Way(None, side["at_once"], side["detail"])),
             f"{side['tokens_per_s']:.1f}",
-            "-" if side["tokens_per_step"] is None else f"{side['tokens_per_step']:.2f}",
+            decimals(side["mean_acceptance_length"]),
             f"{side['ratio']:.2f}x",
             _identical(side, point["prompts"]),
         ]

@@ -18,8 +18,9 @@ from typing import Any, Self, TypeVar
 
 from ...actors.llm import LLM
 from ...actors.outputs import RequestOutput
-from ...actors.prompts import encode_prompt
+from ...actors.prompts import Chat, encode_prompt
 from ...actors.tokenizer import Tokenizer
+from ...cluster.acceptance import mean_acceptance_length
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.request import SamplingParams
@@ -87,8 +88,8 @@ class Pass:
         return self.tokens / self.seconds
 
     @property
-    def tokens_per_step(self) -> float | None:
-        """None where steps are not counted."""
+    def mean_acceptance_length(self) -> float | None:
+        """None where steps are not counted, or nothing is drafted."""
         return None
 
 
@@ -112,15 +113,15 @@ class SteppedPass(Pass):
         )
 
     @property
-    def tokens_per_step(self) -> float:
-        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted)
 
 
 _Pass = TypeVar("_Pass", bound=Pass)
 
 
-def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: a prompt or messages
-    """(id, prompt or messages) of `count` lines spread evenly over the file."""
+def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: what the user's file holds
+    """(id, prompt or conversation) of `count` lines spread evenly over the file."""
     if not path.exists():
         raise DatasetError(
             f"prompts: {path} does not exist. Name a JSONL file with --prompts.",
@@ -134,8 +135,8 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: a pro
 
 
 def encode_prompts(rows: Sequence[tuple[str, Any]], tokenizer: Tokenizer | None) -> list[Prompt]:
-    """Those rows as token ids; special tokens of a conversation come from its template alone."""
-    return [(name, _token_ids(prompt, tokenizer)) for name, prompt in rows]
+    """Those rows as token ids."""
+    return [(name, list(encode_prompt(prompt, tokenizer).token_ids)) for name, prompt in rows]
 
 
 def joined(passes: Sequence[_Pass]) -> _Pass:
@@ -238,13 +239,7 @@ def _prompt_of(record: Mapping[str, Any], path: Path) -> Any:
             f"prompts: a line of {path} has neither `prompt` nor `messages`; it has: {', '.join(record)}.",
             param="prompts",
         )
-    return prompt
-
-
-def _token_ids(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
-    if tokenizer is not None and isinstance(prompt, list) and isinstance(prompt[0], Mapping):
-        return tokenizer.encode(tokenizer.apply_chat_template(prompt), add_special_tokens=False)
-    return encode_prompt(prompt, tokenizer)[1]
+    return Chat(prompt) if isinstance(prompt, list) and isinstance(prompt[0], Mapping) else prompt
 
 
 def _answer(output: RequestOutput) -> list[int]:

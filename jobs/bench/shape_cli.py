@@ -73,8 +73,8 @@ def step(
 ) -> None:
     """Measure a step's parts with random weights of any shape, beside the roofline.
 
-    Tokens per step come from the acceptance curve; for drafts that are really accepted at the cost of a large
-    model see `manta bench widen`.
+    The mean acceptance length comes from the acceptance curve; for drafts that are really accepted at the
+    cost of a large model see `manta bench widen`.
     """
     from .step import StepOptions, bench_step, parse_rates
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ..tables import print_table
+from ..files import rounded
+from ..tables import decimals, print_table
 from .idleness import Watch, print_warning
 from .passes import (
     MODES,
@@ -126,7 +127,7 @@ def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
         "dtype": dtype,
         "tokens_per_s": round(statistics.median(r.tokens_per_s for r in rounds), 2),
         "rounds_tokens_per_s": [round(r.tokens_per_s, 2) for r in rounds],
-        "tokens_per_step": round(middle.tokens_per_step, 4),
+        "mean_acceptance_length": rounded(middle.mean_acceptance_length),
         "step_seconds": {part: round(spent, 4) for part, spent in middle.step_seconds.items()},
         "seconds": round(middle.seconds, 3),
         "tokens": middle.tokens,
@@ -135,13 +136,20 @@ def _side(rounds: Sequence[SteppedPass], dtype: str) -> Figures:
 
 def print_points(points: Sequence[Figures]) -> None:
     """The table: a line per concurrency; below it, whether others were at work."""
-    columns = ["requests", "plain tok/s", "DFlash tok/s", "tokens per step", "speed-up", "identical output"]
+    columns = [
+        "requests",
+        "plain tok/s",
+        "DFlash tok/s",
+        "mean acceptance length",
+        "speed-up",
+        "identical output",
+    ]
     rows = [
         [
             str(point["requests"]),
             f"{point['off']['tokens_per_s']:.1f} ({point['off']['dtype']})",
             f"{point['on']['tokens_per_s']:.1f} ({point['on']['dtype']})",
-            f"{point['on']['tokens_per_step']:.2f}",
+            decimals(point["on"]["mean_acceptance_length"]),
             f"{point['speedup']:.2f}x",
             ", ".join(f"{dtype}: {'yes' if same else 'no'}" for dtype, same in point["identical"].items()),
         ]

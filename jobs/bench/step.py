@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.targets.loading.plan import LoadPlan, plan_models
+from ...cluster.acceptance import expected_acceptance_length
 from ...cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
-from ...cluster.roofline import Dense, Roofline, check_survival, geometric_survival, tokens_per_step
+from ...cluster.roofline import Dense, Roofline, check_survival, geometric_survival
 from ..files import write_json
 from .device_rates import find_device
 from .provenance import provenance
@@ -24,7 +25,7 @@ from .random_pair import PairShape
 from .step_tables import print_figures
 from .step_times import Measured, Memory, Point, Seen, measure_points
 
-ACCEPTANCE = 0.86  # of each draft, those before it being accepted: 6.5 tokens per step at 15 drafts
+ACCEPTANCE = 0.86  # of each draft, those before it being accepted: a length of 6.5 at 15 drafts
 Figures = dict[str, Any]  # Any: JSON
 
 
@@ -108,7 +109,10 @@ def bench_step(options: StepOptions) -> Figures:
         "attention_backend": plan.attention_backend,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "device": asdict(roofline.device),
-        "acceptance": {"rates": survival, "tokens_per_step": tokens_per_step(survival, len(survival) + 1)},
+        "acceptance": {
+            "rates": survival,
+            "mean_acceptance_length": expected_acceptance_length(survival, len(survival) + 1),
+        },
         "points": [_figures(point, seen, roofline, survival) for point, seen in measured.items()],
         "does_not_fit": [asdict(point) for point in points if point not in measured],
     }
@@ -151,7 +155,7 @@ def _figures(point: Point, seen: Seen, roofline: Roofline, survival: Sequence[fl
     drafting, parts_s = seen.drafting, seen.plain.parts_s
     plain_parts_s = {part: parts_s[part] for part in ("verify", "sample")}
     plain = Measured(plain_parts_s, seen.plain.host_s, seen.plain.step_s - parts_s["inject"])
-    tau = tokens_per_step(survival, rows)
+    tau = expected_acceptance_length(survival, rows)
     return {
         "batch": batch,
         "context": context,

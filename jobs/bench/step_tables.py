@@ -14,7 +14,8 @@ DRAFTING, PLAIN = ("draft", "verify", "sample", "inject"), ("verify", "sample") 
 
 def print_figures(figures: Figures) -> None:
     """Three tables: steps with drafts, plain steps, and what follows from the acceptance curve."""
-    points, device, tau = figures["points"], figures["device"], figures["acceptance"]["tokens_per_step"]
+    points, device = figures["points"], figures["device"]
+    tau = figures["acceptance"]["mean_acceptance_length"]
     rates = f"{device['bytes_per_s'] / 1e9:.4g} GB/s, {device['flops'] / 1e12:.4g} TFLOP/s"
     kernels = f"{figures['dtype']}, backend {figures['attention_backend']}"
     print(f"{figures['model']} in {kernels} on {device['name']}: {rates}")
@@ -26,10 +27,10 @@ def print_figures(figures: Figures) -> None:
     columns = ["batch", "context", "tokens/s", "plain tokens/s", "speed-up", "floor's speed-up", "best rows"]
     names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "floor_speedup", "floor_best_rows")
     rows = [[str(point[name]) for name in ("batch", "context", *names)] for point in points]
-    print_table(f"what {tau:.2f} tokens per step make of it", columns, rows)
+    print_table(f"what a mean acceptance length of {tau:.2f} makes of it", columns, rows)
     print(
-        "Weights are random and no draft is accepted: the cost of a step is measured, tokens per step come\n"
-        "from the acceptance curve that was set. Floors and best rows (per request) are the roofline's."
+        "Weights are random and no draft is accepted: the cost of a step is measured, the mean acceptance\n"
+        "length comes from the curve that was set. Floors and best rows (per request) are the roofline's."
     )
     print_warning([point["idleness"] for point in points])
     for point in figures["does_not_fit"]:

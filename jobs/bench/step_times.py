@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from ...actors.targets.loading.plan import LoadPlan
 from ...actors.targets.loading.rank import start_runner
 from ...actors.targets.runners.runner import Runner
 from ...cluster.errors import ConfigError
-from ...cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from ...cluster.made_up_plans import made_up_plan
+from ...cluster.plan import SchedulerOutput
 from ...drafter.compute.kv_cache import PagedKVCache
 from .idleness import Idleness, Watch
 from .random_pair import PairShape, RandomModels
@@ -31,7 +31,6 @@ WARM_UP_STEPS = 3
 TURN_STEPS = 5  # so many of a kind, then as many of the other; the first of a turn finds strange caches
 MEMORY_SHARE = 0.9  # of what is free, for weights and pages; the rest is for activations
 PARTS = ("draft", "verify", "sample", "inject")
-_GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,8 @@ def _take_turns(
 ) -> tuple[Measured, Measured]:
     """Steps with drafts and without, in turns of some: what else the machine does meets both."""
     batch = len(admission.slots)
-    kinds = [_Steps(runner, admission, _decode(batch, -1, drafts)) for drafts in (num_drafts, 0)]
+    plans = [made_up_plan(*_decoding(batch, -1, drafts)) for drafts in (num_drafts, 0)]
+    kinds = [_Steps(runner, admission, plan) for plan in plans]
     for kind in kinds:
         kind.run(WARM_UP_STEPS, counted=False)
     for begin in range(0, steps, TURN_STEPS):
@@ -156,38 +156,18 @@ def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> Schedule
     random = np.random.default_rng(0)
     assert load.config.num_pages is not None, "pages were counted for the points"
     tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
-    count = point.batch * pages_per_request
-    owners, indices = np.divmod(np.arange(count, dtype=np.int32), np.int32(pages_per_request))
-    return replace(
-        _decode(point.batch, point.context - 1, 0),
-        admitted=tuple(AdmittedRequest(i, f"made up {i}", row, _GREEDY) for i, row in enumerate(tokens)),
-        page_groups=np.zeros_like(owners),
-        page_slots=owners,
-        page_indices=indices,
-        page_ids=random.permutation(load.config.num_pages)[:count].astype(np.int32),
+    scattered = random.permutation(load.config.num_pages)[: point.batch * pages_per_request]
+    return made_up_plan(
+        *_decoding(point.batch, point.context - 1, 0),
+        prompts=list(tokens),
+        num_pages=[pages_per_request] * point.batch,
+        page_ids=scattered.astype(np.int32),
     )
 
 
-def _decode(batch: int, num_computed: int, num_drafts: int) -> SchedulerOutput:
-    """A step of all requests; -1 leaves it to the workers to know where they stand."""
-    none = np.zeros(0, np.int32)
-
-    def each(value: int) -> np.ndarray[Any, np.dtype[np.int32]]:  # Any: NumPy's shape
-        return np.full(batch, value, np.int32)
-
-    return SchedulerOutput(
-        step=0,
-        admitted=(),
-        page_groups=none,
-        page_slots=none,
-        page_indices=none,
-        page_ids=none,
-        slots=np.arange(batch, dtype=np.int32),
-        num_computed=each(num_computed),
-        num_rows=each(num_drafts + 1),
-        num_drafts=each(num_drafts),
-        samples=np.ones(batch, bool),
-    )
+def _decoding(batch: int, num_computed: int, num_drafts: int) -> tuple[list[int], list[int], list[int]]:
+    """Computed tokens (-1: the workers know), rows and drafts of `batch` equal requests."""
+    return [num_computed] * batch, [num_drafts + 1] * batch, [num_drafts] * batch
 
 
 def _say(line: str) -> None:

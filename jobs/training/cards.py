@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..tables import decimals
 from .evaluate import Figures
 
 _TARGET_CARD = """\
@@ -67,9 +68,10 @@ parameters in 3 layers, full attention, target layers 1, 4, 8, 12 and 15 as feat
 ## Acceptance on held-out prompts
 
 `models/prompts.jsonl`, {evaluation_tokens} new tokens each, block 16, a whole block drafted in every step.
-Tokens per step are accepted drafts plus the bonus token. Temperature 1 uses equal noise, so the answers are
-the ones plain decoding gives. Repeated: share of tokens inside an 8-gram the same answer already had; fresh:
-tokens per step up to the first such token, for repetition is easy to draft. The target's held-out loss is
+Length is the mean acceptance length: a block's accepted drafts plus the bonus token. Temperature 1 uses
+equal noise, so the answers are the ones plain decoding gives. Repeated: share of tokens inside an 8-gram the
+same answer already had; fresh: the length up to the first such token, for repetition is easy to draft. The
+target's held-out loss is
 {held_out_loss:.3f} nats per token.
 
 {table}
@@ -139,12 +141,13 @@ def figures_table(figures: Sequence[Figures]) -> str:
     temperatures = sorted({row.temperature for row in figures})
     categories = list(dict.fromkeys(row.category for row in figures))
     by_key = {(row.category, row.temperature): row for row in figures}
-    head = "".join(f" tokens/step, T={t:g} | fresh | repeated |" for t in temperatures)
+    head = "".join(f" length, T={t:g} | fresh | repeated |" for t in temperatures)
     lines = [f"| category | prompts |{head}", "|---|---|" + "---|---|---|" * len(temperatures)]
     for category in categories:
         rows = [by_key[category, temperature] for temperature in temperatures]
         cells = "".join(
-            f" {row.tokens_per_step:.2f} | {row.fresh_tokens_per_step:.2f} | {row.repeated_share:.0%} |"
+            f" {decimals(row.mean_acceptance_length)} | {decimals(row.fresh_acceptance_length)} |"
+            f" {row.repeated_share:.0%} |"
             for row in rows
         )
         lines.append(f"| {category} | {rows[0].num_prompts} |{cells}")

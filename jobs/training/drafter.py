@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
+from ...cluster.acceptance import expected_acceptance_length
 from .blocks import Blocks, cut_blocks, dpace_weights, draw_anchors, weighted_mean
 from .budget import Schedule
 from .continuations import ContinuationReader, Continuations, PaddedBatch
@@ -171,7 +172,8 @@ def teacher_rows(blocks: Blocks, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 
 def report_figures(blocks: Blocks, losses: RowLosses) -> dict[str, float]:
-    """Slot 1's chance of acceptance at temperature 1, and tokens per step if slots were accepted so."""
+    """Slot 1's chance of acceptance at temperature 1, and the length to expect if slots were accepted so."""
     overlap_BAN = losses.overlap_R.view_as(blocks.labels) * blocks.is_counted
-    tokens_per_step = 1.0 + overlap_BAN.cumprod(dim=-1).sum(dim=-1).mean()
-    return {"slot1": overlap_BAN[..., 0].mean().item(), "tokens_per_step": tokens_per_step.item()}
+    survival = overlap_BAN.cumprod(dim=-1).mean(dim=(0, 1)).tolist()
+    length = expected_acceptance_length(survival, len(survival) + 1)
+    return {"slot1": overlap_BAN[..., 0].mean().item(), "mean_acceptance_length": length}

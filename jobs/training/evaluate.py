@@ -1,4 +1,4 @@
-"""Acceptance of the pair on prompts it has not seen: tokens per verify step, with whole blocks.
+"""Acceptance of the pair on prompts it has not seen, with whole blocks.
 
 The target's answers are given; what a drafter would have proposed at every position of
 them follows from one pass, because with equal noise the answer does not depend on the
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...cluster.acceptance import mean_acceptance_length
 from ...drafter.step.sampling import sample_rows
 from ...drafter.step.sampling_batch import SamplingBatch
 from .continuations import Question
@@ -31,7 +32,8 @@ class Figures:
 
     Attributes:
         repeated_share: of tokens inside an 8-gram the same answer had before.
-        fresh_tokens_per_step: up to the first such token of each answer: repetition is easy to draft.
+        fresh_acceptance_length: the mean up to the first such token of each answer, for repetition is easy to
+            draft; None where no answer gets so far.
     """
 
     category: str
@@ -39,9 +41,9 @@ class Figures:
     num_prompts: int
     num_tokens: int
     num_steps: int
-    tokens_per_step: float
+    mean_acceptance_length: float | None
     repeated_share: float
-    fresh_tokens_per_step: float
+    fresh_acceptance_length: float | None
 
 
 def evaluate(
@@ -102,16 +104,17 @@ def count_steps(accepted: Sequence[int]) -> int:
 def _figures(category: str, temperature: float, rows: Iterable[tuple[int, ...]]) -> Figures:
     table = np.array(list(rows))
     tokens, steps, repeated, fresh, fresh_steps = (int(total) for total in table.sum(axis=0))
-    drafted = tokens - len(table)  # the first token of an answer comes from the prompt's own pass
+    # The first token of an answer comes from the prompt's own pass; every step adds one that was not drafted.
+    accepted = tokens - len(table) - steps
     return Figures(
         category=category,
         temperature=temperature,
         num_prompts=len(table),
         num_tokens=tokens,
         num_steps=steps,
-        tokens_per_step=drafted / steps,
+        mean_acceptance_length=mean_acceptance_length(steps, accepted),
         repeated_share=repeated / tokens,
-        fresh_tokens_per_step=fresh / max(1, fresh_steps),
+        fresh_acceptance_length=mean_acceptance_length(fresh_steps, fresh - fresh_steps),
     )
 
 

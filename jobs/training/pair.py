@@ -19,6 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from ...actors.llm import LLM
 from ...cluster.request import SamplingParams
+from ..tables import decimals
 from . import corpus
 from .budget import TimeBudget
 from .cards import PairFacts, RunFacts, write_cards
@@ -222,7 +223,8 @@ class _PairJob:
                 answers = generate(asked)
                 figures += evaluate(frozen, drafter, prompts, asked, answers, special_id(tokenizer, MASK))
         for row in figures:
-            self._report(f"T={row.temperature:g} {row.category}: {row.tokens_per_step:.2f} tokens per step")
+            length = decimals(row.mean_acceptance_length)
+            self._report(f"T={row.temperature:g} {row.category}: mean acceptance length {length}")
         return figures
 
     def _run_facts(self, name: str) -> RunFacts:

@@ -12,14 +12,12 @@ import numpy as np
 import torch
 
 from ....cluster.config import EngineConfig
-from ....cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from ....cluster.made_up_plans import made_up_plan
+from ....cluster.plan import SchedulerOutput
 from ..runners.runner import Runner
 from .memory import used_gpu_bytes
 
 _PROMPT_TOKENS = 8
-_GREEDY = SlotSampling(
-    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, stop_token_ids=()
-)
 
 
 def warm_up(runner: Runner, num_drafts: int, max_tokens: int, page_size: int) -> None:
@@ -33,7 +31,7 @@ def warm_up(runner: Runner, num_drafts: int, max_tokens: int, page_size: int) ->
         return
     runner.execute(_prefill([prompt], [max_tokens], page_size))
     for drafts in sorted({0, max(0, min(num_drafts, max_tokens - prompt - 2))}):
-        runner.execute(_step((), [prompt], [drafts + 1], [drafts]))
+        runner.execute(made_up_plan([prompt], [drafts + 1], [drafts]))
 
 
 def largest_prefill(config: EngineConfig, max_model_len: int) -> list[int]:
@@ -63,34 +61,8 @@ def measure_step_bytes(
 
 def _prefill(lengths: list[int], rooms: list[int], page_size: int) -> SchedulerOutput:
     """Admit prompts into the first slots, with consecutive pages for `rooms` tokens, and compute them."""
-    admitted = tuple(
-        AdmittedRequest(slot, "warm-up", np.zeros(n, np.int32), _GREEDY) for slot, n in enumerate(lengths)
-    )
-    pages = [-(-room // page_size) for room in rooms]
-    return _step(admitted, [0] * len(lengths), lengths, [0] * len(lengths), pages)
-
-
-def _step(
-    admitted: tuple[AdmittedRequest, ...],
-    computed: list[int],
-    rows: list[int],
-    drafts: list[int],
-    new_pages: list[int] | None = None,
-) -> SchedulerOutput:
-    slots = np.arange(len(rows), dtype=np.int32)
-    counts = np.array(new_pages or [0] * len(rows), np.int32)
-    owners = np.repeat(slots, counts)
-    page_ids = np.arange(len(owners), dtype=np.int32)
-    return SchedulerOutput(
-        step=0,
-        admitted=admitted,
-        page_groups=np.zeros_like(owners),
-        page_slots=owners,
-        page_indices=page_ids - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32),
-        page_ids=page_ids,
-        slots=slots,
-        num_computed=np.array(computed, np.int32),
-        num_rows=np.array(rows, np.int32),
-        num_drafts=np.array(drafts, np.int32),
-        samples=np.ones(len(rows), bool),
+    none = [0] * len(lengths)
+    prompts = [np.zeros(n, np.int32) for n in lengths]
+    return made_up_plan(
+        none, lengths, none, prompts=prompts, num_pages=[-(-room // page_size) for room in rooms]
     )

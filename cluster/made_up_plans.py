@@ -1,0 +1,55 @@
+"""Plans that no scheduler made: steps to warm up, to measure memory and to be timed.
+
+Requests 0, 1, .. in the slots of the same numbers, all greedy. Whoever runs such a plan leaves traces in
+those slots and pages. Used by `actors/targets/loading/warm_up.py` and `jobs/bench/step_times.py`.
+
+Shape legend: as in `plan.py`; R requests, M new page-table entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling
+
+_GREEDY = SlotSampling(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, stop_token_ids=()
+)
+
+
+def made_up_plan(
+    num_computed: Sequence[int],
+    num_rows: Sequence[int],
+    num_drafts: Sequence[int],
+    *,
+    prompts: Sequence[IntArray] = (),
+    num_pages: Sequence[int] | None = None,
+    page_ids: IntArray | None = None,
+) -> SchedulerOutput:
+    """A step of requests 0 to R - 1; all sample.
+
+    Args:
+        num_computed, num_rows, num_drafts: of each, as in the plan.
+        prompts: token ids of each, where they enter in this step.
+        num_pages: new pages of each, its first ones; none if absent.
+        page_ids: [M], of all these pages, request by request; 0, 1, .. if absent.
+    """
+    slots = np.arange(len(num_rows), dtype=np.int32)
+    counts = np.zeros(len(slots), np.int32) if num_pages is None else np.array(num_pages, np.int32)
+    owners = np.repeat(slots, counts)
+    places = np.arange(len(owners), dtype=np.int32)
+    return SchedulerOutput(
+        step=0,
+        admitted=tuple(AdmittedRequest(i, f"made-up-{i}", ids, _GREEDY) for i, ids in enumerate(prompts)),
+        page_groups=np.zeros_like(owners),
+        page_slots=owners,
+        page_indices=places - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32),
+        page_ids=places if page_ids is None else page_ids,
+        slots=slots,
+        num_computed=np.array(num_computed, np.int32),
+        num_rows=np.array(num_rows, np.int32),
+        num_drafts=np.array(num_drafts, np.int32),
+        samples=np.ones(len(slots), np.bool_),
+    )

@@ -1,0 +1,177 @@
+"""The HTTP client of Manta's own commands: asks an OpenAI-compatible server, Manta's or another.
+
+On Python's `http.client` alone: openai and httpx only the tests install, and a command must run where nothing
+but Manta is. No proxies from the environment. One connection, which is kept; threads that ask at once have a
+client each. Used by `serve.py` and the demo while a server starts, by the demo for its requests, and by
+`bench/contender_server.py`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import SplitResult, urlsplit
+
+from ..cluster.errors import ConfigError, MantaError, UnreachableError
+
+Json = Mapping[str, Any]  # Any: JSON
+LONG_S = 600.0
+HEALTH_TIMEOUT_S = 5.0
+POLL_S = 0.2
+MAX_SHOWN = 300  # characters of what a server says when it refuses
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said; `body` is {} unless it was a JSON object, or a text as OpenAI's errors have it."""
+
+    status: int
+    body: Json
+
+    @property
+    def error(self) -> str:
+        """Its error in a sentence."""
+        error = self.body.get("error", self.body)
+        message = str(error.get("message", error) if isinstance(error, Mapping) else error)
+        return message[:MAX_SHOWN].rstrip(".") + "."
+
+
+class ServerClient:
+    """A connection to the server at `url`, with or without `/v1`.
+
+    Raises:
+        ConfigError: that is no URL.
+    """
+
+    def __init__(self, url: str, timeout_s: float = LONG_S) -> None:
+        parts = split_url(url)
+        self.url = url
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+
+    def ask(self, path: str, body: Json | None = None) -> Answer:
+        """GET, or POST a body. Raises UnreachableError; any status is an answer."""
+        response = self._request(path, body)
+        return Answer(response.status, _json_object(self._read(response)))
+
+    def complete(self, body: Json) -> str:
+        """The text of a completion."""
+        answer = self.ask("/v1/completions", body)
+        self._accept("/v1/completions", answer)
+        return answer.body["choices"][0]["text"]
+
+    def stream_chat(self, body: Json) -> Iterator[Json]:
+        """The chunks of a streamed chat answer, as they come."""
+        path = "/v1/chat/completions"
+        response = self._request(path, {**body, "stream": True})
+        if response.status != 200:
+            self._accept(path, Answer(response.status, _json_object(self._read(response))))
+        try:
+            yield from _chunks(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+        finally:
+            self.close()  # the rest of an answer that is left early must not be read as the next one
+
+    def is_ready(self) -> bool:
+        """Whether it answers and would serve."""
+        try:
+            return self.ask("/health").status == 200
+        except UnreachableError:  # not listening yet
+            return False
+
+    def close(self) -> None:
+        """Idempotent; asking again opens a new connection."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, path: str, body: Json | None) -> http.client.HTTPResponse:
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+        try:
+            self._connection.request(
+                method, self._prefix + path, content, {"Content-Type": "application/json"}
+            )
+            return self._connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        self.close()
+        return UnreachableError(f"{self.url} cannot be reached: {error or type(error).__name__}.")
+
+    def _accept(self, path: str, answer: Answer) -> None:
+        if answer.status != 200:
+            raise MantaError(f"{self.url}{path} answered {answer.status}: {answer.error}")
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a server's URL; http if it names no scheme."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:  # the port is no number
+        known = False
+    if not known:
+        raise ConfigError(f"server={url!r} is not a URL like http://127.0.0.1:8000.", param="server")
+    return parts
+
+
+def await_ready(url: str, timeout_s: float, look: Callable[[], None] = lambda: None) -> float:
+    """Wait until the server at `url` would serve; the seconds that took.
+
+    Args:
+        look: called now and then while it does not; raises where waiting is in vain.
+
+    Raises:
+        UnreachableError: it is not ready in time.
+    """
+    begin_s = time.monotonic()
+    with ServerClient(url, HEALTH_TIMEOUT_S) as client:
+        while not client.is_ready():
+            look()
+            if time.monotonic() - begin_s > timeout_s:
+                raise UnreachableError(f"{url} was not ready within {timeout_s:.0f} s.")
+            time.sleep(POLL_S)
+    return time.monotonic() - begin_s
+
+
+def _chunks(response: http.client.HTTPResponse) -> Iterator[Json]:
+    for raw in response:
+        line = raw.decode().strip()
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise MantaError(f"The stream failed: {Answer(200, chunk).error}")
+        yield chunk
+    raise MantaError("The stream ended early: its last event is missing.")
+
+
+def _json_object(raw: bytes) -> Json:
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        return {"error": {"message": raw[:MAX_SHOWN].decode(errors="replace")}}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,123 @@
+"""The client of Manta's own commands, against a server whose bytes a test decides."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from manta.cluster.errors import ConfigError, MantaError, UnreachableError
+from manta.jobs.client import ServerClient, await_ready
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the next of the server's (status, body); remembers who asked for what."""
+
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def do_GET(self) -> None:
+        self._reply()
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._reply()
+
+    def _reply(self) -> None:
+        self.server.asked.append((self.path, self.client_address[1]))
+        status, content = self.server.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(*answers: tuple[int, bytes]) -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        server.answers, server.asked, server.bodies = list(answers), [], []  # type: ignore[attr-defined]
+        server.url = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(timeout=10)
+
+
+def unused_url() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+def events(*payloads: str) -> bytes:
+    return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
+
+
+def test_answers_of_any_status_come_over_one_connection() -> None:
+    refusal = json.dumps({"error": {"message": "No such model."}}).encode()
+    with serving((404, refusal), (500, b"<html>"), (200, b"[1]")) as server:
+        with ServerClient(f"{server.url}/v1/") as client:
+            found = [client.ask("/v1/completions", {"prompt": [1]}) for _ in range(3)]
+        assert [answer.status for answer in found] == [404, 500, 200]
+        assert [answer.error for answer in found[:2]] == ["No such model.", "<html>."]
+        assert found[2].body == {}
+        assert len({port for _, port in server.asked}) == 1
+        assert {path for path, _ in server.asked} == {"/v1/completions"}
+
+
+def test_a_completion_is_its_text_or_an_error_that_names_the_path() -> None:
+    good = json.dumps({"choices": [{"text": "x"}]}).encode()
+    with serving((200, good), (503, b"")) as server, ServerClient(server.url) as client:
+        assert client.complete({"prompt": "a"}) == "x"
+        with pytest.raises(MantaError, match="/v1/completions answered 503"):
+            client.complete({"prompt": "a"})
+
+
+def test_a_stream_yields_its_chunks_and_must_end_as_it_should() -> None:
+    whole = events('{"n": 1}', '{"n": 2}', "[DONE]")
+    failing = events('{"n": 1}', '{"error": {"message": "Gone."}}', "[DONE]")
+    refused = json.dumps({"error": {"message": "Too long."}}).encode()
+    answers = [(200, b": hi\n\n" + whole), (200, failing), (200, events('{"n": 1}')), (400, refused)]
+    with serving(*answers) as server, ServerClient(server.url) as client:
+        assert [chunk["n"] for chunk in client.stream_chat({"messages": []})] == [1, 2]
+        assert server.bodies == [{"messages": [], "stream": True}]
+        for said in ("The stream failed: Gone", "ended early", "answered 400: Too long"):
+            with pytest.raises(MantaError, match=said):
+                list(client.stream_chat({"messages": []}))
+
+
+def test_a_server_is_awaited_until_it_is_ready_or_waiting_is_in_vain() -> None:
+    with serving((503, b""), (200, b"")) as server:
+        assert await_ready(server.url, 20.0) > 0.0
+        assert [path for path, _ in server.asked] == ["/health"] * 2
+    nowhere = unused_url()
+    with pytest.raises(UnreachableError, match=f"{nowhere} was not ready within 0 s"):
+        await_ready(nowhere, 0.0)
+
+    def look() -> None:
+        raise MantaError("it has ended")
+
+    with pytest.raises(MantaError, match="it has ended"):
+        await_ready(nowhere, 60.0, look)
+
+
+def test_what_cannot_be_reached_is_said_with_its_url() -> None:
+    nowhere = unused_url()
+    with (
+        ServerClient(nowhere) as client,
+        pytest.raises(UnreachableError, match=f"{nowhere} cannot be reached"),
+    ):
+        client.ask("/v1/models")
+    for url in ("ftp://x", "http://", "http://x:port"):
+        with pytest.raises(ConfigError, match="is not a URL like"):
+            ServerClient(url)

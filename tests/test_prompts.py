@@ -1,0 +1,171 @@
+"""The one door for prompts: however a conversation comes, it is the same tokens or the same refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from manta import LLM, SamplingParams
+from manta.actors.engine import AsyncEngine
+from manta.actors.http.settings import ServerSettings
+from manta.actors.prompts import Chat, EncodedPrompt
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import RequestError
+from manta.jobs.batch.engine import BatchEngine
+from manta.jobs.batch.rows import Layout
+from manta.jobs.batch.source import open_source
+from text_pair import LiveServer, make_text_pair
+
+SAID = [{"role": "user", "content": "Say something."}, {"role": "assistant", "content": "It is"}]
+Answer = tuple[str, str] | tuple[int, list[int] | None]  # the field refused; prompt tokens, greedy answer
+Ask = Callable[[dict[str, Any]], Answer]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    settings = {"dtype": "float32", "max_num_seqs": 4, "num_pages": 64, "num_threads": 1}
+    return EngineConfig.from_dict(
+        {"model": str(target), "speculative_config": {"model": str(drafter)}, **settings}
+    )
+
+
+@pytest.fixture(scope="module")
+def doors(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ask]]:
+    """Every way to ask for the answer to a conversation, by name; `/tokenize` gives its tokens alone."""
+    folder = tmp_path_factory.mktemp("rows")
+    with (
+        LLM(**asdict(config)) as llm,
+        LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        yield {
+            "LLM.chat": lambda options: _ask_llm(llm, options),
+            "chat": lambda options: _ask_http(http, "/v1/chat/completions", options),
+            "stream": lambda options: _ask_http(http, "/v1/chat/completions", {**options, "stream": True}),
+            "tokenize": lambda options: _ask_http(http, "/tokenize", options),
+            "batch": lambda options: _ask_batch(config, folder, options),
+        }
+
+
+def _ask_llm(llm: LLM, options: dict[str, Any]) -> Answer:
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=6)
+        (output,) = llm.chat(SAID, params, use_tqdm=False, **options)
+    except RequestError as error:
+        return "refused", error.param or ""
+    return len(output.prompt_token_ids), output.outputs[0].token_ids
+
+
+def _ask_http(http: httpx.Client, path: str, options: dict[str, Any]) -> Answer:
+    body = {"messages": SAID, "temperature": 0, "max_tokens": 6, "return_token_ids": True, **options}
+    response = http.post(path, json=body)
+    if response.status_code != 200:
+        assert response.status_code == 400, response.text
+        return "refused", response.json()["error"]["param"]
+    if path == "/tokenize":
+        return response.json()["count"], None
+    if "stream" not in options:
+        (choice,) = response.json()["choices"]
+        return response.json()["usage"]["prompt_tokens"], choice["token_ids"]
+    events = [json.loads(e.removeprefix("data: ")) for e in response.text.split("\n\n") if "{" in e]
+    choices = [choice for event in events for choice in event["choices"]]
+    return len(choices[0]["prompt_token_ids"]), [i for c in choices for i in c.get("token_ids", ())]
+
+
+def _ask_batch(config: EngineConfig, folder: Path, options: dict[str, Any]) -> Answer:
+    body = {"messages": SAID, "temperature": 0, "max_tokens": 6, **options}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    path = folder / "line.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    spans = pa.Table.from_pylist([asdict(span) for span in open_source(path).spans(1)])
+    engine = BatchEngine(config, Layout(kind="openai", lines=True), "tiny")
+
+    async def run() -> pa.Table:
+        try:
+            return await engine(spans)
+        finally:
+            assert engine._engine is not None
+            engine._engine.close()
+
+    (row,) = asyncio.run(run()).to_pylist()
+    if row["error"] is not None:
+        return "refused", row["error"]["param"]
+    return row["prompt_tokens"], row["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"chat_template_kwargs": {"style": "So:"}},
+        {"chat_template_kwargs": {"style": {"deep": [1, None]}, "": 1, "template_name": 2, "self": 3}},
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+        {"chat_template_kwargs": {"continue_final_message": True}},
+        {"chat_template_kwargs": {"messages": []}},
+    ],
+)
+def test_a_conversation_is_the_same_whichever_way_it_comes(
+    doors: dict[str, Ask], options: dict[str, Any]
+) -> None:
+    found = {name: ask(options) for name, ask in doors.items()}
+    first, answer = found["LLM.chat"]
+    wanted = {name: (first, None if name == "tokenize" and first != "refused" else answer) for name in found}
+    assert found == wanted
+
+
+def test_a_conversation_is_truncated_whichever_way_it_comes(doors: dict[str, Ask]) -> None:
+    chat, stream, batch = (doors[n]({"truncate_prompt_tokens": 3}) for n in ("chat", "stream", "batch"))
+    assert chat == stream == batch and chat[0] == 3
+    for name in ("chat", "stream", "batch"):
+        assert doors[name]({"truncate_prompt_tokens": 0}) == ("refused", "prompt")
+
+
+def test_a_reasoning_effort_that_the_template_knows_not_is_refused_whichever_way_it_comes(
+    doors: dict[str, Ask],
+) -> None:
+    for name in ("chat", "stream", "tokenize", "batch"):
+        assert doors[name]({"reasoning_effort": "high"}) == ("refused", "reasoning_effort")
+
+
+def test_a_whole_answer_is_what_the_stream_would_have_brought(config: EngineConfig) -> None:
+    engine = AsyncEngine(config)
+    params = SamplingParams(max_tokens=9, n=3, seed=5, ignore_eos=True)
+    watched: list[int] = []
+
+    async def run() -> None:
+        await engine.start()
+        prompt = await engine.encoder.prompt(Chat(SAID))
+        whole = await engine.complete(
+            "whole", prompt, params, watch=lambda o: watched.append(len(o.outputs[0].token_ids))
+        )
+        ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        async for output in engine.add("stream", prompt, params):
+            for piece in output.outputs:
+                ids[piece.index] += piece.token_ids
+        assert whole.finished and {c.index: c.token_ids for c in whole.outputs} == ids
+        assert sum(watched) == 3 * 9
+        with pytest.raises(RequestError, match="holds token 99999"):
+            await engine.complete("bad", EncodedPrompt((1, 99999)), params)
+        with pytest.raises(ZeroDivisionError):
+            await engine.complete("left", prompt, params, watch=lambda _: 1 // 0)
+        leaving = asyncio.create_task(engine.complete("gone", prompt, SamplingParams(max_tokens=400)))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert (await engine.complete("left", prompt, params)).finished  # its id is free again
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.close()
+    assert engine.stats().running == engine.stats().waiting == 0
