@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .page_groups import PageGroup, count_pools
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling
 
 _GREEDY = SlotSampling(
@@ -26,30 +27,40 @@ def made_up_plan(
     *,
     prompts: Sequence[IntArray] = (),
     num_pages: Sequence[int] | None = None,
-    page_ids: IntArray | None = None,
+    groups: Sequence[PageGroup] = (PageGroup(),),
+    page_order: IntArray | None = None,
 ) -> SchedulerOutput:
     """A step of requests 0 to R - 1; all sample.
 
     Args:
         num_computed, num_rows, num_drafts: of each, as in the plan.
         prompts: token ids of each, where they enter in this step.
-        num_pages: new pages of each, its first ones; none if absent.
-        page_ids: [M], of all these pages, request by request; 0, 1, .. if absent.
+        num_pages: new pages of each in every group, its first ones; none if absent.
+        page_order: which pages of a pool are taken first; 0, 1, .. if absent.
     """
     slots = np.arange(len(num_rows), dtype=np.int32)
-    counts = np.zeros(len(slots), np.int32) if num_pages is None else np.array(num_pages, np.int32)
-    owners = np.repeat(slots, counts)
-    places = np.arange(len(owners), dtype=np.int32)
+    of_groups, owners, indices, ids = _entries(groups, num_pages or [0] * len(slots))
     return SchedulerOutput(
         step=0,
         admitted=tuple(AdmittedRequest(i, f"made-up-{i}", ids, _GREEDY) for i, ids in enumerate(prompts)),
-        page_groups=np.zeros_like(owners),
+        page_groups=of_groups,
         page_slots=owners,
-        page_indices=places - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32),
-        page_ids=places if page_ids is None else page_ids,
+        page_indices=indices,
+        page_ids=ids if page_order is None else page_order[ids],
         slots=slots,
         num_computed=np.array(num_computed, np.int32),
         num_rows=np.array(num_rows, np.int32),
         num_drafts=np.array(num_drafts, np.int32),
         samples=np.ones(len(slots), np.bool_),
     )
+
+
+def _entries(groups: Sequence[PageGroup], counts: Sequence[int]) -> IntArray:
+    """[4, M]: group, slot, index and id of so many pages per slot; ids count up within a pool."""
+    used = [0] * count_pools(groups)
+    entries: list[tuple[int, int, int, int]] = []
+    for number, group in enumerate(groups):
+        for slot, count in enumerate(counts):
+            entries += [(number, slot, i, used[group.pool] + i) for i in range(count)]
+            used[group.pool] += count
+    return np.array(entries, dtype=np.int32).reshape(-1, 4).T.copy()

@@ -90,6 +90,10 @@ class PagePlan:
         return pages_per_sequence(self.groups, num_tokens, page_size, max_rows)
 
 
+# A target and a drafter whose layers all share one page table.
+ONE_GROUP = PagePlan((PageGroup(),), (LayerPlace(0, 0),), (LayerPlace(0, 0),))
+
+
 def count_pools(groups: Sequence[PageGroup]) -> int:
     return 1 + max(group.pool for group in groups)
 

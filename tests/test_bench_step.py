@@ -67,8 +67,8 @@ def test_a_config_without_weights_gives_steps_beside_their_floors(
         assert all(drafting[part]["ms"] > 0 for part in ("draft", "verify", "sample", "inject", "step"))
         assert all(drafting[part]["floor_ms"] > 0 for part in ("draft", "verify", "inject", "step"))
         assert drafting["of_floor"] == pytest.approx(
-            drafting["step"]["floor_ms"] / drafting["step"]["ms"], rel=0.2
-        )
+            drafting["step"]["floor_ms"] / drafting["step"]["ms"], rel=0.2, abs=5e-5
+        )  # four digits behind the point: on a busy machine, all noughts but one
         assert set(plain) == {"verify", "sample", "host_gap", "step", "of_floor"}
         assert 0 < plain["step"]["floor_ms"] < drafting["step"]["floor_ms"]
         assert point["idleness"]["seconds"] > 0

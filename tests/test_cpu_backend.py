@@ -54,7 +54,7 @@ def placed(first: int, count: int) -> PlacedRows:
     positions_N = torch.arange(first, first + count)
     pages_RP = np.arange(NUM_PAGES)[None]
     batch = AttentionBatch.build(np.array([first]), np.array([count]), pages_RP, PAGE_SIZE, "cpu")
-    return PlacedRows(positions_N, positions_N.clone(), batch)
+    return PlacedRows(positions_N, (positions_N.clone(),), (batch,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +68,7 @@ def test_norms_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
 def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(dtype: torch.dtype):
     gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
     gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
-    assert_same(CpuBackend().silu_mul(gate_up_NI), TorchBackend().silu_mul(gate_up_NI.clone()))
+    assert_same(CpuBackend().gate(gate_up_NI, "silu"), TorchBackend().gate(gate_up_NI.clone(), "silu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,15 +79,15 @@ def test_attention_writes_and_answers_as_pytorch(
 ):
     num_heads, num_kv, head_dim = heads
     norms = [weights(head_dim, dtype=dtype) if normed else None for _ in range(2)]
-    shape = AttentionShape(num_heads, num_kv, head_dim, *norms, EPS)
     garbage = torch.randn(2, NUM_PAGES + 1, PAGE_SIZE, 2, num_kv, head_dim).to(dtype)
     qkv_NO = torch.randn(9, (num_heads + 2 * num_kv) * head_dim).to(dtype)
     rope, rows = rotary(head_dim, dtype), placed(100, 9)
+    shape = AttentionShape(num_heads, num_kv, head_dim, *norms, EPS, rope, head_dim**-0.5)
     answers: list[tuple[Tensor, Tensor]] = []
     for backend in (CpuBackend(), TorchBackend()):
         cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu")
         cache.kv.copy_(garbage)
-        step = backend.begin(rope, rows)
+        step = backend.begin(rows)
         answers.append((backend.attention(shape)(qkv_NO.clone(), step, cache, 1), cache.kv))
     (ours, our_kv), (theirs, their_kv) = answers
     assert_same(ours, theirs)
@@ -103,12 +103,12 @@ def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype):
     norms_LD = weights(num_layers, head_dim, dtype=dtype)
     kv_NO = torch.randn(5, 2 * num_layers * num_kv * head_dim).to(dtype)
     rows = placed(40, 5)
-    rows.kv_slots_N[2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
+    rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
     written: list[Tensor] = []
     for backend in (CpuBackend(), TorchBackend()):
         cache = PagedKVCache(num_layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu")
         write = backend.context_writer(norms_LD, EPS, num_kv)
-        write(kv_NO.clone(), rotary(head_dim, dtype), rows, cache)
+        write(kv_NO.clone(), rotary(head_dim, dtype), rows, cache, 0)
         written.append(cache.kv)
     assert_same(*written)
 
@@ -129,7 +129,7 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
     everything = slice(0, 33)
     for compute in (
         lambda rows: kernels.rms_norm(x_NH[rows], norm.weight_H, EPS),
-        lambda rows: kernels.silu_mul(gate_up_NI[rows]),
+        lambda rows: kernels.gate(gate_up_NI[rows], "silu"),
         heads,
     ):
         together = compute(everything)
@@ -141,7 +141,7 @@ def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():
     """To nearest even, infinities and NaNs included: a norm by ones of rows whose mean square is one."""
     bits = torch.randint(0, 2**16, (4096,), dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     gate_N1 = torch.full((4096, 1), 1.5, dtype=torch.bfloat16)
-    got = kernels.silu_mul(torch.cat((gate_N1, bits.view(-1, 1)), dim=1).contiguous())
+    got = kernels.gate(torch.cat((gate_N1, bits.view(-1, 1)), dim=1).contiguous(), "silu")
     silu = torch.nn.functional.silu(torch.tensor(1.5))
     exact = silu * bits.float()
     same = (got.flatten() == exact.to(torch.bfloat16)) | (got.flatten().isnan() & exact.isnan())

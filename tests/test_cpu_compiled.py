@@ -108,7 +108,7 @@ class Model:
         self.layers = [
             {name: random(*size) * size[1] ** -0.5 for name, size in widths.items()}
             | {f"{name}_bias": random(size[0]) if shape.biased else None for name, size in widths.items()}
-            | {name: 1 + 0.1 * random(shape.hidden) for name in ("input", "post")}
+            | {name: 1 + 0.1 * random(shape.hidden) for name in ("attention_norm", "mlp_norm")}
             | {name: 1 + 0.1 * random(dim) if shape.normed else None for name in ("q", "k")}
             for _ in shape.windows
         ]
@@ -133,7 +133,7 @@ class Model:
         rows = self._placed(backend, who)
         normed, taps = stack(self.x[mine].to(dtype), rows, cache)
         assert taps is not None
-        kv = standard_order(cache, backend)[-1].flatten(0, 1)[rows.kv_slots_N]
+        kv = standard_order(cache, backend)[-1].flatten(0, 1)[rows.kv_slots[0]]
         return normed, taps, kv
 
     def _stack(self, backend: Backend, dtype: torch.dtype):
@@ -142,18 +142,20 @@ class Model:
         def cast(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(dtype)
 
+        rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
+        rope.cos_TD, rope.sin_TD = rope.cos_TD.to(dtype), rope.sin_TD.to(dtype)
         blocks = []
         for weights, window in zip(self.layers, self.shape.windows, strict=True):
             w = {name: cast(value) for name, value in weights.items()}
-            shape = AttentionShape(num_q, num_kv, dim, w["q"], w["k"], EPS, self.shape.causal, window)
+            shape = AttentionShape(
+                num_q, num_kv, dim, w["q"], w["k"], EPS, rope, dim**-0.5, self.shape.causal, window
+            )
             parts = {
                 name: backend.linear(w[name], w[f"{name}_bias"]) for name in ("qkv", "o", "gate_up", "down")
             }
-            norms = {f"{name}_norm": RMSNorm(w[name], EPS) for name in ("input", "post")}
+            norms = {name: RMSNorm(w[name], EPS) for name in ("attention_norm", "mlp_norm")}
             blocks.append((shape, BlockWeights(**parts, **norms)))
-        rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
-        rope.cos_TD, rope.sin_TD = rope.cos_TD.to(dtype), rope.sin_TD.to(dtype)
-        return backend.stack(blocks, RMSNorm(self.final.to(dtype), EPS), rope, (1, 0))
+        return backend.stack(blocks, RMSNorm(self.final.to(dtype), EPS), (1, 0))
 
     def _placed(self, backend: Backend, who: list[int]) -> PlacedRows:
         first, counts = (np.array([self.shape.requests[r][i] for r in who]) for i in (0, 1))
@@ -161,7 +163,7 @@ class Model:
         slots = [self._slots(r, at) for r, at in zip(who, positions, strict=True)]
         batch = backend.attention_batch(first, counts, self.pages[who], self.shape.page_size, "cpu")
         return PlacedRows(
-            torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(slots)), batch
+            torch.from_numpy(np.concatenate(positions)), (torch.from_numpy(np.concatenate(slots)),), (batch,)
         )
 
     def _slots(self, request: int, positions: np.ndarray) -> np.ndarray:
@@ -173,7 +175,7 @@ class Model:
         _, num_kv, dim = self.shape.heads
         cache = PagedKVCache(2, self.num_pages, self.shape.page_size, num_kv, dim, dtype, "cpu")
         for r, past in enumerate(self.past):
-            cache.slots_LN2KD[:, torch.from_numpy(self._slots(r, np.arange(len(past))))] = past.to(dtype)
+            cache.slots(0, 2)[:, torch.from_numpy(self._slots(r, np.arange(len(past))))] = past.to(dtype)
         if isinstance(backend, CompiledBackend):
             cache.kv.copy_(blocked_order(cache.kv))
         return cache
@@ -241,11 +243,11 @@ def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
     norms, kv_NO = 1 + 0.1 * random(num_layers, dim), random(rows, 2 * num_layers * num_kv * dim)
     rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), MAX_POSITIONS, torch.bfloat16, "cpu")
     positions = torch.arange(100, 100 + rows)
-    placed = PlacedRows(positions, torch.randperm(160)[:rows], None)
+    placed = PlacedRows(positions, (torch.randperm(160)[:rows],), (None,))
     written = []
     for backend in (TorchBackend(), CompiledBackend(1)):
         cache = PagedKVCache(num_layers, 10, 16, num_kv, dim, torch.bfloat16, "cpu")
-        backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache)
+        backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache, 0)
         written.append(standard_order(cache, backend))
     torch.testing.assert_close(written[1], written[0], rtol=2e-2, atol=2e-2)
     assert (

@@ -6,6 +6,7 @@ PyTorch's kernels bring, one by one.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+from families import FAMILIES
 from manta.actors.llm import LLM
 from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
 from steps import settings
 from test_lossless import KNOBS, tokens_of
-from tiny import TINY_VOCAB
+from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 # Few and short, for the interpreter takes seconds for a step: two without filters, one with all of them.
 KNOB_NAMES = ("greedy", "plain", "all")
@@ -48,27 +50,29 @@ def generate(
         return tokens_of(llm, CASES, PARAMS), llm.stats()
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("tiny_qwen3", {}),
-        ("tiny_llama", {"async_scheduling": True, "num_pages": 3, "max_num_batched_tokens": 18}),
-    ],
-    ids=["drafts", "running ahead, chunks, preemption"],
-)
-def test_kernels_and_running_ahead_change_no_token(
-    request: pytest.FixtureRequest,
-    tiny_drafter: Path,
-    family: str,
-    changes: dict[str, object],
-) -> None:
-    target = request.getfixturevalue(family)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
+    """Of every family; where its layers slide, the drafter's first one does, too: pages are given back."""
+    target = make_tiny_target(tmp_path / "target", family, seed=5)
+    keys = json.loads((target / "config.json").read_text())
+    slides = bool(keys.get("sliding_window"))
+    drafter = make_tiny_drafter(
+        tmp_path / "drafter", hidden_size=keys["hidden_size"], sliding_window=7 if slides else None
+    )
     expected, _ = generate(target, None, "torch")
-    got, stats = generate(target, tiny_drafter, "triton", **changes)
+    got, stats = generate(target, drafter, "triton")
     wrong = [knob for knob, mine, theirs in zip(KNOB_NAMES, got, expected, strict=True) if mine != theirs]
     assert not wrong, "these differ"
     assert stats.num_drafts > 0
-    assert (stats.preemptions > 0) == ("num_pages" in changes)
+
+
+def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) -> None:
+    expected, _ = generate(tiny_llama, None, "torch")
+    ahead = {"async_scheduling": True, "num_pages": 3, "max_num_batched_tokens": 18}
+    got, stats = generate(tiny_llama, tiny_drafter, "triton", **ahead)
+    wrong = [knob for knob, mine, theirs in zip(KNOB_NAMES, got, expected, strict=True) if mine != theirs]
+    assert not wrong, "these differ"
+    assert stats.num_drafts > 0 and stats.preemptions > 0
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_rows_are_written_to_their_slots_and_unwanted_ones_nowhere():
     assert torch.equal(cache.pages(1)[2, 1], rows[0]) and torch.equal(cache.pages(1)[0, 2], rows[2])
     assert cache.kv[:, :3].count_nonzero() == rows[[0, 2]].count_nonzero()
     every = torch.randn(2, 1, 2, 2, 8)
-    cache.write_all(torch.tensor([5]), every)
+    cache.write_all(0, torch.tensor([5]), every)
     assert torch.equal(cache.kv[:, 1, 1], every[:, 0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manta.drafter.compute.layers import HeadNorm, Linear, RMSNorm, silu_mul
+from manta.drafter.compute.layers import HeadNorm, Linear, RMSNorm, gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,4 +36,4 @@ def test_norms_follow_their_formula(dtype: torch.dtype):
 def test_the_gated_product_is_silu_of_the_first_half_times_the_second():
     x = torch.randn(3, 10)
     expected = x[:, :5] * torch.sigmoid(x[:, :5]) * x[:, 5:]
-    assert torch.allclose(silu_mul(x.clone()), expected)
+    assert torch.allclose(gate(x.clone(), "silu"), expected)

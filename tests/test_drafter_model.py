@@ -80,7 +80,7 @@ class Requests:
         rng = np.random.default_rng(1)
         self.lengths = lengths
         self.anchors = [int(a) for a in rng.integers(0, 80, len(lengths))]
-        self.states = RequestStates(NUM_SLOTS, FACTS.max_model_len, NUM_PAGES, PAGE_SIZE, "cpu")
+        self.states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
         self.proposer = Proposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
         self.proposer.cache.kv.normal_()  # what earlier requests left behind
         order = iter(rng.permutation(NUM_PAGES).tolist())
@@ -186,7 +186,7 @@ def tiny_target():
 @torch.no_grad()
 def run_batch(target, oracle: Oracle, drafter: DFlashDrafter, prompts, params, num_tokens, block):
     """A minimal engine: our states, drafts, choice, acceptance and context; the target is transformers'."""
-    states = RequestStates(NUM_SLOTS, FACTS.max_model_len, NUM_PAGES, PAGE_SIZE, "cpu")
+    states = RequestStates(NUM_SLOTS, FACTS.max_model_len, (NUM_PAGES,), PAGE_SIZE, "cpu")
     proposer = Proposer(drafter, drafter.new_cache(NUM_PAGES, PAGE_SIZE))
     slots = [5, 0, 3][: len(prompts)]
     order = iter(np.random.default_rng(2).permutation(NUM_PAGES).tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.drafter.step.rows import StepRows
 from manta.drafter.step.states import RequestStates
 
 MASK = 99
@@ -23,9 +24,15 @@ def admit(slot: int, tokens: list[int], sampling: SlotSampling = GREEDY) -> Admi
     return AdmittedRequest(slot, str(slot), np.array(tokens, dtype=np.int32), sampling)
 
 
+def slots_of(rows: StepRows) -> list[int]:
+    """Where K and V go, of the only page group."""
+    (kv_slots_N,) = rows.kv_slots
+    return kv_slots_N.tolist()
+
+
 def mixed_step() -> tuple[RequestStates, SchedulerOutput]:
     """Slot 2 decodes with 2 drafts at position 3; slot 0 is amid its prompt; slot 1 ends its prompt."""
-    states = RequestStates(3, max_model_len=12, num_pages=9, page_size=4, device="cpu")
+    states = RequestStates(3, max_model_len=12, num_pages=(9,), page_size=4, device="cpu")
     plan = plan_of(
         [2, 0, 1],
         [3, 4, 0],
@@ -45,7 +52,7 @@ def test_rows_hold_known_tokens_then_drafts_at_their_positions_and_pages():
     rows = states.lay_out_rows(plan)
     assert rows.token_ids_N.tolist() == [13, 21, 22, 54, 55, 70, 71]
     assert rows.positions_N.tolist() == [3, 4, 5, 4, 5, 0, 1]
-    assert rows.kv_slots_N.tolist() == [3 * 4 + 3, 1 * 4, 1 * 4 + 1, 6 * 4, 6 * 4 + 1, 8 * 4, 8 * 4 + 1]
+    assert slots_of(rows) == [3 * 4 + 3, 1 * 4, 1 * 4 + 1, 6 * 4, 6 * 4 + 1, 8 * 4, 8 * 4 + 1]
     assert rows.sampled_X.tolist() == [0, 1, 2, 6]
     assert rows.counts_R.tolist() == [3, 0, 1]
 
@@ -63,7 +70,7 @@ def test_a_step_planned_ahead_goes_on_where_the_last_one_ended():
 def test_rows_behind_the_pages_of_a_sequence_that_has_ended_go_nowhere():
     states, _ = mixed_step()
     rows = states.lay_out_rows(plan_of([1], [3], [2], [0], [True]))
-    assert rows.kv_slots_N.tolist() == [8 * 4 + 3, states.skip_slot]
+    assert slots_of(rows) == [8 * 4 + 3, 9 * 4]
 
 
 def test_tokens_of_a_step_replace_its_drafts():
@@ -76,7 +83,7 @@ def test_tokens_of_a_step_replace_its_drafts():
 
 
 def test_drafts_at_the_end_of_the_longest_sequence_stay_within_it():
-    states = RequestStates(1, max_model_len=5, num_pages=2, page_size=4, device="cpu")
+    states = RequestStates(1, max_model_len=5, num_pages=(2,), page_size=4, device="cpu")
     plan = plan_of(
         [0], [3], [2], [1], [True], admitted=[admit(0, [1, 2, 3, 4])], pages=[(0, 0, 0), (0, 1, 1)]
     )
@@ -94,13 +101,13 @@ def test_a_block_is_an_anchor_and_masks_in_look_ahead_slots():
     assert block.token_ids_N.tolist() == [13, MASK, MASK]
     assert block.sampled_X.tolist() == [1, 2]
     assert block.positions_N.tolist() == [3, 4, 5]
-    assert block.kv_slots_N.tolist() == [15, 4, 5]
+    assert slots_of(block) == [15, 4, 5]
     assert block.counts_R.tolist() == [2, 0, 0] and block.max_count == 2
 
 
 def test_proposals_and_choices_share_noise_keys_by_position():
     noisy = SlotSampling(1.0, 0, 0.9, 0.0, 42, 0, ())
-    states = RequestStates(2, 16, 8, 4, "cpu")
+    states = RequestStates(2, 16, (8,), 4, "cpu")
     plan = plan_of(
         [1, 0],
         [2, 3],
@@ -117,7 +124,7 @@ def test_proposals_and_choices_share_noise_keys_by_position():
 
 def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
     early = SlotSampling(0.0, 0, 1.0, 0.0, 0, 5, (7, 9))
-    states = RequestStates(2, 16, 8, 4, "cpu")
+    states = RequestStates(2, 16, (8,), 4, "cpu")
     plan = plan_of(
         [1, 0],
         [2, 2],
@@ -137,4 +144,4 @@ def test_a_slot_taken_again_forgets_its_former_request():
     fresh = plan_of([2], [0], [2], [0], [True], admitted=[admit(2, [90, 91])], pages=[(2, 0, 7)])
     states.apply(fresh)
     rows = states.lay_out_rows(fresh)
-    assert rows.token_ids_N.tolist() == [90, 91] and rows.kv_slots_N.tolist() == [28, 29]
+    assert rows.token_ids_N.tolist() == [90, 91] and slots_of(rows) == [28, 29]

@@ -15,10 +15,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from manta.cluster.errors import ConfigError
+from manta.drafter.compute.backend import Machine, StackSpec
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
 from manta.drafter.compute.gpu.attention import verify_attention
-from manta.drafter.compute.gpu.flash_attention import FlashAttention
+from manta.drafter.compute.gpu.flash_attention import FlashAttention, why_not
 from manta.drafter.compute.gpu.tiles import (
     MAX_PARTIALS,
     AttentionWorkspace,
@@ -362,29 +362,36 @@ def flash_attn(monkeypatch):
 def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, causal, window):
     case = Case(Shape(page_size=256, dtype=torch.float16), [300, 5, 77, 0], rows, max_keys=1024, padding=2)
     case.rows.slots_B[3] = 0
-    attend = FlashAttention(256, torch.float16, 16)
+    attend = FlashAttention()
     kv = case.cache.pages(1)
     out = attend(case.q, kv[:, :, 0], kv[:, :, 1], case.rows, case.scale, causal=causal, window=window)
     assert (out.double() - case.dense(causal=causal, window=window)).abs().max() < 3e-3
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"),
+    ("page_size", "dtype", "head_dim", "named"),
     [
-        ({"page_size": 64}, "page_size=256"),
-        ({"dtype": torch.float32}, "dtype=bfloat16"),
-        ({"head_dim": 512}, "512"),
-        ({"sinks": True}, "sinks"),
+        (256, torch.bfloat16, 256, None),
+        (512, torch.float16, 64, None),
+        (64, torch.bfloat16, 128, "page_size=256"),
+        (256, torch.float32, 128, "dtype=bfloat16"),
+        (256, torch.bfloat16, 512, "head_dim above 256, the drafter's is 512"),
+        (256, torch.bfloat16, 96, "a power of two, the drafter's is 96"),  # our own kernels run beside it
     ],
 )
-def test_what_the_flash_attn_package_cannot_do_is_refused_with_a_remedy(flash_attn, kind, named):
-    with pytest.raises(ConfigError, match=named) as refused:
-        FlashAttention(**{"page_size": 256, "dtype": torch.bfloat16, "head_dim": 128} | kind)
-    assert refused.value.param == "attention_backend"
-    assert "attention_backend=triton" in refused.value.message
+def test_what_the_flash_attn_package_cannot_do_is_said_with_a_remedy(
+    flash_attn, page_size: int, dtype: torch.dtype, head_dim: int, named: str | None
+):
+    reason = why_not(*asked(page_size, dtype, head_dim))
+    assert reason is None if named is None else reason is not None and named in reason
+
+
+def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[StackSpec, Machine]:
+    spec = StackSpec(name="drafter", sizes=frozenset({4096}), head_dims=frozenset({64, head_dim}))
+    return spec, Machine(torch.device("cuda"), dtype, page_size, num_ranks=2)
 
 
 def test_a_missing_flash_attn_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ConfigError, match=r"manta\[flash-attn\]"):
-        FlashAttention(256, torch.bfloat16, 128)
+    reason = why_not(*asked(256, torch.bfloat16, 128))
+    assert reason is not None and "manta[flash-attn]" in reason

@@ -112,12 +112,14 @@ def _score(dtype: str, *, filters: bool) -> Variant:
     return _choice("_score_chunks", memory, dtype=dtype, CHUNKS=38, FILTERS=filters)
 
 
-def _lay_out(requests: int, *, is_block: bool) -> Variant:
+def _lay_out(requests: int, *, is_block: bool, groups: int = 1) -> Variant:
     rows = _pointers(
-        i32="cu_rows row_slots kv_lengths page_table", i64="row_positions row_kv_slots row_token_ids"
+        i32="cu_rows row_slots kv_lengths page_tables",
+        i64="row_positions row_kv_slots row_token_ids skip_slots",
     )
-    numbers = dict.fromkeys(("num_rows", "num_requests", "page_stride", "skip_slot", "mask_id"), "i32")
+    numbers = dict.fromkeys(("num_rows", "num_requests", "group_stride", "table_stride", "mask_id"), "i32")
     constexprs = {"PAGE_SIZE": 64, "IS_BLOCK": is_block, "REQUESTS": requests, "ROWS": 32}
+    constexprs |= {"NUM_GROUPS": groups}
     return Variant("_lay_out_rows", _STEP | rows | numbers, constexprs)
 
 
@@ -127,26 +129,37 @@ def _combine(dim: int, splits: int) -> Variant:
     return Variant("_combine", signature, {"HEADS": 64, "DIM": dim, "SPLITS": splits})
 
 
-def _norm(width: int, warps: int, *, add: bool = True, dtype: str = "bf16") -> Variant:
+def _norm(
+    width: int, warps: int, *, add: bool = True, dtype: str = "bf16", weight: str | None = None
+) -> Variant:
     given = ("x_ptr", "y_ptr", "weight_ptr", "sum_ptr", "normed_ptr")
     absent = () if add else ("y_ptr", "sum_ptr")
     signature = {name: f"*{dtype}:16" for name in given if name not in absent}
+    signature |= {"weight_ptr": f"*{weight or dtype}:16"}
     signature |= {"x_stride": "i32:16", "y_stride": "i32:16", "eps": "fp32"}
     block = 1 << (width - 1).bit_length()
     return Variant("_rms_norm", signature, {"WIDTH": width, "BLOCK": block} | dict.fromkeys(absent), warps)
 
 
-def _silu_mul(inner: int, dtype: str = "bf16") -> Variant:
-    pointers = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16")
-    return Variant("_silu_mul", pointers | {"row_stride": "i32:16"}, {"INNER": inner, "BLOCK": 1024})
+def _gate(inner: int, dtype: str = "bf16", *, gelu: bool = False) -> Variant:
+    signature = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16") | {"row_stride": "i32:16"}
+    return Variant("_gate_mul", signature, {"INNER": inner, "BLOCK": 1024, "GELU": gelu})
 
 
 def _write(
-    heads: int, kv_heads: int, dim: int, group: int, *, normed: bool = True, dtype: str = "bf16"
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    group: int,
+    *,
+    normed: bool = True,
+    dtype: str = "bf16",
+    weight: str | None = None,
 ) -> Variant:
     norms = ("q_norm_ptr", "k_norm_ptr")
-    given = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_ptr", "v_ptr", *(norms if normed else ()))
+    given = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_ptr", "v_ptr")
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
+    signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
     constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group}
     return Variant("_norm_rotate_write", signature, constexprs | ({} if normed else dict.fromkeys(norms)), 1)
 
@@ -197,6 +210,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "step.device.rows": [
         _lay_out(32, is_block=True),
         _lay_out(512, is_block=False),
+        _lay_out(32, is_block=False, groups=3),
         Variant(
             "_place_drafts",
             _STEP | _pointers(i64="chosen positions") | {"num_rows": "i32"},
@@ -232,13 +246,20 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(2880, 16),
         _norm(192, 1),
         _norm(8192, 16, dtype="fp32"),
+        _norm(3840, 16, weight="fp32"),  # Gemma 3
+        _norm(3840, 16, weight="fp32", add=False),
     ],
-    "compute.gpu.activations": [_silu_mul(12288), _silu_mul(12288, "fp32")],
+    "compute.gpu.activations": [
+        _gate(dim, dtype, gelu=gelu)
+        for dim, dtype in ((12288, "bf16"), (12288, "fp32"))
+        for gelu in (False, True)
+    ],
     "compute.gpu.write_kv": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
         _write(8, 1, 64, 8),
         _write(16, 4, 256, 2, dtype="fp32"),
+        _write(16, 8, 256, 2, weight="fp32"),  # Gemma 3
         _write_context(5, 8, 128, 4),
     ],
 }

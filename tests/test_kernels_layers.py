@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manta.drafter.compute.gpu.activations import silu_mul
+from manta.drafter.compute.gpu.activations import gate
 from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
 from manta.drafter.compute.gpu.write_kv import heads_per_program, norm_rotate_write, write_context
 from manta.drafter.compute.kv_cache import PagedKVCache
 from manta.drafter.compute.layers import HeadNorm, RMSNorm
-from manta.drafter.compute.layers import silu_mul as reference_silu_mul
+from manta.drafter.compute.layers import gate as reference_gate
 from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
 from torch import Tensor
 
@@ -94,7 +94,7 @@ def test_a_norm_of_nothing_is_nothing_and_eps_counts(eps: float):
 def test_the_gated_product_is_that_of_the_layer(rows: int, inner: int, dtype: torch.dtype):
     gate_up_NI2 = 4 * randn(rows, 2 * inner, dtype=dtype)
     before_NI2 = gate_up_NI2.clone()
-    assert_same(silu_mul(gate_up_NI2), reference_silu_mul(before_NI2))
+    assert_same(gate(gate_up_NI2, "silu"), reference_gate(before_NI2, "silu"))
     assert torch.equal(gate_up_NI2, before_NI2)
 
 
@@ -103,7 +103,7 @@ def test_the_gated_product_survives_large_gates_and_sliced_rows():
     wide_NI2 = randn(4, 300, dtype=torch.float32)
     gate_up_NI2 = wide_NI2[:, 100:]
     gate_up_NI2[0, :4] = torch.tensor([-200.0, -90.0, 90.0, 1e30])
-    assert_same(silu_mul(gate_up_NI2), reference_silu_mul(gate_up_NI2))
+    assert_same(gate(gate_up_NI2, "silu"), reference_gate(gate_up_NI2.clone(), "silu"))
 
 
 def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
@@ -229,7 +229,7 @@ def reference_context(
     normed = HeadNorm(k_norm_LD.repeat_interleave(cache.num_kv_heads, dim=0), EPS)(keys)
     rotary(kv_NJD.shape[2], kv_NJD.dtype).at(positions_N).rotate(normed, out_NJD=keys)
     kv_LN2KD = kv_NJD.unflatten(1, (2, cache.num_layers, cache.num_kv_heads)).permute(2, 0, 1, 3, 4)
-    cache.write_all(slots_N, kv_LN2KD)
+    cache.write_all(0, slots_N, kv_LN2KD)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

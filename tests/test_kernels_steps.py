@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.cluster.page_groups import ONE_GROUP, LayerPlace, PageGroup, PagePlan
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.step.device.rows import (
     SlotTables,
@@ -30,13 +31,21 @@ if os.environ["TRITON_INTERPRET"] != "1":
     pytest.skip("these tests run kernels on the CPU", allow_module_level=True)
 
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
-SLOTS, MAX_LEN, PAGE_SIZE, PAGES, MASK = 6, 60, 8, 50, 777
+SLOTS, MAX_LEN, PAGE_SIZE, MASK = 6, 60, 8, 777
+NUM_PAGES = (110, 57)  # of each pool
+# A target with two kinds of layers, and a drafter with a pool of its own.
+THREE_GROUPS = PagePlan(
+    (PageGroup(), PageGroup(window=20), PageGroup(pool=1)),
+    (LayerPlace(1, 0), LayerPlace(0, 0)),
+    (LayerPlace(2, 0),),
+)
 
 
 @dataclass
 class Case:
     """A plan, and padding behind its requests and rows."""
 
+    pages: PagePlan
     plan: SchedulerOutput
     padding_requests: int
     padding_rows: int
@@ -59,39 +68,45 @@ def cases(draw, *, drafts_behind: int) -> Case:
         known = draw(st.integers(1, drafts_behind if drafts[-1] else 12))
         rows.append(known + drafts[-1])
     seed, padding = draw(st.integers(0, 2**20)), draw(st.tuples(st.integers(0, 2), st.integers(0, 40)))
-    return Case(plan_of(slots, computed, rows, drafts, samples, seed), padding[0], padding[1], seed)
+    pages = draw(st.sampled_from((ONE_GROUP, THREE_GROUPS)))
+    return Case(pages, plan_of(slots, computed, rows, drafts, samples, seed, pages), *padding, seed)
 
 
-def plan_of(slots, computed, rows, drafts, samples, seed: int = 0) -> SchedulerOutput:
+def plan_of(
+    slots, computed, rows, drafts, samples, seed: int = 0, pages: PagePlan = ONE_GROUP
+) -> SchedulerOutput:
     """Admits all of its slots, with few different tokens (so that drafts match) and scattered pages."""
-    rng, pages = np.random.default_rng(seed), -(-MAX_LEN // PAGE_SIZE)
+    rng = np.random.default_rng(seed)
     arrays = [np.array(x, dtype=np.int32) for x in (slots, computed, rows, drafts)]
     known = arrays[1] + arrays[2] - arrays[3]
     admitted = tuple(
         AdmittedRequest(slot, str(slot), rng.integers(0, 3, count).astype(np.int32), GREEDY)
         for slot, count in zip(slots, known, strict=True)
     )
-    page_ids = rng.permutation(PAGES)[: len(slots) * pages].astype(np.int32)
-    where = (
-        np.zeros_like(page_ids),
-        np.repeat(arrays[0], pages),
-        np.tile(np.arange(pages, dtype=np.int32), len(slots)),
-        page_ids,
-    )
+    columns = range(-(-MAX_LEN // PAGE_SIZE))
+    places = [(g, slot, p) for g in range(len(pages.groups)) for slot in slots for p in columns]
+    free = [iter(rng.permutation(count).tolist()) for count in NUM_PAGES]
+    ids = [next(free[pages.groups[group].pool]) for group, _, _ in places]
+    where = np.column_stack((places, ids)).astype(np.int32).T
     return SchedulerOutput(0, admitted, *where, *arrays, np.array(samples, dtype=bool))
 
 
-def states_of(plan: SchedulerOutput) -> RequestStates:
-    states = RequestStates(SLOTS, MAX_LEN, PAGES, PAGE_SIZE, "cpu")
+def states_of(plan: SchedulerOutput, pages: PagePlan = ONE_GROUP) -> RequestStates:
+    states = RequestStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, "cpu", pages=pages)
     states.apply(plan)
     return states
 
 
-def tables_of(states: RequestStates, plan: SchedulerOutput) -> SlotTables:
+def skip_slots(pages: PagePlan) -> torch.Tensor:
+    """Of each group: the first slot behind its pool's pages."""
+    return torch.tensor([NUM_PAGES[group.pool] * PAGE_SIZE for group in pages.groups])
+
+
+def tables_of(states: RequestStates, plan: SchedulerOutput, pages: PagePlan = ONE_GROUP) -> SlotTables:
     computed = torch.full((SLOTS,), 1000, dtype=torch.int32)  # a slot that is not in the step is not touched
     computed[torch.from_numpy(plan.slots).long()] = torch.from_numpy(plan.num_computed)
-    pages = torch.from_numpy(states.page_table).to(torch.int32)
-    return SlotTables(states.token_ids.clone(), pages, computed, PAGE_SIZE, states.skip_slot)
+    tables = torch.from_numpy(states.page_tables_GSP).to(torch.int32)
+    return SlotTables(states.token_ids.clone(), tables, computed, PAGE_SIZE, skip_slots(pages))
 
 
 def ragged(
@@ -121,47 +136,47 @@ def ragged(
     )
 
 
-def check_padding(rows: StepRows, used: int, states: RequestStates) -> None:
+def check_padding(rows: StepRows, used: int, pages: PagePlan) -> None:
     assert (rows.slots_N[used:] == -1).all() and (rows.slots_N[:used] >= 0).all()
-    assert (rows.kv_slots_N[used:] == states.skip_slot).all()
+    assert (torch.stack(rows.kv_slots)[:, used:] == skip_slots(pages)[:, None]).all()
     assert not rows.positions_N[used:].any() and not rows.token_ids_N[used:].any()
 
 
 @settings(max_examples=40)
 @given(cases(drafts_behind=3))
 def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
-    plan, states = case.plan, states_of(case.plan)
+    plan, states = case.plan, states_of(case.plan, case.pages)
     states.token_ids.random_(0, 1000, generator=torch.Generator().manual_seed(case.seed))
     expected, used = states.lay_out_rows(plan), plan.num_batched_tokens
-    rows = lay_out_rows(ragged(case, plan.num_rows), tables_of(states, plan))
+    rows = lay_out_rows(ragged(case, plan.num_rows), tables_of(states, plan, case.pages))
     assert rows.slots_N[:used].tolist() == np.repeat(plan.slots, plan.num_rows).tolist()
     assert rows.positions_N[:used].equal(expected.positions_N)
-    assert rows.kv_slots_N[:used].equal(expected.kv_slots_N)
+    assert torch.stack(rows.kv_slots)[:, :used].equal(torch.stack(expected.kv_slots))
     assert rows.token_ids_N[:used].equal(expected.token_ids_N)
     lengths = (plan.num_computed + plan.num_rows).tolist() + [0] * case.padding_requests
-    assert rows.batch.kv_lengths_B.tolist() == lengths
-    check_padding(rows, used, states)
+    assert rows.batches[0].kv_lengths_B.tolist() == lengths
+    check_padding(rows, used, case.pages)
 
 
 @settings(max_examples=30)
 @given(cases(drafts_behind=1))
 def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does(case: Case):
-    plan, states = case.plan, states_of(case.plan)
-    tables, expected = tables_of(states, plan), states.lay_out_block(plan, MASK)
+    plan, states = case.plan, states_of(case.plan, case.pages)
+    tables, expected = tables_of(states, plan, case.pages), states.lay_out_block(plan, MASK)
     counts = np.where(plan.num_drafts > 0, plan.num_drafts + 1, 0)
     requests = ragged(case, counts)
     requests = replace(requests, num_rows=requests.num_rows + 1)  # nobody may draft
     rows = lay_out_block(requests, tables, MASK)
     used = int(counts.sum())
-    check_padding(rows, used, states)
+    check_padding(rows, used, case.pages)
     lengths = np.where(counts > 0, plan.num_computed + counts, 0).tolist()
-    assert rows.batch.kv_lengths_B.tolist() == lengths + [0] * case.padding_requests
+    assert rows.batches[0].kv_lengths_B.tolist() == lengths + [0] * case.padding_requests
     drafts = torch.full((plan.num_requests, int(plan.num_drafts.max())), -1)
     chosen = torch.randint(0, 1000, (requests.num_rows,), generator=torch.Generator().manual_seed(case.seed))
     if expected is not None:
         assert rows.token_ids_N[:used].equal(expected.token_ids_N)
         assert rows.positions_N[:used].equal(expected.positions_N)
-        assert rows.kv_slots_N[:used].equal(expected.kv_slots_N)
+        assert torch.stack(rows.kv_slots)[:, :used].equal(torch.stack(expected.kv_slots))
         drafts = by_request(chosen[expected.sampled_X], expected.counts_R, expected.max_count)
     place_drafts(chosen, rows, tables)
     states.place_drafts(plan, drafts)
@@ -183,12 +198,12 @@ def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[t
 @settings(max_examples=60)
 @given(cases(drafts_behind=3), st.booleans())
 def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: bool):
-    plan, states = case.plan, states_of(case.plan)
+    plan, states = case.plan, states_of(case.plan, case.pages)
     width = int(plan.num_drafts.max())
     drafts = torch.from_numpy(np.random.default_rng(case.seed).integers(0, 3, (plan.num_requests, width)))
     drafts.masked_fill_(torch.arange(width) >= torch.from_numpy(plan.num_drafts)[:, None], -1)
     states.place_drafts(plan, drafts)
-    tables = tables_of(states, plan)
+    tables = tables_of(states, plan, case.pages)
     counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
     sampled, chosen, first = verdicts_of(case, counts, of_all_rows=of_all_rows)
     tokens, num_tokens = accept(sampled.long(), torch.from_numpy(counts).long(), drafts)
@@ -214,7 +229,7 @@ def test_two_steps_of_one_request_follow_each_other_without_the_host():
     states = states_of(plan)
     tables = tables_of(states, plan)
     known = tables.token_ids[4, :10].tolist()
-    requests = ragged(Case(plan, 0, 0, 0), plan.num_rows, max_drafts=3)
+    requests = ragged(Case(ONE_GROUP, plan, 0, 0, 0), plan.num_rows, max_drafts=3)
     for proposed, chosen, new in (
         ([5, 6, 7], [5, 6, 8, 9], [5, 6, 8]),
         ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),

@@ -150,7 +150,7 @@ def test_drafts_equal_the_oracles_after_chunked_prefill(
     theirs = [(s.position, s.drafts) for s in steps if s.drafts]
     # Near the end both shorten the block, each by a rule of its own, and a shorter block is another block.
     whole = [step for step in theirs if len(step[1]) == TINY_BLOCK - 1]
-    assert len(whole) > 3
+    assert len(whole) >= 3
     assert [step for step in recorded.seen if len(step[1]) == TINY_BLOCK - 1] == whole
 
 

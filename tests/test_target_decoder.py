@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from manta.actors.targets.model.config import TargetConfig
+from families import FAMILIES
+from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.parallel import Sharding, SingleRank
 from manta.actors.targets.model.weights import TargetWeights
@@ -19,47 +20,38 @@ from tiny import TINY_VOCAB, make_tiny_target
 
 NUM_SLOTS, MAX_LEN = 4, 128
 TAPS = (2, 0, 3)
-VARIANTS = {
-    "qwen3": ("qwen3", {}),
+VARIANTS: dict[str, tuple[str, dict]] = {
+    **{family: (family, {}) for family in FAMILIES},
     "qwen3 with attention biases": ("qwen3", {"attention_bias": True}),
     "qwen3 with an untied head": ("qwen3", {"tie_word_embeddings": False}),
     "qwen3 with sliding windows": (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
     ),
-    "llama": ("llama", {}),
+    "qwen2 with sliding windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen2 with a tied head": ("qwen2", {"tie_word_embeddings": True}),
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with a tied head": ("llama", {"tie_word_embeddings": True}),
     "llama without rope scaling": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
     "llama with a kv head per head": ("llama", {"num_key_value_heads": 4}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "gemma3 with attention biases": ("gemma3", {"attention_bias": True}),
+    "gemma3 with three layers that slide to one": ("gemma3", {"sliding_window_pattern": 4}),
 }
-
-
-def make_variant(folder: Path, family: str, changes: dict) -> Path:
-    """A random checkpoint with some config values changed, biases and norms random too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(make_tiny_target(folder / "base", family)).to_dict()
-    config.pop("layer_types", None)
-    kind = type(AutoConfig.from_pretrained(folder / "base"))
-    torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(kind(**{**config, **changes}), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder / "variant")
-    return folder / "variant"
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_variant(tmp_path_factory.mktemp("variant"), *VARIANTS[request.param])
+    family, changes = VARIANTS[request.param]
+    return make_tiny_target(tmp_path_factory.mktemp("variant"), family, seed=11, **changes)
 
 
 def weights_of(folder: Path, dtype: torch.dtype = torch.float32) -> TargetWeights:
-    config = TargetConfig.load(folder)
-    return TargetWeights(folder, config, Sharding.of(config, 0, 1), dtype, torch.device("cpu"))
+    spec = read_model(folder)
+    return TargetWeights(folder, spec, Sharding(spec, 0, 1), dtype, torch.device("cpu"))
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -77,7 +69,7 @@ class Requests:
         self.logits: list[list[torch.Tensor]] = [[] for _ in lengths]
         self.taps: list[list[torch.Tensor]] = [[] for _ in lengths]
         self._model, self._steps = model, steps
-        self._states = RequestStates(NUM_SLOTS, MAX_LEN, num_pages, steps.page_size, "cpu")
+        self._states = RequestStates(NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, "cpu")
         self._cache = model.new_cache(num_pages, steps.page_size)
         self._cache.kv.fill_(100.0)  # what is seen unwritten must show
         self._admitted = [steps.admit(slot, tokens) for slot, tokens in enumerate(self.tokens)]
@@ -129,7 +121,7 @@ def test_logits_of_every_row_equal_transformers_in_chunks_and_in_company(checkpo
 def test_taps_are_the_outputs_of_blocks_before_the_final_norm_in_the_order_asked(checkpoint: Path) -> None:
     requests = computed(load(checkpoint))
     weights = weights_of(checkpoint)
-    final_norm = RMSNorm(weights.final_norm(), weights.config.rms_norm_eps)
+    final_norm = RMSNorm(weights.final_norm(), weights.spec.rms_norm_eps)
     for tokens, taps in zip(requests.tokens, requests.taps, strict=True):
         _, hidden = oracle(checkpoint, tokens)
         third, first, last = torch.cat(taps).unbind(1)
@@ -153,5 +145,6 @@ def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: 
     for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "mlp_bias"):
         raw.pop(key, None)
     (folder / "config.json").write_text(json.dumps(raw))
-    config = TargetConfig.load(folder)
-    assert (config.head_dim, config.num_kv_heads, config.tied_head, config.mlp_bias) == (16, 4, False, False)
+    spec = read_model(folder)
+    layer = spec.layers[0]
+    assert (spec.head_dim, layer.mixer.num_kv_heads, spec.tied_head, layer.mlp.bias) == (16, 4, False, False)

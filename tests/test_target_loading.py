@@ -30,7 +30,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(TargetWeights, "_get", refuse)
+    monkeypatch.setattr(TargetWeights, "_part", refuse)
 
 
 def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
@@ -51,7 +51,7 @@ def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:
         ({"architectures": ["GemmaForCausalLM"]}, "architectures.*GemmaForCausalLM.*Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures"),
         ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
-        ({"num_hidden_layers": None}, "num_hidden_layers=None must be a positive integer"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; it must be a positive integer"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must be a divisor of num_attention_heads \(4\)"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*unquantised"),
@@ -240,7 +240,9 @@ def test_pages_follow_settings_then_memory(tiny_qwen3: Path, tiny_drafter: Path)
 def test_ram_bounds_the_pages(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_ram_bytes", lambda: 4 * 10 * PAGE_BYTES)
     assert load_runner(settings(tiny_qwen3))[1].num_pages == (10,)
-    with pytest.raises(ConfigError, match=r"max_model_len=512 needs 32 K/V pages.*at most 160") as caught:
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=512 needs 524288 bytes of K/V pages.*at most 160"
+    ) as caught:
         load_runner(settings(tiny_qwen3, max_model_len=512))
     assert caught.value.param == "max_model_len"
 
@@ -292,6 +294,7 @@ def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
         made.append(weakref.ref(runner))
         return runner
 
-    taken = warm_up.measure_step_bytes(make_runner, [40, 40], 16, torch.device("cpu"))
+    plan = plan_load(settings(tiny_qwen3, max_num_seqs=2))
+    taken = warm_up.measure_step_bytes(make_runner, plan, [40, 40])
     assert taken == 75
     assert len(made) == 1 and made[0]() is None, "given back"

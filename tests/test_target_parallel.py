@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
+from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank import load_runner
-from manta.actors.targets.model.config import TargetConfig
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.targets.model.weights import TargetWeights
@@ -59,7 +60,7 @@ class ThreadRank:
         return tensor.copy_(self._ranks.meet(self.rank, tensor)[source])
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary that no number of ranks divides."""
     return make_tiny_target(tmp_path_factory.mktemp(request.param), request.param, vocab_size=TINY_VOCAB - 1)
@@ -110,12 +111,10 @@ def test_a_split_target_drafts_too(tiny_qwen3: Path, tiny_drafter: Path) -> None
 
 
 def test_ranks_read_only_their_slices(target: Path) -> None:
-    config = TargetConfig.load(target)
+    config = read_model(target)
     cpu = torch.device("cpu")
-    parts = [
-        TargetWeights(target, config, Sharding.of(config, rank, 2), torch.float32, cpu) for rank in (0, 1)
-    ]
-    whole = TargetWeights(target, config, Sharding.of(config, 0, 1), torch.float32, cpu)
+    parts = [TargetWeights(target, config, Sharding(config, rank, 2), torch.float32, cpu) for rank in (0, 1)]
+    whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
     first, second, all_of = parts[0].layer(1), parts[1].layer(1), whole.layer(1)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
     assert torch.equal(torch.cat((first.down_HI, second.down_HI), dim=1), all_of.down_HI)
@@ -129,12 +128,12 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
 
 
 def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> None:
-    config = TargetConfig.load(target)
+    config = read_model(target)
     ids = torch.arange(config.vocab_size)
     hidden = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def work(rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        sharding = Sharding.of(config, rank.rank, rank.world_size)
+        sharding = Sharding(config, rank.rank, rank.world_size)
         weights = TargetWeights(target, config, sharding, torch.float32, torch.device("cpu"))
         embedding = VocabEmbedding(weights.embedding(), sharding, rank)
         head = VocabHead(Linear(weights.head()), config.vocab_size, sharding, rank)
@@ -166,11 +165,11 @@ def test_a_size_that_does_not_divide_is_refused_before_loading(
 
 
 def test_kv_heads_are_repeated_where_ranks_outnumber_them(target: Path) -> None:
-    config = TargetConfig.load(target)
-    kv = [Sharding.of(config, rank, 4).kv_heads for rank in range(4)]
+    config = read_model(target)
+    kv = [Sharding(config, rank, 4).kv_heads(0) for rank in range(4)]
     assert kv == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
     model = Decoder(
-        TargetWeights(target, config, Sharding.of(config, 3, 4), torch.float32, torch.device("cpu")),
+        TargetWeights(target, config, Sharding(config, 3, 4), torch.float32, torch.device("cpu")),
         (),
         64,
         ThreadRank(ThreadRanks(4), 3),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from manta import LLM, SamplingParams
-from manta.actors.targets.model.config import TargetConfig
+from manta.actors.targets.families import read_model
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.tensors import TensorFolder
@@ -85,9 +85,10 @@ def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
 def test_what_is_added_is_work_and_not_zeros(tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path) -> None:
     width = Width(128, 192, 8, 4)
     widen_pair(tiny_qwen3, tiny_drafter, tmp_path / "wide", width, layers=5, drafter_layers=2)
-    config = TargetConfig.load(tmp_path / "wide" / "target")
-    sizes = (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads)
-    assert (*sizes, config.num_layers, config.head_dim) == (128, 192, 8, 4, 5, 16)
+    spec = read_model(tmp_path / "wide" / "target")
+    assert (spec.hidden_size, spec.num_layers, spec.head_dim) == (128, 5, 16)
+    for layer in spec.layers:
+        assert (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mlp.inner_size) == (8, 4, 192)
     wide = TensorFolder(tmp_path / "wide" / "target")
     for layer in (0, 4):
         for name in ("q_proj", "k_proj", "v_proj"):

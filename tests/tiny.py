@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import torch
+from families import FAMILIES
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config
 
 TINY_VOCAB = 128
 TINY_BLOCK = 16
@@ -15,37 +16,39 @@ TINY_TAPS = (0, 1, 2)
 
 
 def make_tiny_target(
-    folder: Path, family: str, *, seed: int = 0, vocab_size: int = TINY_VOCAB, head_dim: int = 16
+    folder: Path, family: str, *, seed: int = 0, vocab_size: int = TINY_VOCAB, **changes: object
 ) -> Path:
-    """A random 4-layer target (hidden 64, 4 heads, 2 KV heads) as a Hugging Face folder."""
+    """A random 4-layer target (4 heads, 2 KV heads, hidden 64 or its family's) as a Hugging Face folder.
+
+    Args:
+        family: of `families.FAMILIES`.
+        changes: of the family's configuration.
+    """
     torch.manual_seed(seed)
-    shape = {
+    tiny = FAMILIES[family]
+    common = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": head_dim,
+        "head_dim": 16,
         "max_position_embeddings": 512,
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": None,
         "initializer_range": 0.08,
+        "tie_word_embeddings": False,
         "dtype": "float32",
     }
-    if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
-    else:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
-        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope, tie_word_embeddings=False))
+    keys = {key: value for key, value in {**common, **tiny.changes, **changes}.items() if value is not None}
+    keys |= {"bos_token_id": None, "pad_token_id": None}
+    model = tiny.model(tiny.config(**keys))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # defaults of 0 and 1 hide errors
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
@@ -71,15 +74,21 @@ def make_tiny_drafter(
     seed: int = 1,
     block_size: int = TINY_BLOCK,
     vocab_size: int = TINY_VOCAB,
+    hidden_size: int = 64,
     head_dim: int = 16,
+    sliding_window: int | None = None,
 ) -> Path:
-    """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id."""
+    """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id.
+
+    Args:
+        sliding_window: of its first layer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "vocab_size": vocab_size,
-        "hidden_size": 64,
+        "hidden_size": hidden_size,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -90,7 +99,8 @@ def make_tiny_drafter(
         "max_position_embeddings": 512,
         "hidden_act": "silu",
         "attention_bias": False,
-        "layer_types": ["full_attention", "full_attention"],
+        "layer_types": ["sliding_attention" if sliding_window else "full_attention", "full_attention"],
+        "sliding_window": sliding_window,
         "use_sliding_window": False,
         "tie_word_embeddings": False,
         "num_target_layers": 4,

@@ -23,17 +23,15 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.plan import SchedulerOutput
 from ...drafter.compute.backend import Backend
-from ...drafter.compute.kv_cache import PagedKVCache
 from ...drafter.compute.tensors import TensorFolder
-from ...drafter.dflash.checkpoint import load_drafter
 from ...drafter.dflash.model import ContextFeatures
 from ...drafter.dflash.propose import Proposer
 from ...drafter.step.rows import StepRows
 from ...drafter.step.states import RequestStates
-from ..targets.loading.memory import gpu_budget_bytes
+from ..targets.loading.memory import gpu_budget_bytes, page_bytes
 from ..targets.loading.operators import make_backend, make_step_operators
 from ..targets.loading.plan import LoadPlan, plan_load
-from ..targets.loading.rank import lent_weights
+from ..targets.loading.rank import Checkpoints, lent_weights, pages_of
 from .process_group import Communicator, ProcessGroups
 
 
@@ -60,10 +58,10 @@ class RemoteDrafts:
         self._link.broadcast(self._features(taps_NmH))
 
 
-def tell_num_pages(num_pages: int, groups: ProcessGroups) -> None:
-    """The end of a target rank's loading: the drafter waits for the size of its pool, which is the same."""
+def tell_num_pages(num_pages: tuple[int, ...], groups: ProcessGroups) -> None:
+    """The end of a target rank's loading: the drafter waits for the pools' sizes, which are the same."""
     if groups.link is not None:
-        groups.link.broadcast(torch.tensor([num_pages], device=groups.link.device))
+        groups.link.broadcast(torch.tensor(num_pages, device=groups.link.device))
 
 
 class DrafterRunner:
@@ -76,18 +74,17 @@ class DrafterRunner:
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, groups: ProcessGroups) -> None:
         plan = plan_load(config)
-        assert plan.drafter_folder is not None, "a split drafter has a checkpoint"
         assert groups.link is not None, "the drafter speaks with target rank 0"
         self._joint, self._link = groups.joint, groups.link
         backend, operators = make_backend(plan), make_step_operators(plan)
-        drafter = load_drafter(
-            plan.drafter_folder, plan.facts, lent_weights(plan, backend), plan.dtype, plan.device, backend
-        )
-        num_pages = int(self._link.broadcast(torch.zeros(1, dtype=torch.int64, device=plan.device)))
+        drafter = Checkpoints().drafter(plan, lent_weights(plan, backend), backend)
+        told = torch.zeros(plan.pages.num_pools, dtype=torch.int64, device=plan.device)
+        num_pages = tuple(self._link.broadcast(told).tolist())
         _check_pages_fit(plan, num_pages)
-        self._proposer = Proposer(drafter, drafter.new_cache(num_pages, config.page_size), operators)
+        mine = pages_of(plan.pages, plan.pages.drafter, num_pages)
+        self._proposer = Proposer(drafter, drafter.new_cache(mine, config.page_size), operators)
         size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
-        self._states = RequestStates(*size, plan.device, backend.attention_batch, operators)
+        self._states = RequestStates(*size, plan.device, backend.attention_batch, operators, plan.pages)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
@@ -115,21 +112,19 @@ def _drafter_rank(joint: Communicator) -> int:
     return joint.world_size - 1
 
 
-def _check_pages_fit(plan: LoadPlan, num_pages: int) -> None:
+def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     """The target has chosen how many pages there are; the drafter's GPU must hold them beside its weights.
 
     A rank of a wide tensor-parallel target may hold less of a token than the drafter does.
     """
-    drafter, config = plan.drafter, plan.config
-    if plan.device.type != "cuda" or drafter is None:
+    if plan.device.type != "cuda":
         return
-    page_bytes = PagedKVCache.bytes_per_page(
-        drafter.num_layers, config.page_size, drafter.num_kv_heads, drafter.head_dim, plan.dtype
-    )
-    room = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, step_bytes=0) // page_bytes
-    if num_pages > room:
+    needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
+    room = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, step_bytes=0)
+    if needed > room:
+        fitting = max(num_pages[0] * room // needed, 0)
         raise ConfigError(
-            f"The target's GPUs hold {num_pages} K/V pages, the split drafter's only {max(room, 0)}. Set "
+            f"The target's GPUs hold {num_pages[0]} K/V pages, the split drafter's only {fitting}. Set "
             "num_pages to at most that.",
             param="num_pages",
         )

@@ -32,7 +32,7 @@ class TargetWorker(Worker):
             groups.target,
             remote_drafts=(lambda plan, backend: RemoteDrafts(plan, backend, groups)) if split else None,
         )
-        tell_num_pages(info.num_pages[0], groups)
+        tell_num_pages(info.num_pages, groups)
         self.max_in_flight = info.max_in_flight
         return info
 

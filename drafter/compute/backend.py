@@ -1,28 +1,71 @@
 """How a model's blocks are computed: the seam between what a model is and what a machine is good at.
 
-    Backend      what models ask for, at load: a stack of blocks, a norm, the drafter's context writer
-      TorchBackend    PyTorch's operators, anywhere           torch_backend.py
-      CpuBackend      compiled loops around the products      cpu/backend.py
-      CompiledBackend a whole pass in one call, bf16 on a CPU  cpu/backend.py
-      TritonBackend   fused kernels, on a GPU                 kernels/backend.py
-    Operators    what a stack of blocks is made of where Python drives it (`blocks.py`)
+    Backend          what models ask for, at load: a stack of blocks, a norm, the drafter's context writer
+      TorchBackend     PyTorch's operators, anywhere: what the others mean     eager/backend.py
+      CpuBackend       compiled loops around the products                      loops/backend.py
+      CompiledBackend  a whole pass in one call, bf16 on a CPU                 compiled/backend.py
+      TritonBackend    fused kernels, on a GPU                                 gpu/backend.py
+    Operators        what a stack of blocks is made of where Python drives it (`blocks.py`)
+    StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
-size.
+size, G page groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .kv_cache import PagedKVCache
-from .layers import RMSNorm
+from .layers import Activation, RMSNorm
 from .rope import RotaryEmbedding
+
+# What not every backend computes, in the words of its refusal.
+Feature = Literal[
+    "norms behind attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSpec:
+    """What a model asks of a backend, known before a weight is read; the target's and the drafter's alike.
+
+    Attributes:
+        name: of the model, for messages: "target" or "drafter".
+        sizes: of its hidden state and of its MLPs' inner states.
+        head_dims: of its attention.
+        features: what it has beyond a plain block.
+    """
+
+    name: str
+    sizes: frozenset[int]
+    head_dims: frozenset[int]
+    features: frozenset[Feature] = frozenset()
+
+    def lacking(self, known: frozenset[Feature]) -> str | None:
+        """Which of its features is none of `known`, as a backend says it; None if all are."""
+        missing = sorted(self.features - known)
+        return f"has no {missing[0]}, which the {self.name} needs" if missing else None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where and how models are to be computed.
+
+    Attributes:
+        page_size: tokens per K/V page.
+        num_ranks: of the target.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    page_size: int
+    num_ranks: int
 
 
 class Projection(Protocol):
@@ -40,6 +83,8 @@ class AttentionShape:
     Attributes:
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
         eps: of these norms.
+        rope: of queries and keys.
+        scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
     """
 
@@ -49,6 +94,8 @@ class AttentionShape:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
+    rope: RotaryEmbedding
+    scale: float
     causal: bool = True
     window: int | None = None
 
@@ -60,16 +107,25 @@ class AttentionShape:
         return torch.cat((q_QD, k_KD))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """The products and norms of a block; q, k and v are one product, gate and up another."""
+    """The products and norms of a block; q, k and v are one product, gate and up another.
 
-    input_norm: RMSNorm
+    Attributes:
+        attention_norm, mlp_norm: before attention and MLP.
+        attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
+        activation: of the gate.
+    """
+
+    attention_norm: RMSNorm
     qkv: Projection
     o: Projection
-    post_norm: RMSNorm
+    attention_out_norm: RMSNorm | None = None
+    mlp_norm: RMSNorm
     gate_up: Projection
+    activation: Activation = "silu"
     down: Projection
+    mlp_out_norm: RMSNorm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +134,14 @@ class PlacedRows:
 
     Attributes:
         positions_N: absolute positions.
-        kv_slots_N: where each row's K and V go.
-        batch: what the backend wants to know of the step: an `AttentionBatch`, or its kin.
+        kv_slots: per page group [N], where each row's K and V go.
+        batches: per page group, what the backend wants to know of the step: an `AttentionBatch`, or its kin;
+            None where the model has no layers in the group.
     """
 
     positions_N: Tensor
-    kv_slots_N: Tensor
-    batch: Any
+    kv_slots: tuple[Tensor, ...]
+    batches: tuple[Any, ...]
 
 
 class Attention(Protocol):
@@ -96,10 +153,16 @@ class Attention(Protocol):
 
 
 class ContextWriter(Protocol):
-    """Norm, rotation and write of the drafter's context K/V."""
+    """Norm, rotation and write of the drafter's context K/V, of layers that share a page group."""
 
-    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
-        """`kv_NO` holds all layers' keys, then all layers' values; overwritten."""
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
+        """`kv_NO` holds the layers' keys, then their values; overwritten.
+
+        Args:
+            first: the first of these layers; the others follow it, in the cache too.
+        """
         ...
 
 
@@ -132,7 +195,6 @@ class Backend(Protocol):
         self,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
         final_norm: RMSNorm,
-        rope: RotaryEmbedding,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
         """The blocks in order and the norm behind the last; taps are 0-based, in the drafter's order."""
@@ -146,7 +208,7 @@ class Backend(Protocol):
 class Operators(Protocol):
     """What `blocks.BlockStack` calls, layer by layer."""
 
-    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> Any:
+    def begin(self, rows: PlacedRows) -> Any:
         """Once per pass: what its layers share."""
         ...
 
@@ -157,9 +219,15 @@ class Operators(Protocol):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm
+        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
     ) -> tuple[Tensor, Tensor]:
-        """The new residual, project(x) + residual, and its norm. The old residual stays as it was."""
+        """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
+
+        Args:
+            out_norm: norms project(x) before it is added.
+        """
         ...
 
-    def silu_mul(self, gate_up_NI: Tensor) -> Tensor: ...
+    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
+        """activation(first half) * second half of the last dimension."""
+        ...

@@ -3,7 +3,7 @@
 Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
 one, so that a backend may compute them in one launch with what comes before.
 
-    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --gate,up--> silu, product --down--> (x'', norm x'')
+    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --gate,up--> act, product --down--> (x'', norm x'')
 
 Legend: N rows, H hidden, m taps.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 from .backend import AttentionShape, BlockWeights, Operators, PlacedRows, Projection, Stack
 from .kv_cache import PagedKVCache
 from .layers import Linear, RMSNorm
-from .rope import RotaryEmbedding
 
 
 class OperatorBackend:
@@ -32,10 +31,9 @@ class OperatorBackend:
         self: Operators,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
         final_norm: RMSNorm,
-        rope: RotaryEmbedding,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
-        return BlockStack(self, blocks, final_norm, rope, tap_ids)
+        return BlockStack(self, blocks, final_norm, tap_ids)
 
 
 class BlockStack:
@@ -46,18 +44,17 @@ class BlockStack:
         operators: Operators,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
         final_norm: RMSNorm,
-        rope: RotaryEmbedding,
         tap_ids: Sequence[int],
     ) -> None:
-        self._operators, self._rope = operators, rope
+        self._operators = operators
         self._tap_ids = tuple(tap_ids)
         self._blocks = [_Block(operators, shape, weights) for shape, weights in blocks]
-        self._first_norm = blocks[0][1].input_norm
-        self._next_norms = [*(weights.input_norm for _, weights in blocks[1:]), final_norm]
+        self._first_norm = blocks[0][1].attention_norm
+        self._next_norms = [*(weights.attention_norm for _, weights in blocks[1:]), final_norm]
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
         normed_NH = self._operators.norm(self._first_norm, x_NH)
-        step = self._operators.begin(self._rope, rows)
+        step = self._operators.begin(rows)
         tapped: dict[int, Tensor] = {}
         for i, (block, next_norm) in enumerate(zip(self._blocks, self._next_norms, strict=True)):
             x_NH, normed_NH = block(x_NH, normed_NH, step, cache, i, next_norm)
@@ -81,15 +78,17 @@ class _Block:
 
         Args:
             x_NH: the residual; left as it was.
-            normed_NH: this block's input norm of it.
+            normed_NH: this block's first norm of it.
             step: what `begin` made for this pass.
-            next_norm: the next block's input norm, or the model's last norm.
+            next_norm: the next block's first norm, or the model's last norm.
         """
         weights, operators = self._weights, self._operators
         attended = self._attention(weights.qkv(normed_NH), step, cache, layer)
-        x_NH, normed_NH = operators.residual_norm(weights.o, attended, x_NH, weights.post_norm)
-        inner = operators.silu_mul(weights.gate_up(normed_NH))
-        return operators.residual_norm(weights.down, inner, x_NH, next_norm)
+        x_NH, normed_NH = operators.residual_norm(
+            weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
+        )
+        inner = operators.gate(weights.gate_up(normed_NH), weights.activation)
+        return operators.residual_norm(weights.down, inner, x_NH, next_norm, weights.mlp_out_norm)
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:

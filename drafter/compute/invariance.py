@@ -49,20 +49,28 @@ class _Trial:
         def linear(outputs: int, inputs: int):
             return self._backend.linear(self._random(outputs, inputs) * inputs**-0.5)
 
-        heads = (_HEADS, _KV_HEADS, _HEAD_DIM)
-        shape = AttentionShape(*heads, norm(_HEAD_DIM).weight_H, norm(_HEAD_DIM).weight_H, 1e-6)
-        weights = BlockWeights(
-            input_norm=norm(_HIDDEN),
-            qkv=linear((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN),
-            o=linear(_HIDDEN, _HEADS * _HEAD_DIM),
-            post_norm=norm(_HIDDEN),
-            gate_up=linear(2 * _INNER, _HIDDEN),
-            down=linear(_HIDDEN, _INNER),
-        )
         rope = RotaryEmbedding(
             RopeConfig(_HEAD_DIM, 1e4, "default", {}), _PAGE * _PAGES, self._dtype, self._device
         )
-        return self._backend.stack([(shape, weights)], norm(_HIDDEN), rope)
+        shape = AttentionShape(
+            num_heads=_HEADS,
+            num_kv_heads=_KV_HEADS,
+            head_dim=_HEAD_DIM,
+            q_norm_D=norm(_HEAD_DIM).weight_H,
+            k_norm_D=norm(_HEAD_DIM).weight_H,
+            eps=1e-6,
+            rope=rope,
+            scale=_HEAD_DIM**-0.5,
+        )
+        weights = BlockWeights(
+            attention_norm=norm(_HIDDEN),
+            qkv=linear((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN),
+            o=linear(_HIDDEN, _HEADS * _HEAD_DIM),
+            mlp_norm=norm(_HIDDEN),
+            gate_up=linear(2 * _INNER, _HIDDEN),
+            down=linear(_HIDDEN, _INNER),
+        )
+        return self._backend.stack([(shape, weights)], norm(_HIDDEN))
 
     def passes(self) -> bool:
         others_NH = self._random(sum(rows for _, rows in _COMPANIONS), _HIDDEN)
@@ -82,7 +90,7 @@ class _Trial:
         batch = self._backend.attention_batch(
             np.array(first), np.array(counts), self._pages[: len(first)], _PAGE, self._device
         )
-        rows = PlacedRows(self._ints(positions), self._ints(slots), batch)
+        rows = PlacedRows(self._ints(positions), (self._ints(slots),), (batch,))
         return self._stack(x_NH.clone(), rows, self._cache)[0]
 
     def _ints(self, parts: list[np.ndarray]) -> Tensor:

@@ -9,9 +9,13 @@ Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Activation = Literal["silu", "gelu_tanh"]
 
 _PACKABLE = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16  # rows of a verified block: what the packed layout is tuned for
@@ -56,7 +60,10 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, rounded once.
+
+    The weight may be fp32 where `x` is not (Gemma's 1 + w has no room in bf16).
+    """
 
     __slots__ = ("_shape", "eps", "weight_H")
 
@@ -66,11 +73,16 @@ class RMSNorm:
         self._shape = (weight_H.shape[-1],)
 
     def __call__(self, x_NH: Tensor) -> Tensor:
+        if self.weight_H.dtype is not x_NH.dtype:
+            return F.rms_norm(x_NH.float(), self._shape, self.weight_H, self.eps).to(x_NH.dtype)
         return F.rms_norm(x_NH, self._shape, self.weight_H, self.eps)
 
 
 class HeadNorm:
-    """RMSNorm per head, heads with different weights: q and k of a layer at once, or k of all layers."""
+    """RMSNorm per head, heads with different weights: q and k of a layer at once, or k of all layers.
+
+    Rounded before the weight, too, unless that is fp32 where `x` is not.
+    """
 
     __slots__ = ("_eps", "_shape", "_weight_JD")
 
@@ -80,10 +92,14 @@ class HeadNorm:
         self._eps = eps
 
     def __call__(self, x_NJD: Tensor) -> Tensor:
+        if self._weight_JD.dtype is not x_NJD.dtype:
+            normed_NJD = F.rms_norm(x_NJD.float(), self._shape, None, self._eps)
+            return normed_NJD.mul_(self._weight_JD).to(x_NJD.dtype)
         return F.rms_norm(x_NJD, self._shape, None, self._eps).mul_(self._weight_JD)
 
 
-def silu_mul(gate_up_NI: Tensor) -> Tensor:
-    """SwiGLU's inner product: silu(first half) * second half of the last dimension."""
+def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
+    """A gated MLP's inner product: activation(first half) * second half of the last dimension."""
     gate_NI, up_NI = gate_up_NI.chunk(2, dim=-1)
-    return F.silu(gate_NI).mul_(up_NI)
+    act_NI = F.silu(gate_NI) if activation == "silu" else F.gelu(gate_NI, approximate="tanh")
+    return act_NI.mul_(up_NI)

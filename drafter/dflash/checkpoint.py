@@ -7,12 +7,14 @@ drafter; the target's loader may use `TensorFolder` too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...cluster.errors import CheckpointError
+from ...cluster.page_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.tensors import TensorFolder
 from .config import DrafterConfig
@@ -72,12 +74,13 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device | str,
     backend: Backend | None = None,
+    places: Sequence[LayerPlace] = (),
 ) -> DFlashDrafter:
     """Check and load a drafter (z-lab or Speculators format).
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
-        backend: as in `DFlashDrafter`.
+        backend, places: as in `DFlashDrafter`.
     """
     config = check_drafter(path, target)
     folder = TensorFolder(path)
@@ -92,7 +95,8 @@ def load_drafter(
     }
     if config.mask_embedding:
         weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
-    return DFlashDrafter(config, weights, lends, target.max_model_len + config.block_size, backend)
+    positions = target.max_model_len + config.block_size
+    return DFlashDrafter(config, weights, lends, positions, backend, places)
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:

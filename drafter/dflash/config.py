@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..compute.backend import StackSpec
 from ..compute.config_json import Json, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from .features import TargetFacts
@@ -91,6 +92,14 @@ class DrafterConfig:
         if "speculators_model_type" in raw:
             return _read_speculators(raw, file)
         return _read_z_lab(raw, file, mask_embedding=(folder / "mask_embedding.pt").exists())
+
+    def of_backend(self) -> StackSpec:
+        """What it asks of a backend."""
+        return StackSpec(
+            name="drafter",
+            sizes=frozenset({self.hidden_size, self.intermediate_size}),
+            head_dims=frozenset({self.head_dim}),
+        )
 
     def check_fits(self, target: TargetFacts) -> None:
         """Raise CheckpointError, naming field and remedy, if this drafter cannot draft for `target`."""

@@ -15,11 +15,12 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ...cluster.page_groups import LayerPlace
 from ..compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
@@ -37,6 +38,7 @@ class DFlashDrafter:
         weights: checkpoint tensors by name, on the device and in the dtype to compute in.
         lends: the target's embedding and head.
         max_positions: positions that may occur.
+        places: of each layer's K and V; all in one page group by default.
         backend: computes what is no matrix product; PyTorch's own by default.
     """
 
@@ -47,8 +49,10 @@ class DFlashDrafter:
         lends: TargetLends,
         max_positions: int,
         backend: Backend | None = None,
+        places: Sequence[LayerPlace] = (),
     ) -> None:
         self.config = config
+        self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(config.num_layers))
         backend = backend or TorchBackend()
         self._lends = lends
         fc = weights["fc.weight"]
@@ -57,11 +61,15 @@ class DFlashDrafter:
         self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps, backend)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
         blocks = [
-            _block(config, kind, weights, f"layers.{i}.", backend) for i, kind in enumerate(config.layers)
+            _block(config, kind, weights, f"layers.{i}.", self._rope, backend)
+            for i, kind in enumerate(config.layers)
         ]
         final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
-        self._stack = backend.stack(blocks, final_norm, self._rope)
-        self._context = _ContextProjection(config, weights, backend)
+        self._stack = backend.stack(blocks, final_norm)
+        groups: dict[int, list[int]] = {}
+        for layer, place in enumerate(self.places):
+            groups.setdefault(place.group, []).append(layer)
+        self._context = [_ContextProjection(config, weights, layers, backend) for layers in groups.values()]
         self._embedding_VH = weights.get("embed_tokens.weight")
         self._own_head = backend.linear(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
         self._target_ids_V: Tensor | None = None
@@ -73,10 +81,10 @@ class DFlashDrafter:
             self._mask_H = weights["mask_embedding"] * config.input_embedding_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
-        """Pages for this drafter's context, with the target's page ids."""
+        """Pages for this drafter's context."""
         c = self.config
         return PagedKVCache(
-            c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device
+            self.places, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device
         )
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
@@ -86,7 +94,8 @@ class DFlashDrafter:
 
     def write_context(self, c_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> None:
         """Context K/V of all layers at these rows; a row with the cache's `skip_slot` is dropped."""
-        self._context(c_NH, self._rope, rows, cache)
+        for project in self._context:
+            project(c_NH, self._rope, rows, cache)
 
     def embed_block(self, token_ids_N: Tensor) -> Tensor:
         """The block's input embeddings [N, H], from token ids: the mask's in all rows but the anchors'."""
@@ -154,7 +163,12 @@ def _arranged(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Mapping[s
 
 
 def _block(
-    config: DrafterConfig, kind: DraftLayer, weights: Mapping[str, Tensor], at: str, backend: Backend
+    config: DrafterConfig,
+    kind: DraftLayer,
+    weights: Mapping[str, Tensor],
+    at: str,
+    rope: RotaryEmbedding,
+    backend: Backend,
 ) -> tuple[AttentionShape, BlockWeights]:
     eps = config.rms_norm_eps
     shape = AttentionShape(
@@ -164,16 +178,18 @@ def _block(
         q_norm_D=weights[f"{at}self_attn.q_norm.weight"],
         k_norm_D=weights[f"{at}self_attn.k_norm.weight"],
         eps=eps,
+        rope=rope,
+        scale=config.head_dim**-0.5,
         causal=kind.causal,
         window=kind.window,
     )
     qkv_OH = torch.cat([weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"])
     gate_up_IH = torch.cat([weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     parts = BlockWeights(
-        input_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
+        attention_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
         qkv=backend.linear(qkv_OH),
         o=backend.linear(weights[f"{at}self_attn.o_proj.weight"]),
-        post_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
+        mlp_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
         gate_up=backend.linear(gate_up_IH),
         down=backend.linear(weights[f"{at}mlp.down_proj.weight"]),
     )
@@ -181,16 +197,18 @@ def _block(
 
 
 class _ContextProjection:
-    """K and V of all layers from C: one product, then norm, rotation and write."""
+    """K and V of a page group's layers from C: one product, then norm, rotation and write."""
 
-    __slots__ = ("_kv", "_write")
+    __slots__ = ("_first", "_kv", "_write")
 
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], backend: Backend) -> None:
-        layers = range(config.num_layers)
+    def __init__(
+        self, config: DrafterConfig, weights: Mapping[str, Tensor], layers: Sequence[int], backend: Backend
+    ) -> None:
         rows = [weights[f"layers.{i}.self_attn.{kind}_proj.weight"] for kind in "kv" for i in layers]
         self._kv = backend.linear(torch.cat(rows))  # all keys first, so that norm and rotation see one slice
         norms_LD = torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
         self._write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)
+        self._first = layers[0]
 
     def __call__(self, c_NH: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
-        self._write(self._kv(c_NH), rope, rows, cache)
+        self._write(self._kv(c_NH), rope, rows, cache, self._first)

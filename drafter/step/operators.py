@@ -30,7 +30,7 @@ class StepOperators(Protocol):
         first_R: Ints,
         num_rows_R: Ints,
         counts_R: Ints,
-        page_table_SP: Ints,
+        page_tables_GSP: Ints,
         page_size: int,
         /,
     ) -> Layout:

@@ -6,7 +6,7 @@ step computes, so indices are made here and put there once. Not the state's owne
 `states.py`.
 
 Legend: N rows of a step, X rows a token is chosen of, R requests of a step, W values of a request, S slots, P
-pages of a request, T tokens.
+pages of a request, T tokens, G page groups.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def lay_out_rows(
     first_R: Ints,
     num_rows_R: Ints,
     counts_R: Ints,
-    page_table_SP: Ints,
+    page_tables_GSP: Ints,
     page_size: int,
 ) -> Layout:
     """Rows, request after request.
@@ -93,16 +93,17 @@ def lay_out_rows(
         counts_R: of how many of its last rows a token is chosen.
 
     Returns:
-        token_ids_N, beside `tokens`; positions_N, kv_slots_N; sampled_X (which rows), slots_X (of their
+        token_ids_N, beside `tokens`; positions_N, kv_slots_GN; sampled_X (which rows), slots_X (of their
         requests). int64.
     """
     ends_R = np.cumsum(num_rows_R)
     rows_N, slots_N = np.arange(num_rows_R.sum()), np.repeat(slots_R, num_rows_R)
     positions_N = rows_N + np.repeat(first_R - ends_R + num_rows_R, num_rows_R)
-    kv_slots_N = page_table_SP[slots_N, positions_N // page_size] * page_size + positions_N % page_size
+    pages_GN = page_tables_GSP[:, slots_N, positions_N // page_size]
+    kv_slots_GN = pages_GN * page_size + positions_N % page_size
     sampled_X = np.flatnonzero(rows_N >= np.repeat(ends_R - counts_R, num_rows_R))
     token_ids_N = tokens_ST[_beside(tokens_ST, slots_N), _beside(tokens_ST, positions_N)]
-    return token_ids_N, positions_N, kv_slots_N, sampled_X, slots_N[sampled_X]
+    return token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_N[sampled_X]
 
 
 def write_tokens(tokens_ST: Tensor, slots_R: Ints, begin_R: Ints, counts_R: Ints, values_RW: Tensor) -> None:

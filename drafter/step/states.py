@@ -8,21 +8,22 @@ Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `p
 `lay_out_rows(plan)`, `advance(plan, token_ids, num_tokens)`. The twin of `device/states.py`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, K most drafts,
-W = K + 1, P pages of a request.
+W = K + 1, P pages of a request, G page groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...cluster.page_groups import ONE_GROUP, PagePlan
+from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
-from ..compute.kv_cache import skip_slot
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
 from .sampling_batch import SamplingBatch
@@ -32,28 +33,36 @@ class RequestStates:
     """Slots of running requests; see the module's text.
 
     Args:
+        num_pages: of each pool.
         attention_batch: makes what the models' backend wants to know of a step; see `AttentionBatch.build`.
         operators: lay out rows and write tokens, on this device; the definition by default.
+        pages: the models' page groups; one that all layers share by default.
     """
 
     def __init__(
         self,
         num_slots: int,
         max_model_len: int,
-        num_pages: int,
+        num_pages: Sequence[int],
         page_size: int,
         device: torch.device | str,
         attention_batch: Callable[..., Any] = AttentionBatch.build,
         operators: StepOperators = DEFINITION,
+        pages: PagePlan = ONE_GROUP,
     ) -> None:
         self.device = torch.device(device)
         self._attention_batch = attention_batch
         self._operators = operators
         self.page_size = page_size
-        self.skip_slot = skip_slot(num_pages, page_size)
+        self._groups = pages.groups
+        self._target_groups, self._drafter_groups = (
+            frozenset(place.group for place in places) for places in (pages.target, pages.drafter)
+        )
         # One column more than the longest sequence: what must not be kept is written there.
         self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=self.device)
-        self.page_table = np.zeros((num_slots, -(-max_model_len // page_size)), dtype=np.int64)
+        self._no_page_G = np.array([num_pages[group.pool] for group in pages.groups], dtype=np.int64)
+        shape = (len(pages.groups), num_slots, pages_for(max_model_len, page_size))
+        self.page_tables_GSP = np.zeros(shape, dtype=np.int64)
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int64)
         self._top_p = np.ones(num_slots, dtype=np.float32)
@@ -69,14 +78,14 @@ class RequestStates:
         for request in plan.admitted:
             self._admit(request)
         if len(plan.page_slots):
-            self.page_table[plan.page_slots, plan.page_indices] = plan.page_ids
+            self.page_tables_GSP[plan.page_groups, plan.page_slots, plan.page_indices] = plan.page_ids
 
     def _admit(self, request: AdmittedRequest) -> None:
         slot, sampling = request.slot, request.sampling
         tokens = torch.from_numpy(np.array(request.token_ids, dtype=np.int64))
         self.token_ids[slot, : len(tokens)] = tokens.to(self.device)
         # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
-        self.page_table[slot] = self.skip_slot // self.page_size
+        self.page_tables_GSP[:, slot] = self._no_page_G[:, None]
         self._temperature[slot] = sampling.temperature
         self._top_k[slot] = sampling.top_k
         self._top_p[slot] = sampling.top_p
@@ -130,18 +139,19 @@ class RequestStates:
         mask_id: int | None,
     ) -> StepRows:
         """Rows of these requests; `all_counts` are those of all requests of the plan."""
-        token_ids_N, positions_N, kv_slots_N, sampled_X, slots_X = self._operators.lay_out_rows(
-            self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_table, self.page_size
+        token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X = self._operators.lay_out_rows(
+            self.token_ids, slots_R, first_R, num_rows_R, counts_R, self.page_tables_GSP, self.page_size
         )
         rows_X, chosen_at_X = self._put(sampled_X), positions_N[sampled_X]
+        groups = self._target_groups if mask_id is None else self._drafter_groups
         if mask_id is None:
             chosen_at_X += 1  # a known token's row chooses the next one, a mask's its own
         else:
             token_ids_N.index_fill_(0, rows_X, mask_id)
         return StepRows(
             positions_N=self._put(positions_N),
-            kv_slots_N=self._put(kv_slots_N),
-            batch=self._attention(slots_R, first_R, num_rows_R),
+            kv_slots=self._put(kv_slots_GN).unbind(0),
+            batches=self._attention(slots_R, first_R, num_rows_R, groups),
             token_ids_N=token_ids_N,
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
@@ -149,10 +159,24 @@ class RequestStates:
             sampling=self._sampling(slots_X, chosen_at_X),
         )
 
-    def _attention(self, slots_R: Ints, first_R: Ints, num_rows_R: Ints) -> Any:
-        longest = int((first_R + num_rows_R).max())
-        pages_RP = self.page_table[slots_R, : -(-longest // self.page_size)]
-        return self._attention_batch(first_R, num_rows_R, pages_RP, self.page_size, self.device)
+    def _attention(
+        self, slots_R: Ints, first_R: Ints, num_rows_R: Ints, groups: Collection[int]
+    ) -> tuple[Any, ...]:
+        """For each page group that a model has layers in, what its backend wants to know."""
+        used = pages_for(int((first_R + num_rows_R).max()), self.page_size)
+        return tuple(
+            self._attention_batch(
+                first_R,
+                num_rows_R,
+                self.page_tables_GSP[number, slots_R, :used],
+                self.page_size,
+                self.device,
+                group.window,
+            )
+            if number in groups
+            else None
+            for number, group in enumerate(self._groups)
+        )
 
     def _sampling(self, slots_X: Ints, positions_X: Ints) -> SamplingBatch:
         temperature_X = self._temperature[slots_X]

@@ -18,9 +18,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ...actors.targets.families import read_model
 from ...actors.targets.loading.plan import LoadPlan
-from ...actors.targets.model.config import TargetConfig
 from ...actors.targets.model.parallel import Sharding
+from ...actors.targets.model.spec import ModelSpec
 from ...actors.targets.model.weights import TargetWeights, target_shapes
 from ...cluster.errors import CheckpointError
 from ...drafter.compute.backend import Backend
@@ -65,7 +66,7 @@ class PairShape:
     name: str
     target_json: Json
     drafter_json: Json
-    target: TargetConfig
+    target: ModelSpec
     drafter: DrafterConfig
 
     @classmethod
@@ -80,7 +81,7 @@ class PairShape:
             CheckpointError: a file is missing, is not served, or the two do not fit.
         """
         target_json = QWEN3_8B if model is None else _read(model, "model")
-        target = _parse(target_json, model, TargetConfig.load)
+        target = _parse(target_json, model, read_model)
         drafter_json = (
             z_lab_drafter(target_json)
             if spec_model is None
@@ -154,7 +155,7 @@ class RandomModels:
         tensors = RandomTensors(drafter_shapes(plan.drafter, plan.facts), plan.dtype, plan.device)
         weights = {name: tensors.get(name) for name in tensors.shapes}
         positions = plan.max_model_len + plan.drafter.block_size
-        return _FilledDrafter(plan.drafter, weights, lends, positions, backend)
+        return _FilledDrafter(plan.drafter, weights, lends, positions, backend, plan.pages.drafter)
 
 
 class _FilledDrafter(DFlashDrafter):

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from ...actors.machine import free_ram_bytes
+from ...actors.targets.loading.memory import page_bytes
 from ...actors.targets.loading.plan import LoadPlan
 from ...actors.targets.loading.rank import start_runner
 from ...actors.targets.runners.runner import Runner
 from ...cluster.errors import ConfigError
 from ...cluster.made_up_plans import made_up_plan
 from ...cluster.plan import SchedulerOutput
-from ...drafter.compute.kv_cache import PagedKVCache
 from .idleness import Idleness, Watch
 from .random_pair import PairShape, RandomModels
 
@@ -67,18 +67,18 @@ class Memory:
         on_gpu = plan.device.type == "cuda"
         free = torch.cuda.mem_get_info(plan.device)[0] if on_gpu else free_ram_bytes()
         left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize
-        page_bytes = sum(
-            PagedKVCache.bytes_per_page(m.num_layers, self._page_size, m.num_kv_heads, m.head_dim, plan.dtype)
-            for m in (shape.target, shape.drafter)
-        )
-        self._most_pages = left // page_bytes
+        # Made-up requests hold every page of every group, and each pool has as many pages.
+        pools = [group.pool for group in plan.pages.groups]
+        self._most_groups = max(pools.count(pool) for pool in pools)
+        self._most_pages = left // sum(page_bytes(plan))
 
     def pages_per_request(self, context: int) -> int:
         """For the context, the last known token and its drafts."""
         return -(-(context + 1 + self._num_drafts) // self._page_size)
 
     def num_pages(self, point: Point) -> int:
-        return point.batch * self.pages_per_request(point.context)
+        """Of a pool."""
+        return point.batch * self.pages_per_request(point.context) * self._most_groups
 
     def fits(self, point: Point) -> bool:
         return self.num_pages(point) <= self._most_pages
@@ -156,12 +156,13 @@ def _admission(point: Point, pages_per_request: int, load: LoadPlan) -> Schedule
     random = np.random.default_rng(0)
     assert load.config.num_pages is not None, "pages were counted for the points"
     tokens = random.integers(0, load.target.vocab_size, (point.batch, point.context), dtype=np.int32)
-    scattered = random.permutation(load.config.num_pages)[: point.batch * pages_per_request]
+    scattered = random.permutation(load.config.num_pages)
     return made_up_plan(
         *_decoding(point.batch, point.context - 1, 0),
         prompts=list(tokens),
         num_pages=[pages_per_request] * point.batch,
-        page_ids=scattered.astype(np.int32),
+        groups=load.pages.groups,
+        page_order=scattered.astype(np.int32),
     )
 
 

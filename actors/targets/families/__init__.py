@@ -1,1 +1,40 @@
-"""What a checkpoint means, a family in each file."""
+"""Which families there are: Hugging Face's class name -> its reader of config.json.
+
+A family is one file: what its config.json means (`ModelSpec`), where its tensors are, how ranks cut them and
+how they are transformed at load. None has a forward of its own: `model/decoder.py` runs any spec. A new one
+is a file, a line here, and a row of `tests/families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ....drafter.compute.config_json import Json, read_json, text_config, wrong
+from ..model.spec import ModelSpec
+from . import gemma3, llama, mistral, qwen2, qwen3
+
+Reader = Callable[[Json, str], ModelSpec]
+
+FAMILIES: Mapping[str, Reader] = {
+    "Qwen3ForCausalLM": qwen3.read,
+    "Qwen2ForCausalLM": qwen2.read,
+    "LlamaForCausalLM": llama.read,
+    "MistralForCausalLM": mistral.read,
+    "Gemma3ForCausalLM": gemma3.read,
+    "Gemma3ForConditionalGeneration": gemma3.read,
+}
+
+
+def read_model(folder: Path) -> ModelSpec:
+    """What a checkpoint folder holds, without reading a weight; CheckpointError says what is not served."""
+    file = str(folder / "config.json")
+    raw = text_config(read_json(folder, param="model"))
+    generation = read_json(folder, "generation_config.json", param="model", required=False)
+    if generation.get("eos_token_id") is not None:
+        raw = {**raw, "eos_token_id": generation["eos_token_id"]}
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
+    if name not in FAMILIES:
+        raise wrong(file, "architectures", names, f"one of {', '.join(FAMILIES)}: others are not served")
+    return FAMILIES[name](raw, file)

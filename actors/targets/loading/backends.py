@@ -1,88 +1,93 @@
 """Which backend computes: what was asked for if it runs here, else the fastest. Called by `plan.py`.
 
-Numba, and so compiled loops, are imported only when a CPU asks.
+The one place that asks: every backend's module says `why_not(spec, machine)` of a model. What cannot run on a
+kind of device is not imported to be asked: a process on a GPU needs neither Numba nor LLVM, one on a CPU no
+Triton. "torch" means PyTorch's operators, with compiled loops between them where `operators.py` finds them.
 """
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
+from ....drafter.compute.backend import Machine, StackSpec
 from ....drafter.compute.invariance import rows_are_invariant
-from ....drafter.dflash.config import DrafterConfig
-from ..model.config import TargetConfig
 
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
-def choose_backend(
-    config: EngineConfig,
-    target: TargetConfig,
-    drafter: DrafterConfig | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> BackendName:
-    """What was asked for, if it can run here."""
+def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: Machine) -> BackendName:
+    """What was asked for, if it can run here; ConfigError says why it cannot."""
     wanted = config.attention_backend
-    has_triton = find_spec("triton") is not None
-    if wanted == "auto":
-        if device.type == "cuda" and has_triton:
-            return "triton"
-        return "torch" if why_not_compiled(config, target, drafter, dtype, device) else "compiled"
     if wanted == "torch":
         return wanted
-    if wanted == "compiled":
-        reason = why_not_compiled(config, target, drafter, dtype, device)
-        if reason is not None:
-            raise _no_backend(wanted, reason, "Leave it out")
-        return wanted
-    if not has_triton:
-        raise _no_backend(wanted, "needs the package triton", "Install manta[gpu]")
-    if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-        raise _no_backend(wanted, "runs on GPUs", "Leave it out on a CPU")
-    for name, dim in (("target", target.head_dim), ("drafter", drafter.head_dim if drafter else None)):
-        if dim is not None and dim & (dim - 1):
-            raise _no_backend(wanted, f"needs a head_dim that is a power of two, the {name}'s is {dim}")
+    if wanted == "auto":
+        best = "triton" if machine.device.type == "cuda" else "compiled"
+        return "torch" if why_not(best, models, machine) else best
+    reason = why_not(wanted, models, machine)
+    if reason is not None:
+        raise ConfigError(
+            f"attention_backend={wanted!r} {reason}. Leave it out, or set it to torch.",
+            param="attention_backend",
+        )
     return wanted
 
 
-def why_not_compiled(
-    config: EngineConfig,
-    target: TargetConfig,
-    drafter: DrafterConfig | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> str | None:
-    """What a pass in one call on the CPU lacks."""
-    if device.type != "cpu" or dtype is not torch.bfloat16:
-        return "computes bfloat16 on CPUs"
-    if config.tensor_parallel_size > 1:
-        return "needs tensor_parallel_size=1"
-    try:
-        from ....drafter.compute.compiled.backend import why_not
-    except ModuleNotFoundError:  # nothing else needs that folder
-        return "is not part of this installation"
-    for name, model in (("target", target), ("drafter", drafter)):
-        if model is not None:
-            sizes = (model.hidden_size, model.head_dim, model.intermediate_size)
-            if reason := why_not(sizes, config.page_size):
-                return reason.format(model=name)
-    return None
+def choose_dtype(
+    config: EngineConfig, models: Sequence[StackSpec], checkpoint: str, machine: Machine
+) -> torch.dtype:
+    """As asked; by itself the checkpoint's on a GPU, on a CPU bf16 where that is exact, else fp32.
 
-
-def has_exact_bf16(device: torch.device) -> bool:
-    """Whether this CPU multiplies bf16 natively, and a row's bits do not depend on its batch."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
+    Args:
+        checkpoint: the target's dtype.
+        machine: its dtype is what a CPU would like best.
+    """
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if machine.device.type == "cuda":
+        return getattr(torch, checkpoint)
+    wanted = config.attention_backend
+    if wanted in ("auto", "compiled") and why_not("compiled", models, machine) is None:
+        return torch.bfloat16
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or why_not("loops", models, machine):
+        return torch.float32
     from ....drafter.compute.loops.backend import CpuBackend
 
-    return rows_are_invariant(CpuBackend(), torch.bfloat16, device)
+    exact = rows_are_invariant(CpuBackend(), torch.bfloat16, machine.device)
+    return torch.bfloat16 if exact else torch.float32
 
 
-def _no_backend(wanted: str, reason: str, remedy: str = "Set attention_backend to torch") -> ConfigError:
-    return ConfigError(f"attention_backend={wanted!r} {reason}. {remedy}.", param="attention_backend")
+def why_not(name: str, models: Sequence[StackSpec], machine: Machine) -> str | None:
+    """What a backend lacks for any of the models, in words that follow its name."""
+    try:
+        answer = _room_of(name)
+    except ModuleNotFoundError as error:  # nothing else needs these folders, or the packages they name
+        return (
+            f"needs the package {error.name}"
+            if error.name in _PACKAGES
+            else "is not part of this installation"
+        )
+    return next((reason for model in models if (reason := answer(model, machine))), None)
+
+
+_PACKAGES = ("triton", "numba")
+
+
+def _room_of(name: str) -> Callable[[StackSpec, Machine], str | None]:
+    """A backend's own `why_not`."""
+    match name:
+        case "triton":
+            from ....drafter.compute.gpu import backend as room
+        case "flash_attn":
+            from ....drafter.compute.gpu import flash_attention as room
+        case "compiled":
+            from ....drafter.compute.compiled import backend as room
+        case "loops":
+            from ....drafter.compute.loops import backend as room
+        case _:
+            from ....drafter.compute.eager import backend as room
+    return room.why_not

@@ -6,46 +6,76 @@ Not the pages themselves (`drafter/compute/kv_cache.py`) nor who gets them (`clu
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
+from ....cluster.page_groups import LayerPlace, share_pages
+from ....drafter.compute.kv_cache import PagedKVCache
 from ...machine import free_ram_bytes
+from ..model.parallel import Sharding
+from .plan import LoadPlan
 
 _CPU_SHARE = 0.25  # of the memory that is free
 _CPU_CAP_BYTES = 4 * 2**30
 
 
-def affordable_pages(
-    config: EngineConfig, max_model_len: int, page_bytes: int, budget_bytes: int | None
-) -> int:
-    """Pages of a rank.
+def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
+    """Memory of a page of each pool, on a rank that holds these models."""
+    pages, sizes = plan.pages, [0] * plan.pages.num_pools
+    models: list[tuple[Sequence[LayerPlace], int, int]] = []
+    if target:
+        kv_heads = Sharding(plan.target, 0, plan.config.tensor_parallel_size).num_kv_heads(0)
+        models.append((pages.target, kv_heads, plan.target.head_dim))
+    if drafter and plan.drafter is not None:
+        models.append((pages.drafter, plan.drafter.num_kv_heads, plan.drafter.head_dim))
+    for places, kv_heads, head_dim in models:
+        for pool in range(pages.num_pools):
+            planes = pages.num_planes(places, pool)
+            shape = (planes, plan.config.page_size, kv_heads, head_dim)
+            sizes[pool] += PagedKVCache.bytes_per_page(*shape, plan.dtype)
+    return tuple(sizes)
+
+
+def affordable_pages(plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int | None) -> tuple[int, ...]:
+    """Pages of each of a rank's pools.
 
     Args:
-        page_bytes: of one page in all pools of the rank.
+        sizes: `page_bytes` of what the rank holds.
         budget_bytes: memory that was measured to be left; None where only settings and RAM decide (CPU).
 
     Raises:
         ConfigError: what there is does not hold one sequence of `max_model_len`.
     """
+    config, pages, max_model_len = plan.config, plan.pages, plan.max_model_len
     if config.num_pages is not None:
-        return config.num_pages
-    per_sequence = -(-max_model_len // config.page_size)
-    wanted = per_sequence * config.max_num_seqs
+        return (config.num_pages,) * pages.num_pools
+    rows = config.max_num_batched_tokens
+
+    def bytes_of(num_tokens: int) -> int:
+        """Of a sequence, at most."""
+        held = pages.pages_per_sequence(num_tokens, config.page_size, rows)
+        return sum(count * size for count, size in zip(held, sizes, strict=True))
+
     if config.kv_cache_memory_bytes is not None:
-        pages = config.kv_cache_memory_bytes // page_bytes
-    elif budget_bytes is not None:
-        pages = budget_bytes // page_bytes
-    else:
-        pages = min(wanted, _cpu_budget_bytes(per_sequence * page_bytes, config) // page_bytes)
-    if pages < per_sequence:
+        budget_bytes = config.kv_cache_memory_bytes
+    elif budget_bytes is None:
+        wanted = bytes_of(max_model_len) * config.max_num_seqs
+        budget_bytes = min(wanted, _cpu_budget_bytes(bytes_of(max_model_len), config))
+    needed = bytes_of(max_model_len)
+    if budget_bytes < needed:
+        fits = bisect_right(range(1, max_model_len + 1), budget_bytes, key=bytes_of)
         raise ConfigError(
-            f"max_model_len={max_model_len} needs {per_sequence} K/V pages of {page_bytes} bytes, but memory "
-            f"holds {max(pages, 0)}. Set max_model_len to at most {max(pages, 0) * config.page_size}, or "
-            "raise kv_cache_memory_bytes (or, on a GPU, gpu_memory_utilization).",
+            f"max_model_len={max_model_len} needs {needed} bytes of K/V pages, but memory holds "
+            f"{max(budget_bytes, 0)}. Set max_model_len to at most {fits}, or raise kv_cache_memory_bytes "
+            "(or, on a GPU, gpu_memory_utilization).",
             param="max_model_len",
         )
-    return pages
+    shape = (config.page_size, rows, config.max_num_seqs, max_model_len)
+    return share_pages(pages, *shape, sizes, budget_bytes)
 
 
 def _cpu_budget_bytes(sequence_bytes: int, config: EngineConfig) -> int:

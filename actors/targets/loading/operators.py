@@ -11,6 +11,7 @@ import torch
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.step.operators import DEFINITION, StepOperators
+from .backends import why_not
 from .plan import LoadPlan
 
 
@@ -34,8 +35,7 @@ def make_backend(plan: LoadPlan) -> Backend:
         return TritonBackend(plan.device)
     from ....drafter.compute.gpu.flash_attention import FlashAttention
 
-    head_dims = {plan.target.head_dim, *([plan.drafter.head_dim] if plan.drafter else [])}
-    return TritonBackend(plan.device, FlashAttention(plan.config.page_size, plan.dtype, max(head_dims)))
+    return TritonBackend(plan.device, FlashAttention())
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:
@@ -50,7 +50,5 @@ def make_step_operators(plan: LoadPlan) -> StepOperators:
 def _has_loops(plan: LoadPlan) -> bool:
     """On a CPU, for the dtypes that loops read."""
     if plan.device.type != "cpu":
-        return False
-    from ....drafter.compute.loops.layers import DTYPES
-
-    return plan.dtype in DTYPES
+        return False  # and Numba is not imported to be asked
+    return why_not("loops", plan.models, plan.machine) is None

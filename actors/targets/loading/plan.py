@@ -7,21 +7,24 @@ Every mistake that config files, tensor headers and settings can show is reporte
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import CheckpointError, ConfigError
+from ....cluster.page_groups import PagePlan, plan_pages
+from ....drafter.compute.backend import Machine, StackSpec
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.features import TargetFacts
 from ...checkpoints import resolve_checkpoint
-from ..model.config import TargetConfig
+from ..families import read_model
 from ..model.parallel import Sharding
+from ..model.spec import ModelSpec
 from ..model.weights import open_checkpoint
-from .backends import BackendName, choose_backend, has_exact_bf16, why_not_compiled
+from .backends import BackendName, choose_backend, choose_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,12 @@ class LoadPlan:
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
         attention_backend: of target and drafter.
+        pages: which layers' K and V share pages, and where they lie.
     """
 
     config: EngineConfig
     target_folder: Path
-    target: TargetConfig
+    target: ModelSpec
     drafter_folder: Path | None
     drafter: DrafterConfig | None
     facts: TargetFacts
@@ -45,6 +49,16 @@ class LoadPlan:
     dtype: torch.dtype
     num_speculative_tokens: int
     attention_backend: BackendName
+    pages: PagePlan
+
+    @property
+    def models(self) -> list[StackSpec]:
+        """What they ask of a backend."""
+        return [self.target.of_backend(), *([self.drafter.of_backend()] if self.drafter else [])]
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(self.device, self.dtype, self.config.page_size, self.config.tensor_parallel_size)
 
     @property
     def max_model_len(self) -> int:
@@ -64,8 +78,8 @@ class LoadPlan:
 def plan_load(config: EngineConfig) -> LoadPlan:
     """Resolve and check; CheckpointError or ConfigError names the field and the remedy."""
     target_folder = resolve_checkpoint(config.model, field="model")
-    target = TargetConfig.load(target_folder)
-    Sharding.of(target, 0, config.tensor_parallel_size)
+    target = read_model(target_folder)
+    Sharding(target, 0, config.tensor_parallel_size)
     open_checkpoint(target_folder, target)
     _check_tokenizer(config, target_folder, target)
     drafter_folder, drafter = None, None
@@ -82,14 +96,18 @@ def plan_load(config: EngineConfig) -> LoadPlan:
 def plan_models(
     config: EngineConfig,
     target_folder: Path,
-    target: TargetConfig,
+    target: ModelSpec,
     drafter_folder: Path | None,
     drafter: DrafterConfig | None,
     max_model_len: int,
 ) -> LoadPlan:
     """The plan for models whose shapes are known; of the folders nothing is read."""
     device = _device(config)
-    dtype = _dtype(config, target, drafter, device)
+    models = [target.of_backend(), *([drafter.of_backend()] if drafter else [])]
+    liked = Machine(device, torch.bfloat16, config.page_size, config.tensor_parallel_size)
+    dtype = choose_dtype(config, models, target.dtype, liked)
+    machine = replace(liked, dtype=dtype)
+    draft_windows = [layer.window for layer in drafter.layers] if drafter else []
     return LoadPlan(
         config=config,
         target_folder=target_folder,
@@ -100,11 +118,12 @@ def plan_models(
         device=device,
         dtype=dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
-        attention_backend=choose_backend(config, target, drafter, dtype, device),
+        attention_backend=choose_backend(config, models, machine),
+        pages=plan_pages(target.windows, draft_windows, max_model_len),
     )
 
 
-def _check_tokenizer(config: EngineConfig, target_folder: Path, target: TargetConfig) -> None:
+def _check_tokenizer(config: EngineConfig, target_folder: Path, target: ModelSpec) -> None:
     """A tokenizer that makes ids which the target has no embedding for belongs to another model."""
     if config.skip_tokenizer_init:
         return
@@ -131,7 +150,7 @@ def _largest_token_id(file: Path) -> int:
         return -1
 
 
-def _max_model_len(config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+def _max_model_len(config: EngineConfig, target: ModelSpec, drafter: DrafterConfig | None) -> int:
     """The setting, or the shorter of both models' limits."""
     limits = {"the target": target.max_position_embeddings}
     trained = drafter.rope.scaling.get("max_position_embeddings") if drafter else None
@@ -177,17 +196,3 @@ def _device(config: EngineConfig) -> torch.device:
             param="device",
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(
-    config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, device: torch.device
-) -> torch.dtype:
-    """On a CPU bf16 where it is native and a row's bits do not depend on its batch, else fp32."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if device.type == "cuda":
-        return getattr(torch, target.dtype)
-    compiled = why_not_compiled(config, target, drafter, torch.bfloat16, device) is None
-    if compiled and config.attention_backend in ("auto", "compiled"):
-        return torch.bfloat16
-    return torch.bfloat16 if has_exact_bf16(device) else torch.float32

@@ -9,13 +9,14 @@ Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.executor import ExecutorInfo
+from ....cluster.page_groups import LayerPlace, PagePlan
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.invariance import rows_are_invariant
 from ....drafter.compute.kv_cache import PagedKVCache
@@ -29,10 +30,10 @@ from ..model.parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights
 from ..runners.host import DraftSource, LocalDrafts, StepRunner
 from ..runners.runner import Runner
-from .memory import affordable_pages, gpu_budget_bytes
+from .memory import affordable_pages, gpu_budget_bytes, page_bytes
 from .operators import make_backend, make_step_operators
 from .plan import LoadPlan, plan_load
-from .warm_up import largest_prefill, measure_step_bytes, warm_up
+from .warm_up import largest_prefill, measure_step_bytes, pages_of_prefill, warm_up
 
 __all__ = [
     "LoadPlan",
@@ -65,7 +66,15 @@ class Checkpoints:
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
         assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
-        return load_drafter(plan.drafter_folder, plan.facts, lends, plan.dtype, plan.device, backend)
+        return load_drafter(
+            plan.drafter_folder,
+            plan.facts,
+            lends,
+            plan.dtype,
+            plan.device,
+            backend,
+            plan.pages.drafter,
+        )
 
 
 @torch.inference_mode()
@@ -98,14 +107,12 @@ def start_runner(
     remote_drafts: RemoteDrafts | None = None,
 ) -> tuple[Runner, ExecutorInfo]:
     """The same from a plan; `models` says where weights come from."""
-    config = plan.config
     assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
     rank = _Rank(plan, models, communicator or SingleRank())
     num_pages = rank.affordable_pages()
     runner = rank.runner(num_pages, remote_drafts)
     if not plan.split:  # else the drafter's process would have to step along
-        room = min(num_pages * config.page_size, plan.max_model_len)
-        warm_up(runner, plan.num_speculative_tokens, room, config.page_size)
+        warm_up(runner, plan, num_pages)
     runner.prepare()
     info = _info(plan, num_pages)
     logger.info("%s; backend %s", info, plan.attention_backend)
@@ -116,16 +123,17 @@ def start_runner(
 
 def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
     """The target's whole embedding and head, for a drafter that lives apart."""
-    whole = Sharding.of(plan.target, 0, 1)
+    whole = Sharding(plan.target, 0, 1)
     weights = TargetWeights(plan.target_folder, plan.target, whole, plan.dtype, plan.device)
     embedding_VH = weights.embedding()
     head_VH = embedding_VH if plan.target.tied_head else weights.head()
     return LentWeights(embedding_VH, backend.linear(head_VH))
 
 
-def _info(plan: LoadPlan, num_pages: int) -> ExecutorInfo:
+def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
     return ExecutorInfo(
-        num_pages=(num_pages,),
+        num_pages=num_pages,
+        page_groups=plan.pages.groups,
         page_size=plan.config.page_size,
         max_model_len=plan.max_model_len,
         vocab_size=plan.target.vocab_size,
@@ -163,29 +171,31 @@ class _Rank:
 
     def __init__(self, plan: LoadPlan, models: ModelSource, communicator: Communicator) -> None:
         self._plan, self._communicator = plan, communicator
-        sharding = Sharding.of(plan.target, communicator.rank, communicator.world_size)
+        sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
         self.backend = backend = make_backend(plan)
-        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend)
+        places = plan.pages.target
+        self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
             self._drafter = models.drafter(plan, self._model, backend)
 
-    def affordable_pages(self) -> int:
-        """Pages that every rank can afford: page ids are the same everywhere."""
+    def affordable_pages(self) -> tuple[int, ...]:
+        """Pages of each pool that every rank can afford: page ids are the same everywhere."""
         plan, config, budget = self._plan, self._plan.config, None
         stated = config.num_pages is not None or config.kv_cache_memory_bytes is not None
         if plan.device.type == "cuda" and not stated:
             budget = gpu_budget_bytes(plan.device, config.gpu_memory_utilization, self._step_bytes())
-        pages = affordable_pages(config, plan.max_model_len, self._page_bytes(), budget)
-        return smallest(pages, self._communicator, plan.device)
+        sizes = page_bytes(plan, drafter=not plan.split)
+        mine = affordable_pages(plan, sizes, budget)
+        return tuple(smallest(pages, self._communicator, plan.device) for pages in mine)
 
-    def runner(self, num_pages: int, remote_drafts: RemoteDrafts | None = None) -> Runner:
+    def runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None = None) -> Runner:
         if _runs_on_device(self._plan):
             return self._device_runner(num_pages)
         return self._step_runner(num_pages, remote_drafts)
 
-    def _device_runner(self, num_pages: int) -> Runner:
+    def _device_runner(self, num_pages: tuple[int, ...]) -> Runner:
         from ....drafter.step.device.sampling import SamplingWorkspace
         from ....drafter.step.device.states import DeviceStates
         from ..runners.device import DeviceRunner
@@ -198,10 +208,10 @@ class _Rank:
         size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
         models = DeviceModels(
             target=self._model,
-            cache=self._model.new_cache(num_pages, config.page_size),
+            cache=self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), config.page_size),
             drafter=self._drafter,
-            draft_cache=self._drafter.new_cache(num_pages, config.page_size) if self._drafter else None,
-            states=DeviceStates(*size, plan.device),
+            draft_cache=self._draft_cache(num_pages),
+            states=DeviceStates(*size, plan.device, plan.pages),
             workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
             local_workspace=SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device),
             communicator=self._communicator,
@@ -209,32 +219,38 @@ class _Rank:
         sizes = graph_sizes(config.max_num_seqs) if plan.device.type == "cuda" else ()
         return DeviceRunner(models, plan.num_speculative_tokens, sizes)
 
-    def _step_runner(self, num_pages: int, remote_drafts: RemoteDrafts | None) -> StepRunner:
+    def _step_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> StepRunner:
         plan, page_size = self._plan, self._plan.config.page_size
         operators = make_step_operators(plan)
         drafts: DraftSource | None = None
         if remote_drafts is not None:
             drafts = remote_drafts(plan, self.backend)
         elif self._drafter is not None:
-            proposer = Proposer(self._drafter, self._drafter.new_cache(num_pages, page_size), operators)
+            cache = self._draft_cache(num_pages)
+            assert cache is not None, "a drafter has pages"
+            proposer = Proposer(self._drafter, cache, operators)
             drafts = LocalDrafts(proposer, self._communicator)
         size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
-        states = RequestStates(*size, plan.device, self.backend.attention_batch, operators)
-        cache = self._model.new_cache(num_pages, page_size)
+        states = RequestStates(*size, plan.device, self.backend.attention_batch, operators, plan.pages)
+        cache = self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), page_size)
         return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
 
-    def _page_bytes(self) -> int:
-        page_size, dtype = self._plan.config.page_size, self._plan.dtype
-        size = self._model.page_bytes(page_size)
+    def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
+        pages, page_size = self._plan.pages, self._plan.config.page_size
         if self._drafter is None:
-            return size
-        c = self._drafter.config
-        return size + PagedKVCache.bytes_per_page(c.num_layers, page_size, c.num_kv_heads, c.head_dim, dtype)
+            return None
+        return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)
 
     def _step_bytes(self) -> int:
         """What steps take beside weights and pages, by running the largest in pages that are given back."""
-        config, page_size = self._plan.config, self._plan.config.page_size
-        lengths = largest_prefill(config, self._plan.max_model_len)
-        pages = sum(-(-n // page_size) for n in lengths)
-        taken = measure_step_bytes(lambda: self.runner(pages), lengths, page_size, self._plan.device)
-        return max(taken - pages * self._page_bytes(), 0)
+        plan = self._plan
+        lengths = largest_prefill(plan.config, plan.max_model_len)
+        pages = pages_of_prefill(plan, lengths)
+        taken = measure_step_bytes(lambda: self.runner(pages), plan, lengths)
+        sizes = page_bytes(plan, drafter=not plan.split)
+        return max(taken - sum(count * size for count, size in zip(pages, sizes, strict=True)), 0)
+
+
+def pages_of(plan: PagePlan, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:
+    """Pages of the pool that a model's layers use."""
+    return num_pages[plan.groups[places[0].group].pool]

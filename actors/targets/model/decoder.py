@@ -1,10 +1,10 @@
-"""The target: a pre-norm decoder over paged K/V, one implementation for every family.
+"""The target: a decoder over paged K/V, one implementation for every family (`spec.py`).
 
 Stateless: requests' K/V are in the cache it is given. Its blocks are a backend's
 (`drafter/compute/backend.py`), over products that are split between ranks. Called by the runners; the drafter
 borrows its embedding and head.
 
-    token ids --embedding--> x --blocks, some tapped behind them--> norm --head--> logits
+    token ids --embedding, scale--> x --blocks, some tapped behind them--> norm --head--> logits
 
 Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary.
 """
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from ....cluster.page_groups import LayerPlace
 from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.compute.layers import RMSNorm
-from ....drafter.compute.rope import RotaryEmbedding
-from .config import TargetConfig
-from .parallel import Communicator, Sharding, VocabEmbedding, VocabHead, row_linear
-from .weights import LayerWeights, TargetWeights
+from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
+from .parallel import Communicator, VocabEmbedding, VocabHead, row_linear
+from .weights import TargetWeights
 
 
 class Decoder:
@@ -33,6 +34,7 @@ class Decoder:
         tap_ids: 0-based blocks whose outputs the drafter wants, in its order; may be empty.
         max_positions: positions that may occur.
         backend: computes what is no matrix product; PyTorch's own by default.
+        places: of each layer's K and V; all in one page group by default.
     """
 
     def __init__(
@@ -42,23 +44,35 @@ class Decoder:
         max_positions: int,
         communicator: Communicator,
         backend: Backend | None = None,
+        places: Sequence[LayerPlace] = (),
     ) -> None:
-        config, sharding = weights.config, weights.sharding
-        self.config = config
+        spec, sharding = weights.spec, weights.sharding
+        self.spec = spec
+        self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(spec.num_layers))
         self._sharding = sharding
         embedding_UH = weights.embedding()
         self.dtype, self.device = embedding_UH.dtype, embedding_UH.device
-        head_UH = embedding_UH if config.tied_head else weights.head()
+        # As the model's own code does: the scale has the weights' dtype.
+        self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
+        head_UH = embedding_UH if spec.tied_head else weights.head()
         self._embedding = VocabEmbedding(embedding_UH, sharding, communicator)
         backend = backend or TorchBackend()
-        self._head = VocabHead(backend.linear(head_UH), config.vocab_size, sharding, communicator)
-        rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
+        self._head = VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator)
+        ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them
+
+        def rope_of(config: RopeConfig) -> RotaryEmbedding:
+            for known, rope in ropes:
+                if known == config:
+                    return rope
+            ropes.append((config, RotaryEmbedding(config, max_positions, self.dtype, self.device)))
+            return ropes[-1][1]
+
         blocks = [
-            _block(config, sharding, weights.layer(i), window, communicator, backend)
-            for i, window in enumerate(config.windows)
+            _block(weights, i, rope_of(layer.mixer.rope), communicator, backend)
+            for i, layer in enumerate(spec.layers)
         ]
-        final_norm = RMSNorm(weights.final_norm(), config.rms_norm_eps)
-        self._stack = backend.stack(blocks, final_norm, rope, tap_ids)
+        final_norm = RMSNorm(weights.final_norm(), spec.rms_norm_eps)
+        self._stack = backend.stack(blocks, final_norm, tap_ids)
 
     @property
     def vocab_range(self) -> slice:
@@ -67,25 +81,19 @@ class Decoder:
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this rank's K/V heads."""
+        heads = self._sharding.num_kv_heads(0)
         return PagedKVCache(
-            self.config.num_layers,
-            num_pages,
-            page_size,
-            self._sharding.num_kv_heads,
-            self.config.head_dim,
-            self.dtype,
-            self.device,
+            self.places, num_pages, page_size, heads, self.spec.head_dim, self.dtype, self.device
         )
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page of `new_cache`."""
-        c = self.config
-        return PagedKVCache.bytes_per_page(
-            c.num_layers, page_size, self._sharding.num_kv_heads, c.head_dim, self.dtype
-        )
+        planes = 1 + max(place.plane for place in self.places)
+        heads = self._sharding.num_kv_heads(0)
+        return PagedKVCache.bytes_per_page(planes, page_size, heads, self.spec.head_dim, self.dtype)
 
     def embed(self, token_ids_N: Tensor) -> Tensor:
-        """Input embeddings [N, H]."""
+        """Input embeddings [N, H], not scaled."""
         return self._embedding(token_ids_N)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
@@ -104,33 +112,40 @@ class Decoder:
         Returns:
             normed hidden states [N, H]; taps [N, m, H], or None without taps.
         """
-        return self._stack(self._embedding(token_ids_N), rows, cache)
+        x_NH = self._embedding(token_ids_N)
+        if self._embed_scale != 1.0:
+            x_NH = x_NH * self._embed_scale
+        return self._stack(x_NH, rows, cache)
 
 
 def _block(
-    config: TargetConfig,
-    sharding: Sharding,
-    weights: LayerWeights,
-    window: int | None,
-    communicator: Communicator,
-    backend: Backend,
+    weights: TargetWeights, layer: int, rope: RotaryEmbedding, communicator: Communicator, backend: Backend
 ) -> tuple[AttentionShape, BlockWeights]:
-    eps = config.rms_norm_eps
+    eps, sharding, spec = weights.spec.rms_norm_eps, weights.sharding, weights.spec.layers[layer]
+    parts, mixer = weights.layer(layer), spec.mixer
+
+    def norm(weight_H: Tensor | None) -> RMSNorm | None:
+        return None if weight_H is None else RMSNorm(weight_H, eps)
+
     shape = AttentionShape(
-        num_heads=sharding.num_heads,
-        num_kv_heads=sharding.num_kv_heads,
-        head_dim=config.head_dim,
-        q_norm_D=weights.q_norm_D,
-        k_norm_D=weights.k_norm_D,
+        num_heads=sharding.num_heads(layer),
+        num_kv_heads=sharding.num_kv_heads(layer),
+        head_dim=mixer.head_dim,
+        q_norm_D=parts.q_norm_D,
+        k_norm_D=parts.k_norm_D,
         eps=eps,
-        window=window,
+        rope=rope,
+        scale=mixer.scale,
+        window=mixer.window,
     )
-    parts = BlockWeights(
-        input_norm=RMSNorm(weights.input_norm_H, eps),
-        qkv=backend.linear(weights.qkv_OH, weights.qkv_bias_O),
-        o=row_linear(weights.o_HO, weights.o_bias_H, communicator, backend),
-        post_norm=RMSNorm(weights.post_norm_H, eps),
-        gate_up=backend.linear(weights.gate_up_IH, weights.gate_up_bias_I),
-        down=row_linear(weights.down_HI, weights.down_bias_H, communicator, backend),
+    return shape, BlockWeights(
+        attention_norm=RMSNorm(parts.attention_norm_H, eps),
+        qkv=backend.linear(parts.qkv_OH, parts.qkv_bias_O),
+        o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
+        attention_out_norm=norm(parts.attention_out_norm_H),
+        mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
+        gate_up=backend.linear(parts.gate_up_IH, parts.gate_up_bias_I),
+        activation=spec.mlp.activation,
+        down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
+        mlp_out_norm=norm(parts.mlp_out_norm_H),
     )
-    return shape, parts

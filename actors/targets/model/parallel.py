@@ -10,7 +10,6 @@ Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ....cluster.errors import ConfigError
 from ....drafter.compute.backend import Backend, Projection
-from .config import TargetConfig
+from .spec import Axis, LayerSpec, ModelSpec
 
 
 class Communicator(Protocol):
@@ -59,56 +58,73 @@ class SingleRank:
         return tensor
 
 
-@dataclass(frozen=True, slots=True)
 class Sharding:
-    """One rank's part.
+    """One rank's part of a target.
 
     Attributes:
-        heads, kv_heads, inner, vocab: ranges of query heads, K/V heads, MLP columns and token ids.
+        vocab: its token ids.
         vocab_rows: U, equal on all ranks; the last ranks may have fewer token ids than that.
     """
 
-    rank: int
-    world_size: int
-    heads: slice
-    kv_heads: slice
-    inner: slice
-    vocab: slice
-    vocab_rows: int
-
-    @classmethod
-    def of(cls, config: TargetConfig, rank: int, world_size: int) -> Sharding:
+    def __init__(self, spec: ModelSpec, rank: int, world_size: int) -> None:
         """Split a target; ConfigError if it does not divide."""
-        heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
-        _check_divides("num_attention_heads", heads, world_size)
-        _check_divides("intermediate_size", inner, world_size)
-        if world_size <= kv_heads:
-            _check_divides("num_key_value_heads", kv_heads, world_size)
-            kv = _part(kv_heads, rank, world_size)
-        else:
-            if world_size % kv_heads:
-                raise _does_not_divide("num_key_value_heads", kv_heads, world_size)
-            mine = rank * kv_heads // world_size
-            kv = slice(mine, mine + 1)
-        rows = -(-config.vocab_size // world_size)
-        first = min(rank * rows, config.vocab_size)
-        return cls(
-            rank,
-            world_size,
-            heads=_part(heads, rank, world_size),
-            kv_heads=kv,
-            inner=_part(inner, rank, world_size),
-            vocab=slice(first, min(first + rows, config.vocab_size)),
-            vocab_rows=rows,
-        )
+        for layer in spec.layers:
+            _check_layer(layer, world_size)
+        self.spec, self.rank, self.world_size = spec, rank, world_size
+        self.vocab_rows = -(-spec.vocab_size // world_size)
+        first = min(rank * self.vocab_rows, spec.vocab_size)
+        self.vocab = slice(first, min(first + self.vocab_rows, spec.vocab_size))
 
-    @property
-    def num_heads(self) -> int:
-        return self.heads.stop - self.heads.start
+    def heads(self, layer: int) -> slice:
+        """Query heads of a layer."""
+        return _part(self.spec.layers[layer].mixer.num_heads, self.rank, self.world_size)
 
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv_heads.stop - self.kv_heads.start
+    def kv_heads(self, layer: int) -> slice:
+        """K/V heads of a layer; ranks share one where there are fewer than ranks."""
+        count = self.spec.layers[layer].mixer.num_kv_heads
+        if self.world_size <= count:
+            return _part(count, self.rank, self.world_size)
+        mine = self.rank * count // self.world_size
+        return slice(mine, mine + 1)
+
+    def num_heads(self, layer: int) -> int:
+        return _length(self.heads(layer))
+
+    def num_kv_heads(self, layer: int) -> int:
+        return _length(self.kv_heads(layer))
+
+    def slice_of(self, axis: Axis, layer: int) -> slice | None:
+        """This rank's part of a tensor's dimension; None has it whole."""
+        spec = self.spec.layers[layer]
+        match axis:
+            case "q":
+                return _scaled(self.heads(layer), spec.mixer.head_dim)
+            case "kv":
+                return _scaled(self.kv_heads(layer), spec.mixer.head_dim)
+            case "inner":
+                return _part(spec.mlp.inner_size, self.rank, self.world_size)
+            case "vocab":
+                return self.vocab
+            case _:
+                return None
+
+
+def _check_layer(layer: LayerSpec, world_size: int) -> None:
+    mixer, mlp = layer.mixer, layer.mlp
+    _check_divides("num_attention_heads", mixer.num_heads, world_size)
+    _check_divides("intermediate_size", mlp.inner_size, world_size)
+    if world_size <= mixer.num_kv_heads:
+        _check_divides("num_key_value_heads", mixer.num_kv_heads, world_size)
+    elif world_size % mixer.num_kv_heads:
+        raise _does_not_divide("num_key_value_heads", mixer.num_kv_heads, world_size)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _scaled(heads: slice, head_dim: int) -> slice:
+    return slice(heads.start * head_dim, heads.stop * head_dim)
 
 
 def _part(size: int, rank: int, world_size: int) -> slice:

@@ -56,12 +56,14 @@ class PagedContexts:
     Attributes:
         first_R, rows_R: absolute position of each request's first row, and its rows.
         pages_RP: page ids of each request from position 0 on.
+        pages_address: where they lie.
         longest: the longest context.
     """
 
     first_R: Ints
     rows_R: Ints
     pages_RP: Ints
+    pages_address: int
     page_size: int
     longest: int
 
@@ -73,11 +75,13 @@ class PagedContexts:
         pages_RP: Ints,
         page_size: int,
         device: torch.device | str,
+        window: int | None = None,
     ) -> PagedContexts:
         """As `AttentionBatch.build`."""
         first_R, rows_R = (np.ascontiguousarray(x, dtype=np.int64) for x in (first_position_R, num_rows_R))
         longest = int((first_R + rows_R).max())
-        return cls(first_R, rows_R, np.ascontiguousarray(pages_RP, dtype=np.int64), page_size, longest)
+        pages_RP = np.ascontiguousarray(pages_RP, dtype=np.int64)
+        return cls(first_R, rows_R, pages_RP, pages_RP.ctypes.data, page_size, longest)
 
 
 def scratch_bytes(longest: int, head_dim: int) -> int:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from ..backend import AttentionShape, BlockWeights, ContextWriter, Projection, Stack
+from ..backend import AttentionShape, BlockWeights, ContextWriter, Machine, Projection, Stack, StackSpec
 from ..layers import Linear, RMSNorm
 from ..loops.backend import CpuBackend
 from ..loops.machine import bf16_instructions
-from ..rope import RotaryEmbedding
 from .attention import PagedContexts
 from .heads import BlockedContextWriter
 from .one_pass import CompiledStack, can_compile, fits_pages
 from .products import PackedLinear, can_pack
 
 
-def why_not(sizes: tuple[int, ...], page_size: int) -> str | None:
-    """What this machine or a model lacks for passes in one call, in words; {model} stands for whose sizes.
-
-    Args:
-        sizes: hidden size, head dimension and inner size.
-        page_size: tokens per K/V page.
-    """
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """What this machine or a model lacks for passes in one call."""
+    if machine.device.type != "cpu" or machine.dtype is not torch.bfloat16:
+        return "computes bfloat16 on CPUs"
+    if machine.num_ranks > 1:
+        return "needs tensor_parallel_size=1"
     if bf16_instructions() is None:
         return "needs a CPU with AVX512_BF16 or AMX"
-    if not fits_pages(page_size):
+    if not fits_pages(machine.page_size):
         return "needs a page_size that is a multiple of 16"
-    if not can_compile(*sizes):
-        return "needs sizes that are multiples of 32, not all of the {model}'s are"
-    return None
+    if not can_compile(*spec.sizes, *spec.head_dims):
+        return f"needs sizes that are multiples of 32, not all of the {spec.name}'s are"
+    return spec.lacking(frozenset())
 
 
 class CompiledBackend(CpuBackend):
@@ -54,10 +53,9 @@ class CompiledBackend(CpuBackend):
         self,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
         final_norm: RMSNorm,
-        rope: RotaryEmbedding,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
-        return CompiledStack(blocks, final_norm, rope, tap_ids, self._num_threads)
+        return CompiledStack(blocks, final_norm, tap_ids, self._num_threads)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return BlockedContextWriter(k_norm_LD, eps, num_kv_heads)

@@ -29,34 +29,36 @@ _BF16, _INT64 = np.uint16(0), np.int64(0)
 class BlockedContextWriter:
     """`backend.ContextWriter` into such blocks."""
 
-    __slots__ = ("_eps_1", "_norm_JD", "_num_kv")
+    __slots__ = ("_eps_1", "_norm_JD", "_num_kv", "_num_layers")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
         self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
         self._eps_1 = np.full(1, eps, dtype=np.float32)
-        self._num_kv = num_kv_heads
+        self._num_kv, self._num_layers = num_kv_heads, len(k_norm_LD)
 
-    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
         _write_context(
             kv_NO.data_ptr(),
             len(kv_NO),
-            cache.num_layers,
+            self._num_layers,
             self._num_kv,
             cache.head_dim,
             self._norm_JD.data_ptr(),
             rope.cos_TD.data_ptr(),
             rope.sin_TD.data_ptr(),
             rows.positions_N.data_ptr(),
-            rows.kv_slots_N.data_ptr(),
-            cache.kv.data_ptr(),
-            cache.layer_bytes,
+            rows.kv_slots[cache.group(first)].data_ptr(),
+            cache.slots(first, self._num_layers).data_ptr(),
+            cache.plane_bytes,
             self._eps_1.ctypes.data,
         )
 
 
 @elements
 def _write_context(
-    rows, num_rows, num_layers, num_kv, head_dim, weight, cos, sin, positions, slots, kv, layer_bytes, eps
+    rows, num_rows, num_layers, num_kv, head_dim, weight, cos, sin, positions, slots, kv, plane_bytes, eps
 ):
     """Rows of [L, K] keys and [L, K] values of D."""
     positions_N = carray(pointer(positions, _INT64), (num_rows,))
@@ -68,7 +70,7 @@ def _write_context(
         for layer in range(num_layers):
             k = row + 2 * layer * num_kv * head_dim
             write_slot(
-                kv + layer * layer_bytes,
+                kv + layer * plane_bytes,
                 slots_N[n],
                 k,
                 k + 2 * num_keys * head_dim,

@@ -28,7 +28,6 @@ from ..backend import AttentionShape, BlockWeights, PlacedRows, Projection
 from ..kv_cache import PagedKVCache
 from ..layers import RMSNorm
 from ..loops.elements import Task, elements, pointer, records
-from ..rope import RotaryEmbedding
 from .attention import PagedContexts, attend, scratch_bytes
 from .heads import BLOCK, place_heads, write_slot
 from .products import (
@@ -55,11 +54,12 @@ def _record(words: str, *floats: str) -> np.dtype:
     return np.dtype([*integers, *((name, np.float32) for name in floats)])
 
 
-# What a task finds at its address, what each thread notes of its part, and a layer.
+# What a task finds at its address (`slots` and `pages`: addresses by page group), what each thread notes of
+# its part, and a layer.
 _PASS = _record(
     """
     team shares layers num_layers hidden num_heads num_kv head_dim inner first_norm num_taps cos sin
-    x normed taps positions slots kv layer_bytes page_size num_requests first rows pages num_pages qkv
+    x normed taps positions slots kv plane_bytes page_size num_requests first rows pages num_pages qkv
     attended gated scratch scratch_bytes
     """,
     "eps",
@@ -67,13 +67,14 @@ _PASS = _record(
 )
 _SHARE = _record(
     """
-    thread num_threads first_head last_head part parts own_norms num_requests num_rows room first rows pages
-    positions slots x normed qkv attended gated taps scratch
+    thread num_threads first_head last_head part parts own_norms first_request first_row num_requests
+    num_rows room first rows positions x normed qkv attended gated taps scratch
     """
 )
 _LAYER = _record(
     """
-    qkv qkv_bias head_norm causal window o o_bias post_norm gate_up gate_up_bias down down_bias next_norm tap
+    qkv qkv_bias head_norm causal window o o_bias mlp_norm gate_up gate_up_bias down down_bias next_norm tap
+    group plane
     """
 )
 _EPS = _PASS.itemsize - 8  # where `eps` lies: its address is wanted
@@ -84,9 +85,9 @@ def fits_pages(page_size: int) -> bool:
     return page_size % BLOCK == 0
 
 
-def can_compile(hidden: int, head_dim: int, inner: int) -> bool:
-    """Whether a model of these sizes fits the tiles."""
-    return hidden % 32 == 0 and head_dim % 32 == 0 and inner % 32 == 0
+def can_compile(*sizes: int) -> bool:
+    """Whether hidden and inner states and heads of these sizes fit the tiles."""
+    return all(size % 32 == 0 for size in sizes)
 
 
 class CompiledStack:
@@ -96,20 +97,20 @@ class CompiledStack:
         self,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
         final_norm: RMSNorm,
-        rope: RotaryEmbedding,
         tap_ids: Sequence[int],
         num_threads: int,
     ) -> None:
         shape = blocks[0][0]
         self._num_threads = num_threads
-        self._shape, self._rope = shape, rope
+        self._shape = shape
         self._num_taps = len(tap_ids)
         self._kept: list[Tensor] = []  # what the addresses point to
         self._layers = np.zeros(len(blocks), dtype=_LAYER)
-        norms = [*(parts.input_norm for _, parts in blocks), final_norm]
+        norms = [*(parts.attention_norm for _, parts in blocks), final_norm]
         for i, (layer_shape, parts) in enumerate(blocks):
             tap = tap_ids.index(i) if i in tap_ids else -1
             self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
+        self._cache: PagedKVCache | None = None  # whose places the layers have
         self._inner = _packed(blocks[0][1].gate_up).out_features // 2
         heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and what attention makes of them
         self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
@@ -132,12 +133,14 @@ class CompiledStack:
             int(shape.causal),
             -1 if shape.window is None else shape.window,
             *self._linear(parts.o),
-            self._address(parts.post_norm.weight_H),
+            self._address(parts.mlp_norm.weight_H),
             self._address(halves_taking_turns(gate_up.tiles)),
             self._address(gate_up_bias),
             *self._linear(parts.down),
             self._address(next_norm.weight_H),
             tap,
+            0,
+            0,
         )
 
     def _linear(self, projection: Projection) -> tuple[int, int]:
@@ -152,18 +155,23 @@ class CompiledStack:
         return tensor.data_ptr()
 
     def _set_constants(self, first_norm: RMSNorm) -> None:
-        p, shape, rope = self._pass[0], self._shape, self._rope
+        p, shape, rope = self._pass[0], self._shape, self._shape.rope
         p["shares"] = self._shares.ctypes.data
         p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
         p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps
         p["num_heads"], p["num_kv"], p["head_dim"] = shape.num_heads, shape.num_kv_heads, shape.head_dim
         p["first_norm"], p["eps"] = self._address(first_norm.weight_H), first_norm.eps
-        p["scale"] = shape.head_dim**-0.5
+        p["scale"] = shape.scale
         p["cos"], p["sin"] = self._address(rope.cos_TD), self._address(rope.sin_TD)
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
         """See `BlockStack`; `x` is overwritten, `rows.batch` is a `PagedContexts`."""
-        contexts: PagedContexts = rows.batch
+        if cache is not self._cache:
+            self._take_places(cache)
+        for group in self._groups:
+            self._slots_G[group] = rows.kv_slots[group].data_ptr()
+            self._pages_G[group] = rows.batches[group].pages_address
+        contexts: PagedContexts = rows.batches[self._groups[0]]
         num_rows, hidden = x_NH.shape
         room = (-(-num_rows // _ROOM) + 1) * _ROOM  # one tile more: a thread's own rows may begin anywhere
         normed_NH = x_NH.new_empty(room, hidden)
@@ -182,17 +190,26 @@ class CompiledStack:
             normed_NH.data_ptr(),
             0 if taps_NmH is None else taps_NmH.data_ptr(),
             rows.positions_N.data_ptr(),
-            rows.kv_slots_N.data_ptr(),
+            self._slots_G,
             cache.kv.data_ptr(),
-            cache.layer_bytes,
+            cache.plane_bytes,
             contexts.page_size,
             contexts.first_R,
             contexts.rows_R,
-            contexts.pages_RP,
+            self._pages_G,
+            contexts.pages_RP.shape[1],
             work,
             scratch,
         )
         return normed_NH[:num_rows], taps_NmH
+
+    def _take_places(self, cache: PagedKVCache) -> None:
+        """Where the layers' K and V are."""
+        self._cache = cache
+        self._layers["group"] = [place.group for place in cache.places]
+        self._layers["plane"] = [place.plane for place in cache.places]
+        self._groups = sorted({place.group for place in cache.places})
+        self._slots_G, self._pages_G = (np.zeros(self._groups[-1] + 1, dtype=np.int64) for _ in range(2))
 
     def _work_memory(self, num_bytes: int) -> int:
         """Memory for what lives no longer than a pass; grows."""
@@ -208,14 +225,15 @@ def _packed(projection: Projection) -> PackedLinear:
 
 @elements
 def _run_pass(
-    team, task, num_threads, pass_1, room, x, normed, taps, positions, slots, kv, layer_bytes,
-    page_size, first_R, rows_R, pages_RP, work, scratch_bytes,
+    team, task, num_threads, pass_1, room, x, normed, taps, positions, slots_G, kv, plane_bytes,
+    page_size, first_R, rows_R, pages_G, num_pages, work, scratch_bytes,
 ):  # fmt: skip
     p = pass_1[0]
     p.team, p.x, p.normed, p.taps = team, x, normed, taps
-    p.positions, p.slots, p.kv, p.layer_bytes, p.page_size = positions, slots, kv, layer_bytes, page_size
-    p.num_requests, p.num_pages = pages_RP.shape
-    p.first, p.rows, p.pages = first_R.ctypes.data, rows_R.ctypes.data, pages_RP.ctypes.data
+    p.positions, p.kv, p.plane_bytes, p.page_size = positions, kv, plane_bytes, page_size
+    p.num_requests, p.num_pages = len(first_R), num_pages
+    p.first, p.rows = first_R.ctypes.data, rows_R.ctypes.data
+    p.slots, p.pages = slots_G.ctypes.data, pages_G.ctypes.data
     p.qkv = work
     p.attended = p.qkv + 2 * room * (p.num_heads + 2 * p.num_kv) * p.head_dim
     p.gated = p.attended + 2 * room * p.num_heads * p.head_dim
@@ -232,8 +250,8 @@ def _decoder_pass(args, thread, num_threads):
     begin_products(_ROOM)
     _norm_rows(p, s, p.first_norm, eps)
     for i in range(p.num_layers):
-        _attention_part(p, s, layers[i], p.kv + i * p.layer_bytes, eps)
-        _norm_rows(p, s, layers[i].post_norm, eps)
+        _attention_part(p, s, layers[i], p.kv + layers[i].plane * p.plane_bytes, eps)
+        _norm_rows(p, s, layers[i].mlp_norm, eps)
         _mlp_part(p, s, layers[i])
         if layers[i].tap >= 0:
             _tap_rows(p, s, layers[i].tap)
@@ -257,7 +275,9 @@ def _attention_part(p, s, layer, kv, eps):
     if s.parts > 1:
         barrier(p.team, s.num_threads)
     positions_N = carray(pointer(s.positions, _INT64), (s.num_rows,))
-    slots_N = carray(pointer(s.slots, _INT64), (s.num_rows,))
+    slots = carray(pointer(p.slots + 8 * layer.group, _INT64), (1,))[0] + 8 * s.first_row
+    slots_N = carray(pointer(slots, _INT64), (s.num_rows,))
+    pages = carray(pointer(p.pages + 8 * layer.group, _INT64), (1,))[0] + 8 * s.first_request * p.num_pages
     for n in range(s.part, s.num_rows, s.parts):
         q = s.qkv + 2 * n * heads * dim
         for at, count in ((0, shared), (p.num_heads, 1)):
@@ -268,7 +288,7 @@ def _attention_part(p, s, layer, kv, eps):
     if s.parts > 1:
         barrier(p.team, s.num_threads)
     attend(
-        s.qkv, s.attended, kv, s.first, s.rows, s.pages, s.num_requests, p.num_pages, p.page_size,
+        s.qkv, s.attended, kv, s.first, s.rows, pages, s.num_requests, p.num_pages, p.page_size,
         p.num_heads, p.num_kv, dim, p.scale, layer.causal != 0, layer.window, s.scratch, s.first_head,
         s.last_head, s.part, s.parts,
     )  # fmt: skip
@@ -324,8 +344,8 @@ def _take_share(p, s, thread, num_threads):
     row = rows_R[:begin].sum()
     s.num_requests, s.num_rows = end - begin, rows_R[begin:end].sum()
     s.room = (s.num_rows + _ROOM - 1) // _ROOM * _ROOM
-    s.first, s.rows, s.pages = p.first + 8 * begin, p.rows + 8 * begin, p.pages + 8 * begin * p.num_pages
-    s.positions, s.slots = p.positions + 8 * row, p.slots + 8 * row
+    s.first_request, s.first_row = begin, row
+    s.first, s.rows, s.positions = p.first + 8 * begin, p.rows + 8 * begin, p.positions + 8 * row
     s.x, s.normed = p.x + 2 * row * p.hidden, p.normed + 2 * row * p.hidden
     s.qkv = p.qkv + 2 * row * (p.num_heads + 2 * p.num_kv) * p.head_dim
     s.attended = p.attended + 2 * row * p.num_heads * p.head_dim

@@ -2,17 +2,18 @@
 
 The CPU's backend, and the fallback elsewhere. `AttentionBatch` is built once per step from host integers and
 holds every index and mask that the layers need; `paged_attention` then costs a handful of framework calls per
-layer. Called by `dflash/model.py` and `actors/target`.
+layer. Called by `dflash/model.py` and `actors/targets`.
 
 A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
 pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked.
 
 Requests are put into groups: short ones (decoding) of similar context together, padded to the longest; each
 long one (prefill) alone, in tiles of query rows. A row's result does not depend on its companions: measured
-bitwise on the CPUs tried (`invariance.py` repeats it at start), given the paddings below.
+bitwise on the CPUs tried (`invariance.py` repeats it at start), given the paddings below. What lies wholly
+before a window is not gathered, in whole blocks of keys: one that a row does not see changes no bit of it.
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
-dim, T context tokens (padded), P pages of a request, S page size, M rows of a group.
+dim, T context tokens (padded), P pages of a request, S page size, M rows of a group, A planes.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ class _Group:
         rows: the group's rows, as a slice if they stand in order and equally many.
         pages_GP: page ids (int64, flat).
         first_page: the first page of the only request, if its pages are consecutive; else None.
+        begins_G: absolute position of the first key.
         positions_GW: absolute position of each query row; W is a multiple of four, the last row repeated.
         lengths_G: keys that exist.
         masks: additive masks by their meaning, made when first asked for.
-        views: every layer's K and V of consecutive pages, likewise; see `_views`.
+        views: every plane's K and V of consecutive pages, likewise; see `_views`.
     """
 
     num_requests: int
@@ -70,6 +72,7 @@ class _Group:
     rows: slice | _PaddedRows
     pages_GP: Tensor
     first_page: int | None
+    begins_G: Tensor
     positions_GW: Tensor
     lengths_G: Tensor
     masks: dict[tuple[bool, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
@@ -85,12 +88,12 @@ class _Group:
 
     def _make_mask(self, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
         keys_T = torch.arange(self.num_keys, device=self.positions_GW.device)
-        query_GW1 = self.positions_GW.unsqueeze(-1)
-        hidden_GWT = keys_T >= self.lengths_G.view(-1, 1, 1)
+        keys_G1T, query_GW1 = keys_T + self.begins_G.view(-1, 1, 1), self.positions_GW.unsqueeze(-1)
+        hidden_GWT = keys_G1T >= self.lengths_G.view(-1, 1, 1)
         if causal:
-            hidden_GWT = hidden_GWT | (keys_T > query_GW1)
+            hidden_GWT = hidden_GWT | (keys_G1T > query_GW1)
         if window is not None:
-            hidden_GWT = hidden_GWT | (keys_T <= query_GW1 - window) | (keys_T >= query_GW1 + window)
+            hidden_GWT = hidden_GWT | (keys_G1T <= query_GW1 - window) | (keys_G1T >= query_GW1 + window)
         zero = torch.zeros((), dtype=dtype, device=keys_T.device)
         return torch.where(hidden_GWT, zero - float("inf"), zero).unsqueeze(1)
 
@@ -112,6 +115,7 @@ class AttentionBatch:
         pages_RP: Ints,
         page_size: int,
         device: torch.device | str,
+        window: int | None = None,
     ) -> AttentionBatch:
         """Plan the attention of rows laid out request after request.
 
@@ -119,23 +123,24 @@ class AttentionBatch:
             first_position_R: absolute position of each request's first row.
             num_rows_R: rows of each request, at least 1.
             pages_RP: page ids of each request from position 0 on; columns beyond its length are ignored.
+            window: of the layers to come, at most; pages behind it may be another's.
         """
         lengths_R = first_position_R + num_rows_R
         starts_R = np.cumsum(num_rows_R) - num_rows_R
-        step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device)
+        step = _Step(first_position_R, num_rows_R, lengths_R, starts_R, pages_RP, page_size, device, window)
         groups: list[_Group] = []
-        for members in _companions(num_rows_R, lengths_R, page_size):
+        for members in _companions(num_rows_R, lengths_R - step.begins(first_position_R), page_size):
             groups += step.long_request(members[0]) if len(members) == 1 else [step.short_requests(members)]
         return cls(groups, int(num_rows_R.sum()))
 
 
-def _companions(num_rows_R: Ints, lengths_R: Ints, page_size: int) -> list[list[int]]:
-    """Which requests are computed together: short ones within a factor of two in context length."""
+def _companions(num_rows_R: Ints, num_keys_R: Ints, page_size: int) -> list[list[int]]:
+    """Which requests are computed together: short ones within a factor of two in the keys they see."""
     if len(num_rows_R) == 1:
         return [[0]]
     groups: dict[int, list[int]] = {}
-    for r, (rows, length) in enumerate(zip(num_rows_R.tolist(), lengths_R.tolist(), strict=True)):
-        key = -1 - r if rows > _SHORT_ROWS else max(length - 1, page_size, 64).bit_length()
+    for r, (rows, keys) in enumerate(zip(num_rows_R.tolist(), num_keys_R.tolist(), strict=True)):
+        key = -1 - r if rows > _SHORT_ROWS else max(keys - 1, page_size, 64).bit_length()
         groups.setdefault(key, []).append(r)
     return list(groups.values())
 
@@ -162,18 +167,25 @@ class _Step:
     pages_RP: Ints
     page_size: int
     device: torch.device | str
+    window: int | None
+
+    def begins(self, first_R: Ints) -> Ints:
+        """Of rows at `first` and behind, the first key that is gathered: of a block that one of them sees."""
+        if self.window is None:
+            return np.zeros_like(first_R)
+        unit = math.lcm(_KEY_BLOCK, self.page_size)
+        return np.maximum(first_R - self.window + 1, 0) // unit * unit
 
     def _tensor(self, values: Ints | list[int]) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device)
 
-    def _pages(self, requests: list[int], num_keys: int) -> Ints:
+    def _pages(self, requests: list[int], begins_G: Ints, num_keys: int) -> Ints:
         """Page ids [G, T / S]; what a request has not got is page 0, which the masks hide."""
-        count = num_keys // self.page_size
-        have = self.pages_RP[requests, :count]
-        pages_GP = np.zeros((len(requests), count), dtype=np.int64)
+        columns_GP = begins_G[:, None] // self.page_size + np.arange(num_keys // self.page_size)
         used_G = -(-self.lengths_R[requests] // self.page_size)
-        pages_GP[:, : have.shape[1]] = np.where(np.arange(have.shape[1]) < used_G[:, None], have, 0)
-        return pages_GP
+        last = self.pages_RP.shape[1] - 1
+        have_GP = self.pages_RP[np.array(requests)[:, None], np.minimum(columns_GP, last)]
+        return np.where(columns_GP < used_G[:, None], have_GP, 0)
 
     def long_request(self, r: int) -> list[_Group]:
         """One request alone, in tiles of query rows; every tile gathers only the keys up to its end."""
@@ -186,10 +198,11 @@ class _Step:
         return tiles
 
     def _tile(self, r: int, position: int, row: int, size: int) -> _Group:
-        length = int(self.lengths_R[r])
-        num_keys = _padded(length, self.page_size)
-        pages_P = self._pages([r], num_keys)[0]
-        consecutive = bool((np.diff(pages_P[: -(-length // self.page_size)]) == 1).all())
+        length, begins_1 = int(self.lengths_R[r]), self.begins(np.array([position]))
+        span = length - int(begins_1[0])
+        num_keys = _padded(span, self.page_size)
+        pages_P = self._pages([r], begins_1, num_keys)[0]
+        consecutive = bool((np.diff(pages_P[: -(-span // self.page_size)]) == 1).all())
         width = -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE
         return _Group(
             num_requests=1,
@@ -198,6 +211,7 @@ class _Step:
             rows=slice(row, row + size),
             pages_GP=self._tensor(pages_P),
             first_page=int(pages_P[0]) if consecutive else None,
+            begins_G=self._tensor(begins_1),
             positions_GW=self._tensor(position + np.minimum(np.arange(width), size - 1)[None]),
             lengths_G=self._tensor([length]),
         )
@@ -207,7 +221,8 @@ class _Step:
         rows_G, starts_G = self.rows_R[members], self.starts_R[members]
         longest = int(rows_G.max())
         width = -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members])
+        begins_G = self.begins(self.first_R[members])
+        num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members] - begins_G)
         places_GW = np.minimum(np.arange(width), rows_G[:, None] - 1)
         rows_GW = starts_G[:, None] + places_GW
         real_GW = np.arange(width) < rows_G[:, None]
@@ -225,8 +240,9 @@ class _Step:
             num_rows=width,
             num_keys=num_keys,
             rows=rows,
-            pages_GP=self._tensor(self._pages(members, num_keys).ravel()),
+            pages_GP=self._tensor(self._pages(members, begins_G, num_keys).ravel()),
             first_page=None,
+            begins_G=self._tensor(begins_G),
             positions_GW=self._tensor(self.first_R[members][:, None] + places_GW),
             lengths_G=self._tensor(self.lengths_R[members]),
         )
@@ -301,16 +317,16 @@ def _context_of_one(cache: PagedKVCache, layer: int, group: _Group, shared: int)
     if group.first_page is not None and group.first_page + count <= num_pages:
         if group.views is None or group.views[0] is not cache:
             group.views = (cache, _views(cache, group.first_page, count, shared))
-        return group.views[1][layer]
+        return group.views[1][cache.places[layer].plane]
     kv_2K1TD = _context(cache, layer, group)[0].permute(1, 2, 0, 3).unsqueeze(2)
     return kv_2K1TD.expand(-1, -1, shared, -1, -1).unbind(0)
 
 
 def _views(cache: PagedKVCache, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
-    """K and V [K, C, T, D] of every layer. Pages behind the context are strangers', and masked."""
-    kv_LT2KD = cache.kv.narrow(1, first, count).flatten(1, 2)
-    kv_L2KCTD = kv_LT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
-    return [pair.unbind(0) for pair in kv_L2KCTD.unbind(0)]
+    """K and V [K, C, T, D] of every plane. Pages behind the context are strangers', and masked."""
+    kv_AT2KD = cache.kv.narrow(1, first, count).flatten(1, 2)
+    kv_A2KCTD = kv_AT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
+    return [pair.unbind(0) for pair in kv_A2KCTD.unbind(0)]
 
 
 def _attend_one(

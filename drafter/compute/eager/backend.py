@@ -5,25 +5,35 @@ Legend: N rows, H hidden, O outputs, K kv heads, J = Q + 2 K, D head dim, L laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, PlacedRows, Projection
+from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..kv_cache import PagedKVCache
-from ..layers import HeadNorm, RMSNorm, silu_mul
+from ..layers import Activation, HeadNorm, RMSNorm, gate
 from ..rope import RotaryEmbedding, Rotation
 from .attention import AttentionBatch, paged_attention
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchPass:
-    """What the layers of a pass share: indices and masks, and the rotation of its rows."""
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """Nothing: this is what every feature means."""
+    return None
 
-    rotation: Rotation
-    kv_slots_N: Tensor
-    batch: AttentionBatch
+
+class _TorchPass:
+    """What the layers of a pass share: the rows, and their rotation, made when a layer first asks for it."""
+
+    __slots__ = ("_rotations", "rows")
+
+    def __init__(self, rows: PlacedRows) -> None:
+        self.rows = rows
+        self._rotations: dict[int, Rotation] = {}
+
+    def rotation(self, rope: RotaryEmbedding) -> Rotation:
+        found = self._rotations.get(id(rope))
+        if found is None:
+            found = self._rotations[id(rope)] = rope.at(self.rows.positions_N)
+        return found
 
 
 class TorchBackend(OperatorBackend):
@@ -31,8 +41,8 @@ class TorchBackend(OperatorBackend):
 
     attention_batch = staticmethod(AttentionBatch.build)
 
-    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _TorchPass:
-        return _TorchPass(rope.at(rows.positions_N), rows.kv_slots_N, rows.batch)
+    def begin(self, rows: PlacedRows) -> _TorchPass:
+        return _TorchPass(rows)
 
     def attention(self, shape: AttentionShape) -> Attention:
         return _TorchAttention(shape)
@@ -44,40 +54,40 @@ class TorchBackend(OperatorBackend):
         return norm(x_NH)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm
+        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
     ) -> tuple[Tensor, Tensor]:
-        x_NH = project(x_NI, residual_NH)
+        x_NH = project(x_NI, residual_NH) if out_norm is None else out_norm(project(x_NI)) + residual_NH
         return x_NH, norm(x_NH)
 
-    def silu_mul(self, gate_up_NI: Tensor) -> Tensor:
-        return silu_mul(gate_up_NI)
+    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
+        return gate(gate_up_NI, activation)
 
 
 class _TorchAttention:
-    __slots__ = ("_causal", "_head_norm", "_num_kv", "_num_q", "_scale", "_shape", "_window")
+    __slots__ = ("_head_norm", "_heads", "_shape")
 
     def __init__(self, shape: AttentionShape) -> None:
-        self._num_q, self._num_kv = shape.num_heads, shape.num_kv_heads
+        self._shape = shape
         norm_JD = shape.head_norm()
         self._head_norm = None if norm_JD is None else HeadNorm(norm_JD, shape.eps)
-        self._shape = (self._num_q + 2 * self._num_kv, shape.head_dim)
-        self._scale = shape.head_dim**-0.5
-        self._causal, self._window = shape.causal, shape.window
+        self._heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
 
     def __call__(self, qkv_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        num_q, num_kv = self._num_q, self._num_kv
-        qkv_NJD = qkv_NO.unflatten(-1, self._shape)
+        shape, group = self._shape, cache.group(layer)
+        num_q, num_kv = shape.num_heads, shape.num_kv_heads
+        qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         qk = qkv_NJD[:, : num_q + num_kv]
-        step.rotation.rotate(qk if self._head_norm is None else self._head_norm(qk), out_NJD=qk)
-        cache.write(layer, step.kv_slots_N, qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
+        normed = qk if self._head_norm is None else self._head_norm(qk)
+        step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        cache.write(layer, step.rows.kv_slots[group], qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
         return paged_attention(
             qkv_NJD[:, :num_q],
             cache,
             layer,
-            step.batch,
-            self._scale,
-            causal=self._causal,
-            window=self._window,
+            step.rows.batches[group],
+            shape.scale,
+            causal=shape.causal,
+            window=shape.window,
         )
 
 
@@ -89,10 +99,12 @@ class _TorchContextWriter:
         self._num_kv = num_kv_heads
         self._k_norm = HeadNorm(k_norm_LD.repeat_interleave(num_kv_heads, dim=0), eps)
 
-    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
         num_keys = self._num_layers * self._num_kv
         kv_NJD = kv_NO.unflatten(-1, (2 * num_keys, self._head_dim))
         keys = kv_NJD[:, :num_keys]
         rope.at(rows.positions_N).rotate(self._k_norm(keys), out_NJD=keys)
         kv_LN2KD = kv_NJD.unflatten(1, (2, self._num_layers, self._num_kv)).permute(2, 0, 1, 3, 4)
-        cache.write_all(rows.kv_slots_N, kv_LN2KD)
+        cache.write_all(first, rows.kv_slots[cache.group(first)], kv_LN2KD)

@@ -1,4 +1,4 @@
-"""SwiGLU's inner product in one launch: what `layers.silu_mul` is on a CPU.
+"""A gated MLP's inner product in one launch: what `layers.gate` is on a CPU.
 
 Legend: N rows, I inner size.
 """
@@ -12,14 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..layers import Activation
+
 _BLOCK = 1024  # 8 elements per thread of 4 warps; 16 rows of 12288 make 192 programs
 
 
-def silu_mul(gate_up_NI2: Tensor) -> Tensor:
-    """silu(first half) * second half of the last dimension: [N, 2 * I] -> [N, I].
+def gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
+    """activation(first half) * second half of the last dimension: [N, 2 * I] -> [N, I].
 
-    silu is computed in fp32 and rounded to the dtype of the input before the product is, as PyTorch's two
-    operations do.
+    The activation is computed in fp32 and rounded to the dtype of the input before the product is, as
+    PyTorch's two operations do.
 
     Args:
         gate_up_NI2: rows may have any stride, a row is contiguous.
@@ -30,14 +32,22 @@ def silu_mul(gate_up_NI2: Tensor) -> Tensor:
     inner = width // 2
     product_NI = gate_up_NI2.new_empty((num_rows, inner))
     block = min(1 << (inner - 1).bit_length(), _BLOCK)
-    _silu_mul[(num_rows, triton.cdiv(inner, block))](
-        gate_up_NI2, product_NI, gate_up_NI2.stride(0), INNER=inner, BLOCK=block, num_warps=4
+    _gate_mul[(num_rows, triton.cdiv(inner, block))](
+        gate_up_NI2,
+        product_NI,
+        gate_up_NI2.stride(0),
+        INNER=inner,
+        BLOCK=block,
+        GELU=activation == "gelu_tanh",
+        num_warps=4,
     )
     return product_NI
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, product_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_mul(
+    gate_up_ptr, product_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     columns_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -45,5 +55,8 @@ def _silu_mul(gate_up_ptr, product_ptr, row_stride, INNER: tl.constexpr, BLOCK: 
     gate_ptrs_I = gate_up_ptr + row * row_stride + columns_I
     gate_I = tl.load(gate_ptrs_I, mask=inside_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_ptrs_I + INNER, mask=inside_I, other=0.0).to(tl.float32)
-    silu_I = (gate_I / (1.0 + tl.exp(-gate_I))).to(dtype).to(tl.float32)
-    tl.store(product_ptr + row * INNER + columns_I, (silu_I * up_I).to(dtype), mask=inside_I)
+    x_I = gate_I
+    if GELU:  # by tanh: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        x_I = 1.5957691216057308 * (gate_I + 0.044715 * gate_I * gate_I * gate_I)
+    act_I = (gate_I / (1.0 + tl.exp(-x_I))).to(dtype).to(tl.float32)
+    tl.store(product_ptr + row * INNER + columns_I, (act_I * up_I).to(dtype), mask=inside_I)

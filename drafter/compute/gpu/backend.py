@@ -9,18 +9,18 @@ Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, PlacedRows, Projection
+from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..kv_cache import PagedKVCache
-from ..layers import RMSNorm
+from ..layers import Activation, RMSNorm
 from ..rope import RotaryEmbedding
-from .activations import silu_mul
+from .activations import gate
 from .attention import verify_attention
 from .norms import add_rms_norm, rms_norm
 from .tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows, rows_from_host
@@ -44,12 +44,14 @@ class PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What the layers of a pass share; `rows.batch` is a `PagedRows`."""
-
-    rope: RotaryEmbedding
-    rows: PlacedRows
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
+    if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        return "runs on GPUs"
+    odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
+    if odd:
+        return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
+    return None
 
 
 class TritonBackend(OperatorBackend):
@@ -67,8 +69,8 @@ class TritonBackend(OperatorBackend):
         self._attend = attend
         self._workspaces: dict[int, AttentionWorkspace] = {}  # by head dim; layers take turns
 
-    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _Pass:
-        return _Pass(rope, rows)
+    def begin(self, rows: PlacedRows) -> PlacedRows:
+        return rows
 
     def attention(self, shape: AttentionShape) -> Attention:
         workspace = self._workspaces.get(shape.head_dim)
@@ -84,25 +86,27 @@ class TritonBackend(OperatorBackend):
         return rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm
+        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
     ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(project(x_NI, None), residual_NH, norm.weight_H, norm.eps)
+        y_NH = project(x_NI, None)
+        if out_norm is not None:
+            y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
+        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps)
 
-    def silu_mul(self, gate_up_NI: Tensor) -> Tensor:
-        return silu_mul(gate_up_NI)
+    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
+        return gate(gate_up_NI, activation)
 
 
 class _TritonAttention:
-    __slots__ = ("_attend", "_heads", "_scale", "_shape", "_workspace")
+    __slots__ = ("_attend", "_heads", "_shape", "_workspace")
 
     def __init__(self, shape: AttentionShape, attend: PagedAttention, workspace: AttentionWorkspace) -> None:
         self._shape = shape
         self._attend, self._workspace = attend, workspace
         self._heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        self._scale = shape.head_dim**-0.5
 
-    def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, rows, rope = self._shape, step.rows, step.rope
+    def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, group, rope = self._shape, cache.group(layer), self._shape.rope
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
         norm_rotate_write(
@@ -112,8 +116,8 @@ class _TritonAttention:
             shape.eps,
             rope.cos_TD,
             rope.sin_TD,
-            rows.positions_N,
-            rows.kv_slots_N,
+            step.positions_N,
+            step.kv_slots[group],
             k_PSKD,
             v_PSKD,
         )
@@ -121,8 +125,8 @@ class _TritonAttention:
             qkv_NJD[:, : shape.num_heads],
             k_PSKD,
             v_PSKD,
-            rows.batch,
-            self._scale,
+            step.batches[group],
+            shape.scale,
             causal=shape.causal,
             window=shape.window,
             workspace=self._workspace,
@@ -137,7 +141,9 @@ class _TritonContextWriter:
         num_layers, head_dim = k_norm_LD.shape
         self._shape = (2 * num_layers * num_kv_heads, head_dim)
 
-    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
         write_context(
             kv_NO.unflatten(-1, self._shape),
             self._k_norm_LD,
@@ -145,6 +151,6 @@ class _TritonContextWriter:
             rope.cos_TD,
             rope.sin_TD,
             rows.positions_N,
-            rows.kv_slots_N,
-            cache.kv,
+            rows.kv_slots[cache.group(first)],
+            cache.planes(first, len(self._k_norm_LD)),
         )

@@ -15,35 +15,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....cluster.errors import ConfigError
+from ..backend import Machine, StackSpec
+from . import backend
 from .tiles import AttentionWorkspace, PagedRows
 
 _PAGE_MULTIPLE = 256
 _MAX_HEAD_DIM = 256
 
 
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """What the package, this machine or a model lacks."""
+    try:
+        _load()
+    except ImportError as error:
+        return f"needs the package flash_attn ({error}): pip install 'manta[flash-attn]'"
+    if machine.page_size % _PAGE_MULTIPLE:
+        return f"reads pages of a multiple of 256 tokens (page_size=256), page_size is {machine.page_size}"
+    if machine.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16 (dtype=bfloat16), dtype is {machine.dtype}"
+    wide = sorted(dim for dim in spec.head_dims if dim > _MAX_HEAD_DIM)
+    if wide:
+        return f"has no head_dim above {_MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
+    return backend.why_not(spec, machine)
+
+
 class FlashAttention:
-    """`flash_attn_varlen_func` over pages; an instance is called in `verify_attention`'s place.
+    """`flash_attn_varlen_func` over pages; an instance is called in `verify_attention`'s place."""
 
-    Args:
-        page_size, dtype, head_dim: of the caches to come.
-        sinks: whether a layer has attention sinks.
-
-    Raises:
-        ConfigError: the package is missing or cannot do this; `param` is attention_backend.
-    """
-
-    def __init__(self, page_size: int, dtype: torch.dtype, head_dim: int, *, sinks: bool = False) -> None:
-        if page_size % _PAGE_MULTIPLE:
-            raise _refusal(
-                f"reads pages of a multiple of 256 tokens, page_size is {page_size}", "page_size=256"
-            )
-        if dtype not in (torch.float16, torch.bfloat16):
-            raise _refusal(f"computes in float16 and bfloat16, dtype is {dtype}", "dtype=bfloat16")
-        if head_dim > _MAX_HEAD_DIM:
-            raise _refusal(f"has no head_dim above {_MAX_HEAD_DIM}, this model's is {head_dim}")
-        if sinks:
-            raise _refusal("has no attention sinks, which this model needs")
+    def __init__(self) -> None:
         self._attend = _load()
 
     def __call__(
@@ -83,14 +82,4 @@ class FlashAttention:
 
 
 def _load() -> Callable[..., Tensor]:
-    try:
-        return importlib.import_module("flash_attn").flash_attn_varlen_func
-    except ImportError as error:
-        raise _refusal(
-            f"needs the package flash_attn ({error})", "pip install 'manta[flash-attn]'"
-        ) from error
-
-
-def _refusal(why: str, remedy: str = "") -> ConfigError:
-    remedies = " or ".join(filter(None, (remedy, "attention_backend=triton")))
-    return ConfigError(f"attention_backend=flash_attn {why}; use {remedies}.", param="attention_backend")
+    return importlib.import_module("flash_attn").flash_attn_varlen_func

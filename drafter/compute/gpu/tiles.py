@@ -48,7 +48,12 @@ class PagedRows:
 
 
 def rows_from_host(
-    first_position_R: Ints, num_rows_R: Ints, pages_RP: Ints, page_size: int, device: torch.device | str
+    first_position_R: Ints,
+    num_rows_R: Ints,
+    pages_RP: Ints,
+    page_size: int,
+    device: torch.device | str,
+    window: int | None = None,
 ) -> PagedRows:
     """The rows of a step whose places the host knows; as `attention.AttentionBatch.build`."""
 

@@ -254,15 +254,16 @@ def _move(
 
 @triton.jit
 def _norm(low_GC, high_GC, weight_ptrs_C, eps, HALF: tl.constexpr):
-    """Rounded before the weight and after it, as HeadNorm's two operations do."""
+    """Rounded before the weight and after it, as HeadNorm's two operations do; with a wider weight once."""
     dtype = low_GC.dtype
+    inner: tl.constexpr = weight_ptrs_C.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
     squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
     scale_G1 = tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
     weight_low_1C = tl.load(weight_ptrs_C).to(tl.float32)[None, :]
     weight_high_1C = tl.load(weight_ptrs_C + HALF).to(tl.float32)[None, :]
-    low_GC = (low_GC * scale_G1).to(dtype).to(tl.float32) * weight_low_1C
-    high_GC = (high_GC * scale_G1).to(dtype).to(tl.float32) * weight_high_1C
+    low_GC = (low_GC * scale_G1).to(inner).to(tl.float32) * weight_low_1C
+    high_GC = (high_GC * scale_G1).to(inner).to(tl.float32) * weight_high_1C
     return low_GC.to(dtype), high_GC.to(dtype)
 
 

@@ -8,25 +8,22 @@ Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, PlacedRows, Projection
+from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..eager.attention import AttentionBatch, paged_attention
 from ..kv_cache import PagedKVCache
-from ..layers import RMSNorm
+from ..layers import Activation, RMSNorm
 from ..rope import RotaryEmbedding
 from . import layers
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What the layers of a pass share; `rows.batch` is an `AttentionBatch`."""
-
-    rope: RotaryEmbedding
-    rows: PlacedRows
+def why_not(spec: StackSpec, machine: Machine) -> str | None:
+    """What this machine lacks for compiled loops; of models every feature is known."""
+    if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
+        return "computes float32 and bfloat16 on CPUs"
+    return None
 
 
 class CpuBackend(OperatorBackend):
@@ -34,8 +31,8 @@ class CpuBackend(OperatorBackend):
 
     attention_batch = staticmethod(AttentionBatch.build)
 
-    def begin(self, rope: RotaryEmbedding, rows: PlacedRows) -> _Pass:
-        return _Pass(rope, rows)
+    def begin(self, rows: PlacedRows) -> PlacedRows:
+        return rows
 
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape)
@@ -47,50 +44,60 @@ class CpuBackend(OperatorBackend):
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm
+        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
     ) -> tuple[Tensor, Tensor]:
-        x_NH = project(x_NI, residual_NH)
+        x_NH = (
+            project(x_NI, residual_NH)
+            if out_norm is None
+            else self._add_normed(project, x_NI, out_norm, residual_NH)
+        )
         return x_NH, layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
-    def silu_mul(self, gate_up_NI: Tensor) -> Tensor:
-        return layers.silu_mul(gate_up_NI)
+    def _add_normed(
+        self, project: Projection, x_NI: Tensor, out_norm: RMSNorm, residual_NH: Tensor
+    ) -> Tensor:
+        return self.norm(out_norm, project(x_NI)).add_(residual_NH)
+
+    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
+        return layers.gate(gate_up_NI, activation)
 
 
 class _CpuAttention:
-    __slots__ = ("_norm_JD", "_scale", "_shape")
+    __slots__ = ("_norm_JD", "_shape")
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._norm_JD = shape.head_norm()
-        self._scale = shape.head_dim**-0.5
 
-    def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, rows = self._shape, step.rows
+    def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, group = self._shape, cache.group(layer)
         layers.norm_rotate_write(
             qkv_NO,
             shape.num_heads,
             shape.num_kv_heads,
             self._norm_JD,
             shape.eps,
-            step.rope,
-            rows.positions_N,
-            rows.kv_slots_N,
+            shape.rope,
+            step.positions_N,
+            step.kv_slots[group],
             cache.slots(layer),
         )
         q_NQD = qkv_NO.view(len(qkv_NO), -1, shape.head_dim)[:, : shape.num_heads]
         return paged_attention(
-            q_NQD, cache, layer, rows.batch, self._scale, causal=shape.causal, window=shape.window
+            q_NQD, cache, layer, step.batches[group], shape.scale, causal=shape.causal, window=shape.window
         )
 
 
 class _CpuContextWriter:
-    __slots__ = ("_eps", "_norm_JD", "_num_kv")
+    __slots__ = ("_eps", "_norm_JD", "_num_kv", "_num_layers")
 
     def __init__(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> None:
         self._norm_JD = k_norm_LD.repeat_interleave(num_kv_heads, dim=0).contiguous()
-        self._eps, self._num_kv = eps, num_kv_heads
+        self._eps, self._num_kv, self._num_layers = eps, num_kv_heads, len(k_norm_LD)
 
-    def __call__(self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache) -> None:
+    def __call__(
+        self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
+    ) -> None:
         layers.norm_rotate_write(
             kv_NO,
             0,
@@ -99,6 +106,6 @@ class _CpuContextWriter:
             self._eps,
             rope,
             rows.positions_N,
-            rows.kv_slots_N,
-            cache.slots_LN2KD,
+            rows.kv_slots[cache.group(first)],
+            cache.slots(first, self._num_layers),
         )

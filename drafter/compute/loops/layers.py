@@ -1,4 +1,4 @@
-"""RMSNorm, head norm with rotary positions and K/V write, SwiGLU's product: one compiled loop each, for CPUs.
+"""RMSNorm, head norm with rotary positions and K/V write, a gated product: one compiled loop each, for CPUs.
 
 PyTorch has no kernels for them: its RMSNorm is twelve operators there, and in a step of a small model they
 cost more than the matrix products. These loops cost one to three microseconds. They compute in fp32 whatever
@@ -21,6 +21,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from ..layers import Activation
 from ..rope import RotaryEmbedding
 from .elements import LIKE, elements, float_of, pointer, rounded, sums
 
@@ -31,7 +32,16 @@ def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, [N, H] in the dtype of `x`; both contiguous."""
     y_NH = torch.empty_like(x_NH)
     num_rows, width = x_NH.shape
-    _rms_norm(x_NH.data_ptr(), weight_H.data_ptr(), y_NH.data_ptr(), num_rows, width, eps, LIKE[x_NH.dtype])
+    _rms_norm(
+        x_NH.data_ptr(),
+        weight_H.data_ptr(),
+        y_NH.data_ptr(),
+        num_rows,
+        width,
+        eps,
+        LIKE[x_NH.dtype],
+        LIKE[weight_H.dtype],
+    )
     return y_NH
 
 
@@ -73,14 +83,16 @@ def norm_rotate_write(
         kv_LS2KD.data_ptr(),
         num_slots,
         LIKE[x_NO.dtype],
+        LIKE[x_NO.dtype if norm_JD is None else norm_JD.dtype],
     )
 
 
-def silu_mul(gate_up_NI: Tensor) -> Tensor:
-    """silu(first half) * second half of the last dimension; contiguous."""
+def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
+    """activation(first half) * second half of the last dimension; contiguous."""
     num_rows, width = gate_up_NI.shape
     y_NI = gate_up_NI.new_empty(num_rows, width // 2)
-    _silu_mul(gate_up_NI.data_ptr(), y_NI.data_ptr(), num_rows, width // 2, LIKE[gate_up_NI.dtype])
+    kernel = _silu_mul if activation == "silu" else _gelu_mul
+    kernel(gate_up_NI.data_ptr(), y_NI.data_ptr(), num_rows, width // 2, LIKE[gate_up_NI.dtype])
     return y_NI
 
 
@@ -93,10 +105,10 @@ def _inverse_rms(x_D, eps):
 
 
 @sums
-def _rms_norm(x, weight, y, num_rows, width, eps, like):
+def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
     x_NH = carray(pointer(x, like), (num_rows, width))
     y_NH = carray(pointer(y, like), (num_rows, width))
-    weight_H = carray(pointer(weight, like), (width,))
+    weight_H = carray(pointer(weight, weight_like), (width,))
     for n in range(num_rows):
         scale = _inverse_rms(x_NH[n], eps)
         for h in range(width):
@@ -125,10 +137,11 @@ def _norm_rotate_write(head_dim, has_norm):
         kv,
         num_slots,
         like,
+        norm_like,
     ):
         num_keys = num_layers * num_kv
         x_NJD = carray(pointer(x, like), (num_rows, num_heads + 2 * num_keys, head_dim))
-        norm_JD = carray(pointer(norm, like), (num_heads + num_keys, head_dim))
+        norm_JD = carray(pointer(norm, norm_like), (num_heads + num_keys, head_dim))
         cos_TD = carray(pointer(cos, like), (num_positions, head_dim))
         sin_TD = carray(pointer(sin, like), (num_positions, head_dim))
         positions_N = carray(pointer(positions, np.int64(0)), (num_rows,))
@@ -182,12 +195,29 @@ def _exp(x):
 
 
 @elements
+def _sigmoid(x):
+    e = _exp(-abs(x))  # of the magnitude: nothing overflows
+    return (np.float32(1) if x > 0 else e) / (np.float32(1) + e)
+
+
+@elements
 def _silu_mul(gate_up, y, num_rows, inner, like):
     gate_up_N2I = carray(pointer(gate_up, like), (num_rows, 2, inner))
     y_NI = carray(pointer(y, like), (num_rows, inner))
     for n in range(num_rows):
         for i in range(inner):
             gate = float_of(gate_up_N2I[n, 0, i])
-            e = _exp(-abs(gate))  # of the magnitude: nothing overflows
-            sigmoid = (np.float32(1) if gate > 0 else e) / (np.float32(1) + e)
-            y_NI[n, i] = rounded(gate * sigmoid * float_of(gate_up_N2I[n, 1, i]), like)
+            y_NI[n, i] = rounded(gate * _sigmoid(gate) * float_of(gate_up_N2I[n, 1, i]), like)
+
+
+@elements
+def _gelu_mul(gate_up, y, num_rows, inner, like):
+    """GELU by tanh: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    gate_up_N2I = carray(pointer(gate_up, like), (num_rows, 2, inner))
+    y_NI = carray(pointer(y, like), (num_rows, inner))
+    for n in range(num_rows):
+        for i in range(inner):
+            gate = float_of(gate_up_N2I[n, 0, i])
+            cubed = gate + np.float32(0.044715) * gate * gate * gate
+            weight = _sigmoid(np.float32(1.5957691216057308) * cubed)
+            y_NI[n, i] = rounded(gate * weight * float_of(gate_up_N2I[n, 1, i]), like)

@@ -11,7 +11,7 @@ their K and V go to the skip slot. Requests that are padding have no rows, and m
     slots_N      7    7    7    2    2    -1    -1    -1
     positions_N  c7  c7+1 c7+2  c2  c2+1   0     0     0        (c: num_computed of the slot)
 
-Legend: R requests of a step, N rows, P pages of a request.
+Legend: R requests of a step, N rows, P pages of a request, G page groups.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -40,17 +40,17 @@ class SlotTables:
 
     Attributes:
         token_ids: int64 [slots, longest sequence + 1].
-        page_table: int32 [slots, P].
+        page_tables: int32 [G, slots, P].
         num_computed: int32 [slots], tokens whose K/V exist: the next row's absolute position.
         page_size: rows of a page.
-        skip_slot: the K/V slot that swallows what nobody may see.
+        skip_slots: int64 [G], the K/V slot that swallows what nobody may see.
     """
 
     token_ids: Tensor
-    page_table: Tensor
+    page_tables: Tensor
     num_computed: Tensor
     page_size: int
-    skip_slot: int
+    skip_slots: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def pack(slots: Ints, num_rows: Ints, num_drafts: Ints, samples: NDArray[np.bool
 
 @dataclass(frozen=True, slots=True)
 class StepRows(PlacedRows):
-    """A model's rows in a step; `batch` is a `PagedRows`. K and V of padding go to the skip slot.
+    """A model's rows in a step; each batch is a `PagedRows`. K and V of padding go to the skip slot.
 
     Attributes:
         token_ids_N: int64, inputs; 0 for padding.
@@ -135,11 +135,16 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
     def empty(size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=slots_R.device)
 
+    num_groups = len(tables.page_tables)
+    kv_slots_GN = empty(num_groups * num_rows, torch.int64).view(num_groups, num_rows)
     kv_lengths_R = empty(num_requests, torch.int32)
     rows = StepRows(
         positions_N=empty(num_rows, torch.int64),
-        kv_slots_N=empty(num_rows, torch.int64),
-        batch=PagedRows(slots_R, cu_rows_R1, kv_lengths_R, tables.page_table, requests.max_rows),
+        kv_slots=kv_slots_GN.unbind(0),
+        batches=tuple(
+            PagedRows(slots_R, cu_rows_R1, kv_lengths_R, page_table, requests.max_rows)
+            for page_table in tables.page_tables.unbind(0)
+        ),
         token_ids_N=empty(num_rows, torch.int64),
         slots_N=empty(num_rows, torch.int32),
     )
@@ -147,19 +152,21 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
         slots_R,
         cu_rows_R1,
         tables.token_ids,
-        tables.page_table,
+        tables.page_tables,
         tables.num_computed,
         rows.slots_N,
         rows.positions_N,
-        rows.kv_slots_N,
+        kv_slots_GN,
         rows.token_ids_N,
         kv_lengths_R,
         num_rows,
         num_requests,
         tables.token_ids.stride(0),
-        tables.page_table.stride(0),
-        tables.skip_slot,
+        tables.page_tables.stride(0),
+        tables.page_tables.stride(1),
+        tables.skip_slots,
         mask_id or 0,
+        NUM_GROUPS=len(tables.page_tables),
         PAGE_SIZE=tables.page_size,
         IS_BLOCK=mask_id is not None,
         REQUESTS=triton.next_power_of_2(num_requests),
@@ -195,7 +202,7 @@ def _lay_out_rows(
     slots,
     cu_rows,
     token_ids,
-    page_table,
+    page_tables,
     num_computed,
     row_slots,
     row_positions,
@@ -205,9 +212,11 @@ def _lay_out_rows(
     num_rows,
     num_requests,
     token_stride,
-    page_stride,
-    skip_slot,
+    group_stride,
+    table_stride,
+    skip_slots,
     mask_id,
+    NUM_GROUPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -225,10 +234,6 @@ def _lay_out_rows(
     first = tl.load(cu_rows + owner, mask=is_real, other=0)
     offset = tl.where(is_real, rows - first, 0)
     position = tl.load(num_computed + slot, mask=is_real, other=0) + offset
-    page = tl.load(
-        page_table + slot.to(tl.int64) * page_stride + position // PAGE_SIZE, mask=is_real, other=0
-    )
-    kv_slot = tl.where(is_real, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, skip_slot)
     is_known = is_real & (offset == 0) if IS_BLOCK else is_real
     token = tl.load(token_ids + slot.to(tl.int64) * token_stride + position, mask=is_known, other=0)
     if IS_BLOCK:
@@ -236,7 +241,12 @@ def _lay_out_rows(
     is_row = rows < num_rows
     tl.store(row_slots + rows, slot, mask=is_row)
     tl.store(row_positions + rows, position.to(tl.int64), mask=is_row)
-    tl.store(row_kv_slots + rows, kv_slot, mask=is_row)
+    entry = slot.to(tl.int64) * table_stride + position // PAGE_SIZE
+    for group in tl.static_range(NUM_GROUPS):
+        page = tl.load(page_tables + group * group_stride + entry, mask=is_real, other=0)
+        kv_slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        kv_slot = tl.where(is_real, kv_slot, tl.load(skip_slots + group))
+        tl.store(row_kv_slots + group * num_rows + rows, kv_slot, mask=is_row)
     tl.store(row_token_ids + rows, token, mask=is_row)
 
     is_request = rows < num_requests

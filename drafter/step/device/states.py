@@ -10,10 +10,14 @@ Legend: S slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from ....cluster.page_groups import ONE_GROUP, PagePlan
+from ....cluster.pages import pages_for
 from ....cluster.plan import AdmittedRequest, SchedulerOutput
 from ...compute.kv_cache import skip_slot
 from .rows import Ints, SlotTables
@@ -23,14 +27,25 @@ MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
 
 
 class DeviceStates:
-    """Slots of running requests; see the module's text."""
+    """Slots of running requests; see the module's text.
+
+    Args:
+        num_pages: of each pool.
+        pages: the models' page groups; one that all layers share by default.
+    """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, num_pages: int, page_size: int, device: torch.device | str
+        self,
+        num_slots: int,
+        max_model_len: int,
+        num_pages: Sequence[int],
+        page_size: int,
+        device: torch.device | str,
+        pages: PagePlan = ONE_GROUP,
     ) -> None:
         self.device = torch.device(device)
-        pages = -(-max_model_len // page_size)
-        self._no_page = num_pages
+        skipped = [num_pages[group.pool] for group in pages.groups]
+        self._no_page_G1 = torch.tensor(skipped, dtype=torch.int32, device=self.device).unsqueeze(1)
 
         def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
@@ -38,10 +53,14 @@ class DeviceStates:
         self.tables = SlotTables(
             # One column more than the longest sequence: what must not be kept is written there.
             token_ids=full((num_slots, max_model_len + 1), 0, torch.int64),
-            page_table=full((num_slots, pages), num_pages, torch.int32),
+            page_tables=self._no_page_G1.unsqueeze(2).repeat(
+                1, num_slots, pages_for(max_model_len, page_size)
+            ),
             num_computed=full((num_slots,), 0, torch.int32),
             page_size=page_size,
-            skip_slot=skip_slot(num_pages, page_size),
+            skip_slots=torch.tensor(
+                [skip_slot(count, page_size) for count in skipped], dtype=torch.int64, device=self.device
+            ),
         )
         self.sampling = SamplingState(
             temperature=full((num_slots,), 0, torch.float32),
@@ -63,8 +82,9 @@ class DeviceStates:
             stands = self._put(np.stack((plan.slots[known], plan.num_computed[known])))
             self.tables.num_computed[stands[0].long()] = stands[1]
         if len(plan.page_slots):
-            entries = self._put(np.stack((plan.page_slots, plan.page_indices, plan.page_ids)))
-            self.tables.page_table[entries[0].long(), entries[1].long()] = entries[2]
+            columns = (plan.page_groups, plan.page_slots, plan.page_indices, plan.page_ids)
+            groups, slots, indices, ids = self._put(np.stack(columns))
+            self.tables.page_tables[groups.long(), slots.long(), indices.long()] = ids
 
     def filters(self, plan: SchedulerOutput) -> bool:
         """Whether any request of the step has top-k, top-p or min-p."""
@@ -74,7 +94,7 @@ class DeviceStates:
         slot, sampling, state, tables = request.slot, request.sampling, self.sampling, self.tables
         tables.token_ids[slot, : len(request.token_ids)] = self._put(request.token_ids).long()
         # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
-        tables.page_table[slot] = self._no_page
+        tables.page_tables[:, slot] = self._no_page_G1
         state.temperature[slot] = sampling.temperature
         state.top_k[slot] = sampling.top_k
         state.top_p[slot] = sampling.top_p

@@ -3,7 +3,7 @@
 Called by `states.py` and `dflash/propose.py`.
 
 Legend: N rows, X rows a token is chosen of, R requests, W values of a request, S slots, P pages of a request,
-T tokens.
+T tokens, G page groups.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -28,11 +28,11 @@ def lay_out_rows(
     first_R: Ints,
     num_rows_R: Ints,
     counts_R: Ints,
-    page_table_SP: Ints,
+    page_tables_GSP: Ints,
     page_size: int,
 ) -> Layout:
     token_ids_N, *layout = _lay_out_rows(
-        tokens_ST.numpy(), slots_R, first_R, num_rows_R, counts_R, page_table_SP, page_size
+        tokens_ST.numpy(), slots_R, first_R, num_rows_R, counts_R, page_tables_GSP, page_size
     )
     return torch.from_numpy(token_ids_N), *layout
 
@@ -52,11 +52,12 @@ def by_request(values_X: Tensor, counts_R: Tensor, width: int) -> Tensor:
 
 
 @elements
-def _lay_out_rows(tokens_ST, slots_R, first_R, num_rows_R, counts_R, page_table_SP, page_size):
+def _lay_out_rows(tokens_ST, slots_R, first_R, num_rows_R, counts_R, page_tables_GSP, page_size):
     num_rows, num_sampled = num_rows_R.sum(), counts_R.sum()
     token_ids_N = np.empty(num_rows, dtype=np.int64)
     positions_N = np.empty(num_rows, dtype=np.int64)
-    kv_slots_N = np.empty(num_rows, dtype=np.int64)
+    num_groups = len(page_tables_GSP)
+    kv_slots_GN = np.empty((num_groups, num_rows), dtype=np.int64)
     sampled_X = np.empty(num_sampled, dtype=np.int64)
     slots_X = np.empty(num_sampled, dtype=np.int64)
     n = x = 0
@@ -67,12 +68,13 @@ def _lay_out_rows(tokens_ST, slots_R, first_R, num_rows_R, counts_R, page_table_
             page, offset = position // page_size, position % page_size
             token_ids_N[n] = tokens_ST[slot, position]
             positions_N[n] = position
-            kv_slots_N[n] = page_table_SP[slot, page] * page_size + offset
+            for g in range(num_groups):
+                kv_slots_GN[g, n] = page_tables_GSP[g, slot, page] * page_size + offset
             if i >= unsampled:
                 sampled_X[x], slots_X[x] = n, slot
                 x += 1
             n += 1
-    return token_ids_N, positions_N, kv_slots_N, sampled_X, slots_X
+    return token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_X
 
 
 @elements

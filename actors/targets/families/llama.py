@@ -1,0 +1,20 @@
+"""Llama 2 and 3, and what is shaped like them: the plain block, perhaps with biases."""
+
+from __future__ import annotations
+
+from ....drafter.compute.config_json import Json, parse
+from ..model.spec import ModelSpec
+from .plain import PlainConfig, read_plain
+
+
+class LlamaConfig(PlainConfig):
+    """config.json of LlamaForCausalLM."""
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    config = parse(LlamaConfig, raw, file)
+    bias = config.attention_bias
+    return read_plain(raw, file, config, bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)

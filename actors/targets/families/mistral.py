@@ -1,0 +1,12 @@
+"""Mistral 7B and its kin: the plain block; all layers slide, or none."""
+
+from __future__ import annotations
+
+from ....drafter.compute.config_json import Json, parse
+from ..model.spec import ModelSpec
+from .plain import PlainConfig, read_plain
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    config = parse(PlainConfig, raw, file)
+    return read_plain(raw, file, config, windows=(config.sliding_window,) * config.num_hidden_layers)

@@ -1,0 +1,12 @@
+"""Qwen2 and Qwen2.5: queries, keys and values always have biases, heads no norms."""
+
+from __future__ import annotations
+
+from ....drafter.compute.config_json import Json, parse
+from ..model.spec import ModelSpec
+from .plain import QwenConfig, read_plain
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    config = parse(QwenConfig, raw, file)
+    return read_plain(raw, file, config, windows=config.windows(file), bias=True)
