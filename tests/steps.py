@@ -32,11 +32,15 @@ def open_runner(
 
 @dataclass
 class Steps:
-    """Plans one after the other; slot s has pages s, s + stride, s + 2 stride, ... (never consecutive)."""
+    """Plans one after the other; slot s has pages s, s + stride, s + 2 stride, ... (never consecutive).
+
+    Every page group has such pages for all slots, behind those of the groups before it.
+    """
 
     num_slots: int
     max_model_len: int = 128
     page_size: int = 16
+    num_groups: int = 1
     _count: int = field(default=0, init=False)
 
     def admit(self, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY) -> AdmittedRequest:
@@ -53,15 +57,21 @@ class Steps:
         samples: Sequence[bool] | None = None,
     ) -> SchedulerOutput:
         pages = -(-self.max_model_len // self.page_size)
-        who = [request.slot for request in admitted]
+        entries = [
+            (group, request.slot, i, request.slot + (i + group * pages) * self.num_slots)
+            for group in range(self.num_groups)
+            for request in admitted
+            for i in range(pages)
+        ]
+        groups, owners, indices, ids = np.array(entries, np.int32).reshape(-1, 4).T.copy()
         self._count += 1
         return SchedulerOutput(
             step=self._count,
             admitted=tuple(admitted),
-            page_groups=np.zeros(len(who) * pages, np.int32),
-            page_slots=np.repeat(np.array(who, np.int32), pages),
-            page_indices=np.tile(np.arange(pages, dtype=np.int32), len(who)),
-            page_ids=np.array([s + i * self.num_slots for s in who for i in range(pages)], np.int32),
+            page_groups=groups,
+            page_slots=owners,
+            page_indices=indices,
+            page_ids=ids,
             slots=np.array(slots, np.int32),
             num_computed=np.array(computed, np.int32),
             num_rows=np.array(rows, np.int32),

@@ -12,6 +12,7 @@ from manta.cluster.engine import STEP_PARTS, Engine
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
 from manta.cluster.made_up_plans import made_up_plan
 from manta.cluster.metrics import CATALOGUE
+from manta.cluster.page_groups import PageGroup
 from manta.cluster.request import SamplingParams
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
 
@@ -225,6 +226,11 @@ def test_a_made_up_plan_gives_each_request_its_own_pages_in_order() -> None:
     assert plan.page_ids.tolist() == [0, 1, 2, 3, 4]
     assert [(entered.slot, len(entered.token_ids)) for entered in plan.admitted] == [(0, 5), (1, 2), (2, 9)]
     assert plan.num_batched_tokens == 16 and plan.samples.all()
-    scattered = made_up_plan([4], [1], [0], num_pages=[2], page_ids=np.array([7, 3], np.int32))
+    scattered = made_up_plan([4], [1], [0], num_pages=[2], page_order=np.array([7, 3, 0], np.int32))
     assert scattered.page_ids.tolist() == [7, 3] and not scattered.admitted
+    groups = (PageGroup(0), PageGroup(1, window=8), PageGroup(0, window=8))
+    grouped = made_up_plan([0, 0], [5, 2], [0, 0], prompts=prompts[:2], num_pages=[2, 1], groups=groups)
+    assert grouped.page_groups.tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    assert grouped.page_slots.tolist() == [0, 0, 1] * 3
+    assert grouped.page_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5], "a pool's ids are used once"
     assert made_up_plan([-1, -1], [4, 4], [3, 3]).page_slots.tolist() == []

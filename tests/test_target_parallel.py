@@ -19,7 +19,7 @@ from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
 from manta.drafter.compute.layers import Linear
 from steps import Steps, settings
-from tiny import TINY_VOCAB, make_tiny_target
+from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 
 class ThreadRanks:
@@ -68,7 +68,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def tokens_by_steps(runner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
     """Greedy tokens of all prompts, prefilled together; with drafts once prompts are done."""
-    steps = Steps(len(prompts))
+    steps = Steps(len(prompts), num_groups=len(runner.states.page_tables_GSP))
     slots = list(range(len(prompts)))
     admitted = [steps.admit(s, p) for s, p in enumerate(prompts)]
     result = runner.execute(steps.plan(slots, [0] * len(slots), [len(p) for p in prompts], admitted=admitted))
@@ -87,9 +87,9 @@ PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for 
 
 @pytest.mark.parametrize("world_size", [2, 4])  # 4 ranks share 2 kv heads
 def test_split_ranks_agree_with_each_other_and_with_the_whole(target: Path, world_size: int) -> None:
-    whole, _ = load_runner(settings(target, num_pages=64))
+    whole, _ = load_runner(settings(target, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)
-    config = settings(target, num_pages=64, tensor_parallel_size=world_size)
+    config = settings(target, num_pages=80, tensor_parallel_size=world_size)
 
     def work(rank: ThreadRank) -> list[list[int]]:
         return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
@@ -98,10 +98,12 @@ def test_split_ranks_agree_with_each_other_and_with_the_whole(target: Path, worl
         assert got == expected
 
 
-def test_a_split_target_drafts_too(tiny_qwen3: Path, tiny_drafter: Path) -> None:
-    whole, _ = load_runner(settings(tiny_qwen3, num_pages=64))
+def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
+    whole, _ = load_runner(settings(target, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)
-    config = settings(tiny_qwen3, tiny_drafter, num_pages=64, tensor_parallel_size=2)
+    hidden = read_model(target).hidden_size
+    drafter = make_tiny_drafter(tmp_path / "drafter", vocab_size=TINY_VOCAB - 1, hidden_size=hidden)
+    config = settings(target, drafter, num_pages=80, tensor_parallel_size=2)
 
     def work(rank: ThreadRank) -> list[list[int]]:
         return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)

@@ -1,0 +1,142 @@
+"""Families as they are published: nested configurations, other prefixes, keys that are left out, refusals.
+
+What a family computes is tested where all are: test_target_decoder.py (rows and taps against transformers),
+test_target_parallel.py (ranks), test_lossless.py (the grid), test_device_runner.py (Triton's kernels).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES as TINY_FAMILIES
+from manta.actors.targets.families import FAMILIES, read_model
+from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.weights import TargetWeights
+from manta.cluster.errors import CheckpointError
+from safetensors.torch import load_file, save_file
+from tiny import make_tiny_target
+
+CPU = torch.device("cpu")
+# google/gemma-3-4b-it's, but for its vision part: most keys are left to the configuration's defaults.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+
+
+def changed(folder: Path, copy: Path, **changes: object) -> Path:
+    """A checkpoint with other values in its config.json; None takes a key away."""
+    shutil.copytree(folder, copy)
+    keys = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
+    return copy
+
+
+def test_every_family_that_is_served_has_a_row_of_tests() -> None:
+    tested = {tiny.model.__name__ for tiny in TINY_FAMILIES.values()}
+    assert set(FAMILIES) - tested == {"Gemma3ForConditionalGeneration"}, (
+        "its language model is Gemma3ForCausalLM"
+    )
+
+
+def test_a_published_gemma3_says_what_transformers_reads_from_it(tmp_path: Path) -> None:
+    from transformers import Gemma3Config
+
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
+    spec, theirs = read_model(tmp_path), Gemma3Config(**GEMMA3_4B).text_config
+    assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2560, theirs.vocab_size, 34)
+    assert (spec.tied_head, spec.dtype, spec.eos_token_ids) == (True, "bfloat16", (1, 106))
+    assert spec.max_position_embeddings == theirs.max_position_embeddings
+    for layer, kind in zip(spec.layers, theirs.layer_types, strict=True):
+        mixer, rope = layer.mixer, theirs.rope_parameters[kind]
+        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+        assert heads == (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)
+        assert mixer.scale == theirs.query_pre_attn_scalar**-0.5
+        assert mixer.window == (1024 if kind == "sliding_attention" else None)
+        assert (mixer.rope.kind, mixer.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+        assert mixer.rope.scaling.get("factor") == rope.get("factor")
+
+
+@pytest.mark.parametrize(
+    ("body", "head"),
+    [("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight")],
+)
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_the_language_model_of_a_multimodal_checkpoint_is_found(
+    tmp_path: Path, family: str, body: str, head: str
+) -> None:
+    """Nested configuration, and tensors behind another prefix: the same weights come out."""
+    plain = make_tiny_target(tmp_path / "plain", family, tie_word_embeddings=False)
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    keys = json.loads((plain / "config.json").read_text())
+    outer = {"architectures": keys.pop("architectures"), "dtype": keys.pop("dtype"), "text_config": keys}
+    (nested / "config.json").write_text(json.dumps({**outer, "vision_config": {"hidden_size": 8}}))
+    tensors = load_file(plain / "model.safetensors")
+    renamed = {n.replace("model.", body) if n.startswith("model.") else head: t for n, t in tensors.items()}
+    renamed["vision_tower.embed.weight"] = torch.zeros(2)
+    save_file(renamed, nested / "model.safetensors")
+
+    weights = [
+        TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.float32, CPU)
+        for folder in (plain, nested)
+        for spec in [read_model(folder)]
+    ]
+    assert torch.equal(weights[0].embedding(), weights[1].embedding())
+    assert torch.equal(weights[0].head(), weights[1].head())
+    assert torch.equal(weights[0].layer(2).qkv_OH, weights[1].layer(2).qkv_OH)
+    assert torch.equal(weights[0].final_norm(), weights[1].final_norm())
+
+
+def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
+    folder = make_tiny_target(tmp_path, "gemma3")
+    spec = read_model(folder)
+    weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
+    stored = load_file(folder / "model.safetensors")["model.layers.1.input_layernorm.weight"]
+    layer = weights.layer(1)
+    assert torch.equal(layer.attention_norm_H, 1.0 + stored) and layer.q_norm_D is not None
+    assert layer.q_norm_D.dtype is torch.float32 and layer.qkv_OH.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 must be absent"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 must be absent"),
+        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation='relu' must be 'gelu_pytorch_tanh'"),
+        ("gemma3", {"layer_types": ["full_attention"] * 3}, r"one entry for each of num_hidden_layers \(4\)"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ("qwen2", {"num_key_value_heads": 3}, r"a divisor of num_attention_heads \(4\)"),
+        ("mistral", {"sliding_window": -1}, "sliding_window=-1 must be a positive integer"),
+        ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+        ("llama", {"head_dim": 15}, "head_dim=15 must be even"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    tmp_path: Path, family: str, changes: dict, message: str
+) -> None:
+    folder = changed(make_tiny_target(tmp_path / "plain", family), tmp_path / "changed", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_model(folder)
+
+
+def test_a_bias_that_config_json_does_not_speak_of_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    biased = make_tiny_target(tmp_path / "biased", "llama", attention_bias=True)
+    silent = changed(biased, tmp_path / "silent", attention_bias=None)
+    spec = read_model(silent)
+    with pytest.raises(CheckpointError, match=r"k_proj\.bias, but config.json asks for none"):
+        TargetWeights(silent, spec, Sharding(spec, 0, 1), torch.float32, CPU)
