@@ -71,7 +71,7 @@ class EngineConfig:
         page_size: tokens per K/V page.
         kv_cache_memory_bytes: memory of all K/V pools of a rank together; derived if absent.
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
-        num_pages: number of K/V pages; overrides what memory allows (tests, fairness).
+        num_pages: number of K/V pages in each pool; overrides what memory allows (tests, fairness).
         scheduling_policy: "fcfs" or "priority" (Request.priority, lower first).
         async_scheduling: plan the next step while one is computed; a sequence that ends costs one step more.
             None does so on a GPU, where host work would leave it idle.

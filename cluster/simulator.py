@@ -1,8 +1,8 @@
 """An executor that computes nothing: tokens from a hash, acceptance and cost from set curves.
 
 The token at (seed, position) is a pure function, as the real workers' is: output cannot depend on drafts,
-batches or preemptions, and whoever lets it is caught. Ships with the product: tests, `bench --simulate` and
-questions of capacity at any scale use it. Time passes only where the caller wants it to: hand in
+batches or preemptions, and whoever lets it is caught. Ships with the product, for tests
+and questions of capacity at any scale. Time passes only where the caller wants it to: hand in
 `VirtualClock.advance`, or `time.sleep`.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts, S slots.

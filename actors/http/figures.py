@@ -15,7 +15,7 @@ from .wire import JsonObject
 
 
 class RequestFigures:
-    """Counts one HTTP request. Fed by `Run.outputs` alone."""
+    """Counts one HTTP request. Fed by `Run` alone."""
 
     def __init__(self, num_prompts: int) -> None:
         self.started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""One HTTP request on the engine: its prompts become engine streams, merged, counted and logged.
+"""One HTTP request on the engine: its prompts become whole answers or merged streams, counted and logged.
 
 How the outputs are shown is `generation.py`'s business.
 """

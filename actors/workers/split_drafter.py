@@ -10,7 +10,7 @@ A step as both sides see it (groups: `process_group.py`):
                         ─── link: features [N, H] ─▶ write context into its pages
 
 All sizes follow from the plan, which everybody has, so nothing else is said. Features are computed beside
-the target because they are num_taps times smaller than what they are made of. Page ids are the target's.
+the target because they are num_taps times smaller than what they are made of. Page tables come with the plan.
 Used by `target_worker.py` and `drafter_worker.py`.
 """
 

@@ -186,7 +186,7 @@ class Backend(Protocol):
 
     @property
     def attention_batch(self) -> Callable[..., Any]:
-        """Makes `PlacedRows.batch` of rows whose places the host knows; see `AttentionBatch.build`."""
+        """Makes one of `PlacedRows.batches` where the host knows the places; see `AttentionBatch.build`."""
         ...
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...

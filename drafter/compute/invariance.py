@@ -2,7 +2,8 @@
 
 Measured at start, not assumed: it depends on the CPU, the dtype and the libraries. Where it holds, greedy and
 seeded outputs are the same to the last token with speculation on or off and in any batch; where it does not,
-they are up to near-ties. Called by whoever loads a target, for the log, and by tests.
+they are up to near-ties. Asked where a CPU's dtype is chosen (`actors/targets/loading/backends.py`), by
+whoever loads a target, for the log, and by tests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The few layers that target and drafter are made of: Linear, RMSNorm, gated MLP.
 
 Plain callables over tensors, not nn.Modules: nothing here is trained, and every framework call costs
-microseconds at batch 1. Weights come in once and are laid out for speed there. Called by `dflash/model.py`
-and by `actors/targets`.
+microseconds at batch 1. Weights come in once and are laid out for speed there. Made by whoever loads
+a model; called by `blocks.py` and the backends.
 
 Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head dim.
 """

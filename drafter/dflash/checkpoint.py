@@ -1,8 +1,8 @@
-"""Opening safetensors folders, and loading a drafter from one.
+"""Loading a drafter from a folder of safetensors.
 
 Shapes are read from the files' headers and checked before any weight is. Corrupt, missing and misfitting
 files become CheckpointErrors that name the file and what would be right. Called by whoever places the
-drafter; the target's loader may use `TensorFolder` too.
+drafter.
 """
 
 from __future__ import annotations

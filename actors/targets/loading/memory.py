@@ -1,7 +1,7 @@
 """How many K/V pages a rank can have, from settings and from the memory there is.
 
-Not the pages themselves (`drafter/compute/kv_cache.py`) nor who gets them (`cluster/pages.py`). Called by
-`rank.py`.
+Not the pages themselves (`drafter/compute/kv_cache.py`) nor who gets them (`cluster/page_books.py`). Called
+by `rank.py`.
 """
 
 from __future__ import annotations

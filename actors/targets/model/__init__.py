@@ -1,1 +1,1 @@
-"""What all families share: config, weights, the decoder, and how ranks split it."""
+"""What all families share: the spec, weights, the decoder, and how ranks split it."""

@@ -2,7 +2,7 @@
 
 The CPU's backend, and the fallback elsewhere. `AttentionBatch` is built once per step from host integers and
 holds every index and mask that the layers need; `paged_attention` then costs a handful of framework calls per
-layer. Called by `dflash/model.py` and `actors/targets`.
+layer. Called by this backend and by `loops/`; batches are built by `step/states.py`.
 
 A request with `num_rows` query rows at positions first..first+num_rows-1 sees keys 0..first+num_rows-1 of its
 pages, cut by causality and window. Whatever lies behind in its pages (rejected drafts) is always masked.

@@ -1,7 +1,7 @@
 """A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
 
 Per layer: one launch norms and rotates q and k and writes K/V, one or two attend, one adds the residual and
-norms it (twice), one makes SwiGLU's product; beside them only matrix products. Nothing asks the host for a
+norms it (twice), one makes the gated product; beside them only matrix products. Nothing asks the host for a
 value, so that a CUDA graph may hold it all. Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size.

@@ -1,6 +1,6 @@
 """Head norm, rotary positions and the writing of K/V pages, in one launch.
 
-What `layers.HeadNorm`, `layers.Rotation` and `PagedKVCache.write` do one after another on a CPU, rounding
+What `layers.HeadNorm`, `rope.Rotation` and `PagedKVCache.write` do one after another on a CPU, rounding
 where they round: after the norm, after its weight, after the product with the cosine, and at the end. Called
 once per layer of a step (`norm_rotate_write`) and once per step for the drafter's context (`write_context`).
 

@@ -2,8 +2,8 @@
 
 PyTorch has no kernels for them: its RMSNorm is twelve operators there, and in a step of a small model they
 cost more than the matrix products. These loops cost one to three microseconds. They compute in fp32 whatever
-the dtype and round once, when the result is written; a row's result does not depend on its companions. The
-same as `kernels/` has for GPUs; called by `backend.py`.
+the dtype and round once, when the result is written; a row's result does not depend on its companions. What
+`gpu/` has kernels for; called by `backend.py`.
 
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, L layers, J = Q + 2 L K heads of a row, D
 head dim, T positions, S slots of a layer's K/V.

@@ -1,6 +1,7 @@
 """Which instructions this CPU has for products of bf16, and leave to use them.
 
-AMX's registers are given to a process only on request (Linux's `arch_prctl`). Read by `compiled/products.py`.
+AMX's registers are given to a process only on request (Linux's `arch_prctl`). Read by `elements.py`
+and by `compiled/`.
 """
 
 from __future__ import annotations
