@@ -47,6 +47,8 @@ class Decoder:
         places: Sequence[LayerPlace] = (),
     ) -> None:
         spec, sharding = weights.spec, weights.sharding
+        geometries = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in spec.layers}
+        assert len(geometries) == 1, "a cache of several K/V geometries is not built yet"
         self.spec = spec
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(spec.num_layers))
         self._sharding = sharding
