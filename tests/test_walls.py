@@ -52,6 +52,10 @@ def sources(root: Path = ROOT) -> list[Path]:
     return [path for floor in FLOORS for path in sorted((root / floor).rglob("*.py"))]
 
 
+def module_name(path: Path, root: Path = ROOT) -> str:
+    return ".".join(("manta", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+
+
 def copy_package(folder: Path) -> None:
     for path in [ROOT / "__init__.py", *sources()]:
         copy = folder / path.relative_to(ROOT)
@@ -128,7 +132,7 @@ def run_python(script: str, *args: str, **environment: str) -> str:
 
 def test_modules_import_neither_numba_nor_triton_before_one_is_chosen() -> None:
     names = [
-        "manta." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module_name(path)
         for path in sources()
         if not path.relative_to(ROOT).as_posix().startswith(CHOSEN_LATE)
     ]
@@ -145,6 +149,37 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
     run_python(script, *names)
+
+
+IMPORTS = """
+import importlib, sys
+from manta.drafter.compute.loops import machine
+
+def asked():
+    raise AssertionError("an import asks which instructions there are")
+
+machine.bf16_instructions = asked
+before, compiled = sys.argv[1].split(), sys.argv[2].split()
+for name in before:  # what the others import, and what that opens
+    importlib.import_module(name)
+sys.addaudithook(lambda event, args: event == "open" and print(args[0]))
+assert not any(name in sys.modules for name in compiled)
+for name in compiled:
+    importlib.import_module(name)
+"""
+
+
+def test_the_compiled_passes_modules_ask_and_open_nothing_when_they_are_imported() -> None:
+    """Not even for leave to use AMX: who imports may never compile."""
+    compute, compiled = ROOT / "drafter" / "compute", ROOT / "drafter" / "compute" / "compiled"
+    before = [*compute.glob("*.py"), *(compute / "loops").glob("*.py")]
+    modules = sorted(compiled.glob("*.py"))
+    names = (" ".join(map(module_name, paths)) for paths in (before, modules))
+    opened = {
+        Path(line).resolve() for line in run_python(IMPORTS, *names, PYTHONPYCACHEPREFIX="").splitlines()
+    }
+    assert {path.name.split(".")[0] for path in opened} == {path.stem for path in modules}
+    assert {path.parent for path in opened} <= {compiled, compiled / "__pycache__"}
 
 
 DECODE = """
