@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from manta.drafter.compute.compiled import products
+from manta.drafter.compute.loops import elements
+from manta.drafter.compute.loops.machine import Instructions
 from test_walls import copy_package
 
 LOOPS, STEP_LOOPS, COMPILED = "drafter/compute/loops", "drafter/step/loops", "drafter/compute/compiled"
@@ -83,6 +86,16 @@ def test_code_is_as_old_as_what_it_is_made_of(
     finally:
         source.write_text(text, encoding="utf-8")
         choose(package)
+
+
+def test_code_is_kept_apart_by_the_instructions_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba tells CPUs apart, but not a process that may use AMX from one that may not."""
+
+    def age(instructions: Instructions | None) -> tuple[str, ...]:
+        monkeypatch.setattr(elements, "bf16_instructions", lambda: instructions)
+        return elements._age(products._product_task)
+
+    assert len({age(kind) for kind in (*Instructions, None)}) == 3
 
 
 def test_a_number_from_another_folder_stays_in_the_module_that_names_it() -> None:

@@ -88,6 +88,14 @@ def test_greedy_equals_transformers_generate(
         assert theirs[0, len(prompt) :].tolist() == expected
 
 
+def test_greedy_answers_are_the_ones_that_are_written_down(
+    shipped_pair: tuple[Path, Path], prompts: list[list[int]]
+) -> None:
+    """What changes them must say so. The best two logits of a step are never within 0.01 of each other."""
+    golden = json.loads((ROOT / "tests" / "golden_tokens.json").read_text(encoding="utf-8"))
+    assert tokens(run(shipped_pair, prompts, 0.0, "float32", speculate=True)) == golden
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_speculation_changes_no_token_and_saves_steps(
     shipped_pair: tuple[Path, Path], prompts: list[list[int]], temperature: float

@@ -57,9 +57,9 @@ def arrays(values: object) -> list[np.ndarray]:
 
 
 @settings(max_examples=100)
-@given(requests())
-def test_rows_are_laid_out_alike(r: Requests) -> None:
-    pages = np.random.default_rng(r.seed).integers(0, 99, (SLOTS, MAX_LEN // PAGE_SIZE))
+@given(requests(), st.integers(1, 3))
+def test_rows_are_laid_out_alike(r: Requests, num_groups: int) -> None:
+    pages = np.random.default_rng(r.seed).integers(0, 99, (num_groups, SLOTS, MAX_LEN // PAGE_SIZE))
     where = (r.slots_R, r.first_R, r.num_rows_R, r.counts_R, pages, PAGE_SIZE)
     mine, loops = (arrays(operators.lay_out_rows(r.tokens(), *where)) for operators in BOTH)
     for expected, got in zip(mine, loops, strict=True):

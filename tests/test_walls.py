@@ -1,4 +1,7 @@
-"""Who may name what: the walls of pyproject.toml hold, and each of them would fall if it were breached."""
+"""Who may name what: the walls of pyproject.toml hold, and each of them would fall if it were breached.
+
+So do those that import-linter does not look for: no circle, no import up, late or for types.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,10 @@ def sources(root: Path = ROOT) -> list[Path]:
     return [path for floor in FLOORS for path in sorted((root / floor).rglob("*.py"))]
 
 
+def module_name(path: Path, root: Path = ROOT) -> str:
+    return ".".join(("manta", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+
+
 def copy_package(folder: Path) -> None:
     for path in [ROOT / "__init__.py", *sources()]:
         copy = folder / path.relative_to(ROOT)
@@ -81,14 +88,17 @@ def test_every_wall_falls_when_it_is_breached(tmp_path: Path) -> None:
         assert f"{name} BROKEN" in done.stdout
 
 
-def imported(path: Path) -> set[str]:
-    """All modules that a file names, late imports included."""
+def imported(path: Path, root: Path = ROOT) -> set[str]:
+    """All that a file names, late imports and those for types included; `from a import b` names a.b."""
+    package = module_name(path, root).split(".")[: None if path.name == "__init__.py" else -1]
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {f"{source}.{alias.name}" for alias in node.names}
     return names
 
 
@@ -96,6 +106,102 @@ def test_torch_distributed_is_named_by_workers_alone() -> None:
     naming = {path for path in sources() if any(n.startswith("torch.distributed") for n in imported(path))}
     assert naming, "the look finds what it looks for"
     assert {path.relative_to(ROOT).parent.as_posix() for path in naming} == {"actors/workers"}
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """The package's modules, and which of them each imports: the module itself, or else the one it is of."""
+    paths = {module_name(path, root): path for path in [root / "__init__.py", *sources(root)]}
+    graph = {}
+    for module, path in paths.items():
+        named = (name if name in paths else name.rpartition(".")[0] for name in imported(path, root))
+        graph[module] = {name for name in named if name in paths} - {module}
+    return graph
+
+
+ROOMS = ("compute", "step", "dflash")
+HEIGHTS = {
+    **{f"manta.{floor}": i for i, floor in enumerate(FLOORS)},
+    "manta": FLOORS.index("actors"),  # whose `LLM` it re-exports
+}
+ROOM_HEIGHTS = {f"manta.drafter.{room}": i for i, room in enumerate(ROOMS)}
+
+
+def arrows_up(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Imports of a higher floor, or of a higher room."""
+
+    def rises(importer: str, module: str) -> bool:
+        floors = [HEIGHTS[".".join(name.split(".")[:2])] for name in (importer, module)]
+        rooms = [ROOM_HEIGHTS.get(".".join(name.split(".")[:3])) for name in (importer, module)]
+        return floors[1] > floors[0] or (None not in rooms and rooms[1] > rooms[0])
+
+    return {(importer, module) for importer in graph for module in graph[importer] if rises(importer, module)}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, be it by way of others."""
+
+    def reached(module: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [module]
+        while ahead:
+            new = graph[ahead.pop()] - seen
+            seen |= new
+            ahead.extend(new)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    found = {frozenset(m for m in reach[module] if module in reach[m]) for module in graph}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
+def test_no_import_goes_up_and_none_in_circles_late_ones_and_those_for_types_included() -> None:
+    graph = import_graph(ROOT)
+    assert "manta.actors.workers.worker" in graph["manta.actors.workers.target_worker"], "it sees the graph"
+    assert "manta.actors.llm" in graph["manta"], "for types"
+    assert not arrows_up(graph)
+    assert not circles(graph)
+
+
+LATE = "def late():\n    {}"
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "breach"),
+    [
+        ("cluster/pages.py", LATE.format("from ..jobs import tables"), "manta.jobs.tables"),
+        ("drafter/step/rows.py", LATE.format("from manta import LLM"), "manta"),
+        (
+            "cluster/plan.py",
+            FOR_TYPES.format("from ..drafter.step.rows import Rows"),
+            "manta.drafter.step.rows",
+        ),
+        (
+            "drafter/compute/rope.py",
+            LATE.format("import manta.drafter.dflash.config"),
+            "manta.drafter.dflash.config",
+        ),
+        ("drafter/compute/rope.py", FOR_TYPES.format("from .. import dflash"), "manta.drafter.dflash"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(tmp_path: Path, file: str, line: str, breach: str) -> None:
+    copy_package(tmp_path)
+    with (tmp_path / file).open("a", encoding="utf-8") as text:
+        text.write(f"\n{line}\n")
+    assert arrows_up(import_graph(tmp_path)) == {(module_name(tmp_path / file, tmp_path), breach)}
+
+
+@pytest.mark.parametrize("how", [LATE, FOR_TYPES], ids=["late", "for types"])
+def test_a_circle_is_found_and_named(tmp_path: Path, how: str) -> None:
+    copy_package(tmp_path)
+    for file, line in (
+        ("first", "from . import second"),
+        ("second", how.format("from .third import x")),
+        ("third", how.format("from .first import y")),
+    ):
+        (tmp_path / "cluster" / f"{file}.py").write_text(f"{line}\n", encoding="utf-8")
+    names = ["manta.cluster.first", "manta.cluster.second", "manta.cluster.third"]
+    assert circles(import_graph(tmp_path)) == [names]
 
 
 # Folders that name Numba or Triton, and what steps on a GPU: imported only where they are chosen.
@@ -128,7 +234,7 @@ def run_python(script: str, *args: str, **environment: str) -> str:
 
 def test_modules_import_neither_numba_nor_triton_before_one_is_chosen() -> None:
     names = [
-        "manta." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module_name(path)
         for path in sources()
         if not path.relative_to(ROOT).as_posix().startswith(CHOSEN_LATE)
     ]
@@ -145,6 +251,37 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
     run_python(script, *names)
+
+
+IMPORTS = """
+import importlib, sys
+from manta.drafter.compute.loops import machine
+
+def asked():
+    raise AssertionError("an import asks which instructions there are")
+
+machine.bf16_instructions = asked
+before, compiled = sys.argv[1].split(), sys.argv[2].split()
+for name in before:  # what the others import, and what that opens
+    importlib.import_module(name)
+sys.addaudithook(lambda event, args: event == "open" and print(args[0]))
+assert not any(name in sys.modules for name in compiled)
+for name in compiled:
+    importlib.import_module(name)
+"""
+
+
+def test_the_compiled_passes_modules_ask_and_open_nothing_when_they_are_imported() -> None:
+    """Not even for leave to use AMX: who imports may never compile."""
+    compute, compiled = ROOT / "drafter" / "compute", ROOT / "drafter" / "compute" / "compiled"
+    before = [*compute.glob("*.py"), *(compute / "loops").glob("*.py")]
+    modules = sorted(compiled.glob("*.py"))
+    names = (" ".join(map(module_name, paths)) for paths in (before, modules))
+    opened = {
+        Path(line).resolve() for line in run_python(IMPORTS, *names, PYTHONPYCACHEPREFIX="").splitlines()
+    }
+    assert {path.name.split(".")[0] for path in opened} == {path.stem for path in modules}
+    assert {path.parent for path in opened} <= {compiled, compiled / "__pycache__"}
 
 
 DECODE = """

@@ -28,21 +28,12 @@ from numba import carray
 from numpy.typing import NDArray
 
 from ..loops.elements import elements, pointer
-from ..loops.llvm import stack_memory
-from ..loops.machine import Instructions, bf16_instructions
 from .heads import BLOCK
-from .tiles import (
-    TILE_BYTES,
-    amx_combination,
-    amx_scores,
-    avx512_combination,
-    avx512_product,
-    configure_tiles,
-)
+from .instructions import QUERIES, begin_attention, combine, score
+from .tiles import TILE_BYTES
 from .vectors import copy_lines, scale_rounded, soften, transpose, transpose_rounded
 
 Ints = NDArray[np.integer]
-_TILE = 16  # query rows
 _TILES = 16  # of a group
 _QUAD = 4  # blocks that are scored at once
 _BF16, _INT32, _INT64, _FP32 = np.uint16(0), np.int32(0), np.int64(0), np.float32(0)
@@ -87,8 +78,8 @@ class PagedContexts:
 def scratch_bytes(longest: int, head_dim: int) -> int:
     """What `attend` needs per thread."""
     keys = -(-longest // (_QUAD * BLOCK)) * _QUAD * BLOCK
-    per_key = 1 + _TILE * 4 + _TILE * 2  # addresses of blocks, S^T, P
-    rows = _TILE * head_dim * (2 + 2 + 4)  # Q, Q^T, O
+    per_key = 1 + QUERIES * 4 + QUERIES * 2  # addresses of blocks, S^T, P
+    rows = QUERIES * head_dim * (2 + 2 + 4)  # Q, Q^T, O
     return -(-(keys * per_key + rows + 1024) // 64) * 64  # every thread's begins a cache line
 
 
@@ -111,7 +102,7 @@ def attend(
     shared = num_heads // num_kv
     item = row = 0
     for r in range(num_requests):
-        num_tiles = (rows_R[r] * shared + _TILE - 1) // _TILE
+        num_tiles = (rows_R[r] * shared + QUERIES - 1) // QUERIES
         for tile in range(0, num_tiles, _TILES):
             for head in range(first_head, last_head):
                 if item % num_threads == thread:
@@ -139,18 +130,18 @@ def _attend_group(
     # In `scratch`: two rows of int32, scale and sums of lanes; then Q, Q^T, O, addresses of blocks, S^T, P.
     low, high, factor, totals = scratch, scratch + 64, scratch + 128, scratch + 192
     queries = scratch + 256
-    packed = queries + _TILE * head_dim * 2
-    result = packed + _TILE * head_dim * 2
-    scores = result + _TILE * head_dim * 4
+    packed = queries + QUERIES * head_dim * 2
+    result = packed + QUERIES * head_dim * 2
+    scores = result + QUERIES * head_dim * 4
     weights = scores + num_blocks * BLOCK * 64
     blocks = weights + num_blocks * BLOCK * 32
-    low_L, high_L = carray(pointer(low, _INT32), (_TILE,)), carray(pointer(high, _INT32), (_TILE,))
+    low_L, high_L = carray(pointer(low, _INT32), (QUERIES,)), carray(pointer(high, _INT32), (QUERIES,))
     carray(pointer(factor, _FP32), (1,))[0] = scale * np.float32(_LOG2_E)
     _find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, 2 * num_kv * head_bytes)
-    for at in range(tile * _TILE, last_tile * _TILE, _TILE):
-        count = min(_TILE, num_rows * shared - at)
+    for at in range(tile * QUERIES, last_tile * QUERIES, QUERIES):
+        count = min(QUERIES, num_rows * shared - at)
         lowest, highest = num_keys, 0
-        for i in range(_TILE):  # lanes behind the last one repeat it
+        for i in range(QUERIES):  # lanes behind the last one repeat it
             position = first + (at + min(i, count - 1)) % num_rows
             begin, end = 0, position + 1 if causal else num_keys
             if window >= 0:
@@ -160,21 +151,21 @@ def _attend_group(
         # Only blocks that a lane sees; what stands before or behind would add zeros.
         begin = lowest // BLOCK
         seen = (highest + BLOCK - 1) // BLOCK - begin
-        for i in range(_TILE):
+        for i in range(QUERIES):
             low_L[i] -= begin * BLOCK
             high_L[i] -= begin * BLOCK
-        for i in range(_TILE):
+        for i in range(QUERIES):
             row = at + min(i, count - 1)
             source = qkv + row % num_rows * row_bytes + 2 * (head * shared + row // num_rows) * head_dim
             copy_lines(source, queries + 2 * i * head_dim, head_dim // 32)
         for step in range(head_dim // 32):
             transpose(queries + 64 * step, 2 * head_dim, packed + TILE_BYTES * step)
         quads = (seen + _QUAD - 1) // _QUAD * _QUAD
-        _score(blocks + 8 * begin, quads, head * head_bytes, 2 * head_dim, packed, scores, head_dim // 32)
+        score(blocks + 8 * begin, quads, head * head_bytes, 2 * head_dim, packed, scores, head_dim // 32)
         soften(scores, seen * BLOCK, low, high, factor, totals)
         for t in range(seen):
             transpose_rounded(scores + t * TILE_BYTES, weights + 32 * t, seen * 32)
-        _combine(blocks + 8 * begin, seen, (num_kv + head) * head_bytes, weights, seen * 32, result, head_dim)
+        combine(blocks + 8 * begin, seen, (num_kv + head) * head_bytes, weights, seen * 32, result, head_dim)
         for i in range(count):
             row = at + i
             q = head * shared + row // num_rows
@@ -198,61 +189,3 @@ def _find_blocks(kv, pages, blocks, num_keys, num_blocks, page_size, block_bytes
             b += 1
     for behind in range(used, num_blocks + _QUAD):
         blocks_B[behind] = blocks_B[used - 1]
-
-
-if bf16_instructions() is Instructions.AMX:
-    _amx_scores, _amx_combination_4, _amx_combination_2 = amx_scores(), amx_combination(4), amx_combination(2)
-    _tiles_memory = stack_memory(64)
-
-    @elements
-    def begin_attention():
-        """Shape the tiles: sums 0 to 3, keys and queries 4 and 5, weights and values of 16 keys 6 and 7."""
-        memory = _tiles_memory()
-        tiles = carray(pointer(memory, np.uint8(0)), (64,))
-        tiles[:] = 0
-        tiles[0] = 1
-        for i in range(8):
-            tiles[16 + 2 * i] = 32 if i == 6 else 64
-            tiles[48 + i] = 8 if i == 7 else 16
-        configure_tiles(memory)
-
-    @elements
-    def _score(blocks, count, offset, stride, queries, scores, steps):
-        _amx_scores(blocks, count, offset, stride, queries, scores, steps)
-
-    @elements
-    def _combine(blocks, count, offset, weights, stride, result, head_dim):
-        column = 0
-        while column < head_dim:
-            at, target = offset + column * 32, result + 4 * column
-            if head_dim - column >= 64:
-                _amx_combination_4(blocks, count, at, weights, stride, target, 4 * head_dim)
-                column += 64
-            else:
-                _amx_combination_2(blocks, count, at, weights, stride, target, 4 * head_dim)
-                column += 32
-
-else:
-    _avx512_8x1, _avx512_combination = avx512_product(8, 1), avx512_combination(8, 2)
-
-    @elements
-    def begin_attention():
-        pass
-
-    @elements
-    def _score(blocks, count, offset, stride, queries, scores, steps):
-        blocks_B = carray(pointer(blocks, _INT64), (count,))
-        for b in range(count):
-            keys, target = blocks_B[b] + offset, scores + b * TILE_BYTES
-            _avx512_8x1(keys, stride, queries, np.int64(0), target, np.int64(64), steps)
-            keys, target = keys + 8 * stride, target + 8 * 64
-            _avx512_8x1(keys, stride, queries, np.int64(0), target, np.int64(64), steps)
-
-    @elements
-    def _combine(blocks, count, offset, weights, stride, result, head_dim):
-        for column in range(0, head_dim, 32):
-            for row in range(0, _TILE, 8):
-                _avx512_combination(
-                    blocks, count, offset + column * 32, weights + row * stride, stride,
-                    result + 4 * (column + row * head_dim), 4 * head_dim,
-                )  # fmt: skip

@@ -30,15 +30,8 @@ from ..layers import RMSNorm
 from ..loops.elements import Task, elements, pointer, records
 from .attention import PagedContexts, attend, scratch_bytes
 from .heads import BLOCK, place_heads, write_slot
-from .products import (
-    COLUMNS,
-    SUMS_BYTES,
-    PackedLinear,
-    begin_products,
-    end_products,
-    halves_taking_turns,
-    project,
-)
+from .instructions import COLUMNS, begin_products, end_products
+from .products import SUMS_BYTES, PackedLinear, halves_taking_turns, project
 from .team import barrier, process_team, run
 from .vectors import norm
 

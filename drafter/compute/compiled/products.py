@@ -19,18 +19,15 @@ from torch.nn import functional as F
 
 from ..loops.elements import Task, elements, float_of, pointer, rounded
 from ..loops.llvm import stack_memory
-from ..loops.machine import Instructions, bf16_instructions
+from .instructions import COLUMNS, ROWS, SUMS_STRIDE, begin_products, end_products, multiply
 from .team import process_team, run
-from .tiles import TILE_BYTES, amx_product, avx512_product, configure_tiles, release_tiles
+from .tiles import TILE_BYTES
 from .vectors import finish, finish_added, finish_gated
 
-COLUMNS = 32  # of a panel: what is computed at once
-ROWS = 32
 _CACHE_BYTES = 2**19
-SUMS_BYTES = ROWS * COLUMNS * 4
-_STRIDE = COLUMNS * 4  # of the sums
+SUMS_BYTES = ROWS * SUMS_STRIDE
 _BF16, _FP32 = np.uint16(0), np.float32(0)
-_args_memory, _tiles_memory, _sums_memory = stack_memory(64), stack_memory(64), stack_memory(SUMS_BYTES)
+_args_memory, _sums_memory = stack_memory(64), stack_memory(SUMS_BYTES)
 
 
 class PackedLinear:
@@ -99,60 +96,6 @@ def _product_task(args, thread, num_threads):
     end_products()
 
 
-if bf16_instructions() is Instructions.AMX:
-    _amx_2x2, _amx_1x2 = amx_product(2, 2), amx_product(1, 2)
-
-    @elements
-    def begin_products(rows):
-        """Before this thread's first product, of blocks of at least so many rows (at most 16)."""
-        memory = _tiles_memory()
-        tiles = carray(pointer(memory, np.uint8(0)), (64,))
-        tiles[:] = 0
-        tiles[0] = 1  # the palette: eight tiles of up to 16 rows of 64 bytes
-        for i in range(8):
-            tiles[16 + 2 * i] = 64
-            tiles[48 + i] = rows if i < 3 else 16  # C and A of `_amx_1x2` may be lower
-        configure_tiles(memory)
-
-    @elements
-    def end_products():
-        """After its last one."""
-        release_tiles()
-
-    @elements
-    def multiply(a, a_stride, w, w_stride, sums, blocks, rows):
-        """Sums [rows, 32] of 32, 16 or the configured number of rows of A with two columns of tiles."""
-        if rows == ROWS:
-            _amx_2x2(a, a_stride, w, w_stride, sums, np.int64(_STRIDE), blocks)
-        else:
-            _amx_1x2(a, a_stride, w, w_stride, sums, np.int64(_STRIDE), blocks)
-
-else:
-    _avx512_8x2, _avx512_1x2 = avx512_product(8, 2), avx512_product(1, 2)
-
-    @elements
-    def begin_products(rows):
-        pass
-
-    @elements
-    def end_products():
-        pass
-
-    @elements
-    def multiply(a, a_stride, w, w_stride, sums, blocks, rows):
-        done = 0
-        while done + 8 <= rows:
-            _avx512_8x2(
-                a + done * a_stride, a_stride, w, w_stride, sums + done * _STRIDE, np.int64(_STRIDE), blocks
-            )
-            done += 8
-        while done < rows:
-            _avx512_1x2(
-                a + done * a_stride, a_stride, w, w_stride, sums + done * _STRIDE, np.int64(_STRIDE), blocks
-            )
-            done += 1
-
-
 @elements
 def _block_of_rows(begin, end, room):
     """The block of rows at `begin`: where it starts, and its rows; whole blocks wherever there is room.
@@ -205,7 +148,7 @@ def project(
                 if bias != 0:
                     _add_bias(sums_1, bias + 2 * column, last - first, width)
                 for n in range(first, last):
-                    row, at = sums + (n - first) * _STRIDE, 2 * (n * outputs + column)
+                    row, at = sums + (n - first) * SUMS_STRIDE, 2 * (n * outputs + column)
                     if gated:
                         finish_gated(row, y + at // 2)
                     elif width < COLUMNS:

@@ -78,10 +78,14 @@ class Team:
 @cache
 def process_team() -> Team:
     """There are as many cores as there are, however many models: one team serves all."""
+    _make_anew_in_children()
     return Team()
 
 
-os.register_at_fork(after_in_child=process_team.cache_clear)  # a child has none of these threads
+@cache
+def _make_anew_in_children() -> None:
+    """A child has none of these threads; a child's child hears of it by the same registration."""
+    os.register_at_fork(after_in_child=process_team.cache_clear)
 
 
 @elements

@@ -2,8 +2,8 @@
 
 A *tile product* adds up C [16 m, 16 n] fp32 = A [16 m, K] B [K, 16 n] over blocks of 32 of K. Each row of C
 has one order of sums, whatever rows stand beside it. B is packed as both kinds of instructions want it: per
-16 columns and 32 of K a tile of 1 KiB, [16 pairs of K, 16 columns, 2]. Used by `products.py` and
-`attention.py`.
+16 columns and 32 of K a tile of 1 KiB, [16 pairs of K, 16 columns, 2]. Used by
+`instructions.py`.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.

@@ -1,7 +1,7 @@
 """Which instructions this CPU has for products of bf16, and leave to use them.
 
-AMX's registers are given to a process only on request (Linux's `arch_prctl`). Read by `elements.py`
-and by `compiled/`.
+AMX's registers are given to a process only on request (Linux's `arch_prctl`), which is made when a backend is
+chosen or code is compiled or read from the disk, never by an import. Asked by `compiled/` and `elements.py`.
 """
 
 from __future__ import annotations
