@@ -20,7 +20,7 @@ from .rope import RopeConfig, RotaryEmbedding
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 192, 512, 4, 2, 64
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
 _COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
-_LENGTHS = (16, 100, 200, 330, 450, 730)
+_LENGTHS = (16, 100, 200, 330, 390, 450, 730)
 
 
 def rows_are_invariant(backend: Backend, dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -33,12 +33,13 @@ Ints = NDArray[np.integer]
 
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
-# How the CPU kernel's products round (measured, AVX-512, MKL): 1 to 3 query rows otherwise than more, where
-# query rows come in 32s or 64s; keys are summed in blocks of 512, and within a block a sum whose length is no
-# multiple of 16 otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192
-# from 384 on; Intel with AMX: elsewhere). So such lengths are filled up.
-_ROW_MULTIPLE = 4
-_KEY_MULTIPLE, _KEY_BLOCK, _LONG_KEYS = 16, 512, (192, 384, 512)
+# How the CPU kernel's products round (measured, AVX-512, MKL): few query rows otherwise than more (1 to 3; in
+# fp32 fewer than 8 with heads of 128, than 16 with heads of 256), where query rows come in 32s or 64s; keys
+# are summed in blocks of 512, and within a block a sum whose length is no multiple of 16 (with AMX: of 32)
+# otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192 from 384 on; Intel
+# with AMX: 384 at once, 512 not). So rows and such lengths are filled up.
+_ROW_MULTIPLE, _HEAD_DIM_PER_ROWS = 4, 64
+_KEY_MULTIPLE, _KEY_BLOCK, _SHORT_KEYS = 32, 512, 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,12 @@ class _Group:
     """Requests that one product serves.
 
     Attributes:
-        num_requests, num_rows, num_keys: G, W and T.
+        num_requests, num_rows, num_keys: G, W before `_width` and T.
         rows: the group's rows, as a slice if they stand in order and equally many.
         pages_GP: page ids (int64, flat).
         first_page: the first page of the only request, if its pages are consecutive; else None.
         begins_G: absolute position of the first key.
-        positions_GW: absolute position of each query row; W is a multiple of four, the last row repeated.
+        positions_GW: absolute position of each query row; a shorter request's last one is repeated.
         lengths_G: keys that exist.
         masks: additive masks by their meaning, made when first asked for.
         views: every plane's K and V of consecutive pages, likewise; see `_views`.
@@ -75,15 +76,17 @@ class _Group:
     begins_G: Tensor
     positions_GW: Tensor
     lengths_G: Tensor
-    masks: dict[tuple[bool, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[bool, int | None, torch.dtype, int, int], Tensor] = field(default_factory=dict)
     views: tuple[PagedKVCache, list[tuple[Tensor, ...]]] | None = None
 
-    def mask(self, causal: bool, window: int | None, dtype: torch.dtype, copies: int) -> Tensor:
-        """[G, 1, copies * W, T], or 1 for W where all rows see the same: 0 where visible, else -inf."""
-        key = (causal, window, dtype, copies)
+    def mask(self, causal: bool, window: int | None, dtype: torch.dtype, copies: int, width: int) -> Tensor:
+        """[G, 1, copies * width, T], or 1 for rows that all see the same: 0 where visible, else -inf."""
+        key = (causal, window, dtype, copies, width)
         if key not in self.masks:
             mask_G1WT = self._make_mask(causal, window, dtype)
-            self.masks[key] = mask_G1WT.repeat(1, 1, copies, 1) if mask_G1WT.shape[2] > 1 else mask_G1WT
+            if mask_G1WT.shape[2] > 1:
+                mask_G1WT = _pad_rows(mask_G1WT, width).repeat(1, 1, copies, 1)
+            self.masks[key] = mask_G1WT
         return self.masks[key]
 
     def _make_mask(self, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -150,9 +153,8 @@ def _padded(length: int, page_size: int) -> int:
     unit = math.lcm(page_size, _KEY_MULTIPLE)
     count = -(-length // unit) * unit
     blocks, rest = divmod(count, _KEY_BLOCK)
-    if rest > _LONG_KEYS[0]:
-        filled = blocks * _KEY_BLOCK + min(keys for keys in _LONG_KEYS if keys >= rest)
-        count = -(-filled // unit) * unit
+    if rest > _SHORT_KEYS:
+        count = -(-(blocks + 1) * _KEY_BLOCK // unit) * unit
     return count
 
 
@@ -203,16 +205,15 @@ class _Step:
         num_keys = _padded(span, self.page_size)
         pages_P = self._pages([r], begins_1, num_keys)[0]
         consecutive = bool((np.diff(pages_P[: -(-span // self.page_size)]) == 1).all())
-        width = -(-size // _ROW_MULTIPLE) * _ROW_MULTIPLE
         return _Group(
             num_requests=1,
-            num_rows=width,
+            num_rows=size,
             num_keys=num_keys,
             rows=slice(row, row + size),
             pages_GP=self._tensor(pages_P),
             first_page=int(pages_P[0]) if consecutive else None,
             begins_G=self._tensor(begins_1),
-            positions_GW=self._tensor(position + np.minimum(np.arange(width), size - 1)[None]),
+            positions_GW=self._tensor(position + np.arange(size)[None]),
             lengths_G=self._tensor([length]),
         )
 
@@ -220,12 +221,11 @@ class _Step:
         """Several requests, padded to the longest; padding repeats a request's last row."""
         rows_G, starts_G = self.rows_R[members], self.starts_R[members]
         longest = int(rows_G.max())
-        width = -(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE
         begins_G = self.begins(self.first_R[members])
         num_keys = max(_padded(int(n), self.page_size) for n in self.lengths_R[members] - begins_G)
-        places_GW = np.minimum(np.arange(width), rows_G[:, None] - 1)
+        places_GW = np.minimum(np.arange(longest), rows_G[:, None] - 1)
         rows_GW = starts_G[:, None] + places_GW
-        real_GW = np.arange(width) < rows_G[:, None]
+        real_GW = np.arange(longest) < rows_G[:, None]
         begin, end = int(starts_G[0]), int(starts_G[0]) + longest * len(members)
         if (rows_G == longest).all() and (starts_G == np.arange(begin, end, longest)).all():
             rows: slice | _PaddedRows = slice(begin, end)
@@ -237,7 +237,7 @@ class _Step:
             )
         return _Group(
             num_requests=len(members),
-            num_rows=width,
+            num_rows=longest,
             num_keys=num_keys,
             rows=rows,
             pages_GP=self._tensor(self._pages(members, begins_G, num_keys).ravel()),
@@ -293,13 +293,19 @@ def _attend(
 ) -> Tensor:
     """M rows of one group -> [M, Q, D]."""
     shared = q_MQD.shape[1] // cache.num_kv_heads
+    width = _width(group.num_rows, cache.head_dim, q_MQD.dtype)
     if group.num_requests == 1:
-        mask_11WT = group.mask(causal, window, q_MQD.dtype, 1)
-        return _attend_one(
-            q_MQD, _context_of_one(cache, layer, group, shared), mask_11WT, group.num_rows, scale
-        )
-    mask_G1WT = group.mask(causal, window, q_MQD.dtype, shared)
-    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, group.num_rows, scale)
+        mask_11WT = group.mask(causal, window, q_MQD.dtype, 1, width)
+        return _attend_one(q_MQD, _context_of_one(cache, layer, group, shared), mask_11WT, width, scale)
+    mask_G1WT = group.mask(causal, window, q_MQD.dtype, shared, width)
+    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, width, scale)
+
+
+def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Query rows to compute: a number whose products round like those of any more."""
+    wide = 1 if dtype.itemsize == 2 else -(-head_dim // _HEAD_DIM_PER_ROWS)
+    multiple = _ROW_MULTIPLE * wide
+    return -(-num_rows // multiple) * multiple
 
 
 def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
