@@ -15,7 +15,7 @@ from manta.drafter.compute.backend import AttentionShape, PlacedRows
 from manta.drafter.compute.eager.attention import AttentionBatch
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.layers import Activation, RMSNorm
 from manta.drafter.compute.loops import layers as kernels
 from manta.drafter.compute.loops.backend import CpuBackend
 from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
@@ -65,20 +65,36 @@ def test_norms_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(dtype: torch.dtype):
-    gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
-    gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
-    assert_same(CpuBackend().gate(gate_up_NI, "silu"), TorchBackend().gate(gate_up_NI.clone(), "silu"))
+@pytest.mark.parametrize("shape", [(16, 192), (5, 1000)])
+def test_norms_with_weights_in_fp32_are_those_of_pytorch(shape: tuple[int, int], dtype: torch.dtype):
+    """Rounded once, as there: in bf16 hardly an element differs."""
+    x_NH, norm = (3 * torch.randn(shape)).to(dtype), RMSNorm(weights(shape[1], dtype=torch.float32), EPS)
+    got, expected = CpuBackend().norm(norm, x_NH), TorchBackend().norm(norm, x_NH)
+    assert_same(got, expected)
+    assert dtype is torch.float32 or (got == expected).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(
+    activation: Activation, dtype: torch.dtype
+):
+    gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
+    gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
+    gate_up_NI[1, :9] = torch.tensor([-90.0, 90.0, float("inf"), -0.0, -10.0, -5.0, -2.0, -0.5, 10.0])
+    theirs = TorchBackend().gate(gate_up_NI.clone(), activation)
+    assert_same(CpuBackend().gate(gate_up_NI, activation), theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", ["by its dtype", "by fp32", "not"])
 @pytest.mark.parametrize("heads", SHAPES)
 def test_attention_writes_and_answers_as_pytorch(
-    heads: tuple[int, int, int], normed: bool, dtype: torch.dtype
+    heads: tuple[int, int, int], normed: str, dtype: torch.dtype
 ):
     num_heads, num_kv, head_dim = heads
-    norms = [weights(head_dim, dtype=dtype) if normed else None for _ in range(2)]
+    of_norms = {"by its dtype": dtype, "by fp32": torch.float32}.get(normed)
+    norms = [weights(head_dim, dtype=of_norms) if of_norms else None for _ in range(2)]
     garbage = torch.randn(2, NUM_PAGES + 1, PAGE_SIZE, 2, num_kv, head_dim).to(dtype)
     qkv_NO = torch.randn(9, (num_heads + 2 * num_kv) * head_dim).to(dtype)
     rope, rows = rotary(head_dim, dtype), placed(100, 9)
@@ -97,10 +113,11 @@ def test_attention_writes_and_answers_as_pytorch(
     assert not changed[0].any(), "another layer was written"
 
 
+@pytest.mark.parametrize("of_norms", [None, torch.float32], ids=["norms alike", "norms in fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype):
+def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype, of_norms: torch.dtype | None):
     num_layers, num_kv, head_dim = 3, 2, 64
-    norms_LD = weights(num_layers, head_dim, dtype=dtype)
+    norms_LD = weights(num_layers, head_dim, dtype=of_norms or dtype)
     kv_NO = torch.randn(5, 2 * num_layers * num_kv * head_dim).to(dtype)
     rows = placed(40, 5)
     rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
@@ -130,11 +147,24 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
     for compute in (
         lambda rows: kernels.rms_norm(x_NH[rows], norm.weight_H, EPS),
         lambda rows: kernels.gate(gate_up_NI[rows], "silu"),
+        lambda rows: kernels.gate(gate_up_NI[rows], "gelu_tanh"),
         heads,
     ):
         together = compute(everything)
         for rows in (slice(0, 1), slice(7, 8), slice(3, 19), slice(32, 33)):
             assert torch.equal(compute(rows), together[rows])
+
+
+def test_heads_normed_by_fp32_are_rounded_once_behind_the_rotation():
+    """At position 0, where nothing turns, keys in bf16 are the exact norm's nearest."""
+    rows, norm_JD = torch.randn(300, 6 * 64).bfloat16(), 1 + 0.003 * torch.randn(4, 64)
+    cache, at_N = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, 2, 64, torch.bfloat16, "cpu"), torch.arange(300)
+    x_NJD = rows.view(300, 6, 64)[:, :4].double()
+    exact_NJD = x_NJD / (x_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_JD.double()
+    rope, start_N = rotary(64, torch.bfloat16), torch.zeros(300, dtype=torch.int64)
+    kernels.norm_rotate_write(rows, 2, 2, norm_JD, EPS, rope, start_N, at_N, cache.slots(0))
+    assert (rows.view(300, 6, 64)[:, :4] == exact_NJD.bfloat16()).float().mean() > 0.9999
+    assert torch.equal(cache.slots(0)[0, at_N, 0], rows.view(300, 6, 64)[:, 2:4])
 
 
 def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():

@@ -72,6 +72,7 @@ class Shape:
     biased: bool = False
     causal: bool = True
     windows: tuple[int | None, int | None] = (None, None)
+    scale: float = 0.125
     page_size: int = 16
     requests: tuple[tuple[int, int], ...] = ((300, 16),)
 
@@ -79,6 +80,7 @@ class Shape:
 SHAPES = {
     "a block": Shape(),
     "a row": Shape(requests=((37, 1),)),
+    "a scale of its own": Shape(scale=0.3),
     "a drafter's block": Shape(causal=False, requests=((100, 16), (5, 8))),
     "a prompt": Shape(requests=((0, 213),)),
     "eight requests": Shape(requests=tuple((17 * i, 16 - i % 3) for i in range(8))),
@@ -148,7 +150,7 @@ class Model:
         for weights, window in zip(self.layers, self.shape.windows, strict=True):
             w = {name: cast(value) for name, value in weights.items()}
             shape = AttentionShape(
-                num_q, num_kv, dim, w["q"], w["k"], EPS, rope, dim**-0.5, self.shape.causal, window
+                num_q, num_kv, dim, w["q"], w["k"], EPS, rope, self.shape.scale, self.shape.causal, window
             )
             parts = {
                 name: backend.linear(w[name], w[f"{name}_bias"]) for name in ("qkv", "o", "gate_up", "down")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.cluster.page_groups import LayerPlace
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.invariance import rows_are_invariant
@@ -122,6 +123,22 @@ def test_rows_are_written_to_their_slots_and_unwanted_ones_nowhere():
     every = torch.randn(2, 1, 2, 2, 8)
     cache.write_all(0, torch.tensor([5]), every)
     assert torch.equal(cache.kv[:, 1, 1], every[:, 0])
+
+
+def test_layers_of_a_group_lie_in_planes_that_other_groups_use_too():
+    places = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
+    cache = PagedKVCache(places, 3, 4, 2, 8, torch.float32, "cpu")
+    assert cache.kv.shape == (2, 4, 4, 2, 2, 8) and cache.num_layers == 3
+    assert [cache.group(layer) for layer in range(3)] == [1, 0, 1]
+    assert cache.plane_bytes * 2 == cache.kv.nbytes
+    row, rows = torch.randn(1, 2, 2, 8), torch.randn(2, 1, 2, 2, 8)
+    cache.write(1, torch.tensor([9]), row)
+    cache.write_all(0, torch.tensor([5]), rows)
+    assert torch.equal(cache.kv[0, 2, 1], row[0]) and torch.equal(cache.kv[:, 1, 1], rows[:, 0])
+    assert cache.kv.count_nonzero() == row.numel() + rows.numel()
+    assert cache.pages(0).data_ptr() == cache.pages(1).data_ptr() != cache.pages(2).data_ptr()
+    assert cache.slots(2).data_ptr() == cache.pages(2).data_ptr() == cache.planes(2, 1).data_ptr()
+    assert cache.slots(0, 2).shape == (2, 16, 2, 2, 8) and torch.equal(cache.planes(0, 2), cache.kv)
 
 
 def test_page_size_in_bytes_counts_keys_and_values_of_all_layers():

@@ -33,7 +33,28 @@ def test_norms_follow_their_formula(dtype: torch.dtype):
     assert (per_head.double() - normed * weight.double()).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("layer", [RMSNorm, HeadNorm])
+def test_norms_with_weights_in_fp32_round_bf16_once(layer: type[RMSNorm] | type[HeadNorm]):
+    """As Gemma's 1 + w, which bf16 has no room for."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(500, 6, 64).bfloat16(), 1 + 0.003 * torch.randn(64)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    got = layer(weight if layer is RMSNorm else weight.expand(6, -1), 1e-6)(x)
+    assert got.dtype is torch.bfloat16
+    assert (got == exact.bfloat16()).float().mean() > 0.9999
+    rounded = layer(weight.bfloat16() if layer is RMSNorm else weight.bfloat16().expand(6, -1), 1e-6)(x)
+    assert (rounded == exact.bfloat16()).float().mean() < 0.9, "a weight in bf16 is another"
+
+
 def test_the_gated_product_is_silu_of_the_first_half_times_the_second():
     x = torch.randn(3, 10)
     expected = x[:, :5] * torch.sigmoid(x[:, :5]) * x[:, 5:]
     assert torch.allclose(gate(x.clone(), "silu"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gated_product_is_gelu_by_tanh_where_that_is_asked_for(dtype: torch.dtype):
+    x = (4 * torch.randn(3, 200)).to(dtype)
+    expected = torch.nn.functional.gelu(x[:, :100], approximate="tanh") * x[:, 100:]
+    assert torch.equal(gate(x.clone(), "gelu_tanh"), expected)
+    assert not torch.allclose(expected, torch.nn.functional.gelu(x[:, :100]) * x[:, 100:], rtol=0, atol=1e-4)

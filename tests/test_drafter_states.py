@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+from manta.cluster.page_groups import LayerPlace, PageGroup, PagePlan
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
 from manta.drafter.step.rows import StepRows
 from manta.drafter.step.states import RequestStates
@@ -137,6 +140,39 @@ def test_stop_tokens_are_forbidden_below_the_minimum_length_only():
     # Rows 0, 1 of slot 1 choose tokens 3 and 4; the sequence must reach length 5 before it may stop.
     for rows in (states.lay_out_rows(plan), states.lay_out_block(plan, MASK)):
         assert rows.sampling.forbidden_F.T.tolist() == [[0, 7], [0, 9], [1, 7], [1, 9]]
+
+
+def test_every_page_group_has_its_own_slots_and_what_a_model_sees_of_them():
+    """The target's layers are in groups 0 and 1, the drafter's in group 2, whose pages are another pool's."""
+    groups = (PageGroup(), PageGroup(window=6), PageGroup(pool=1, window=9))
+    pages = PagePlan(groups, (LayerPlace(1, 0), LayerPlace(0, 0)), (LayerPlace(2, 0),))
+    asked: list[tuple] = []
+
+    def batch(first_R, num_rows_R, pages_RP, page_size, device, window):
+        asked.append((first_R.tolist(), num_rows_R.tolist(), pages_RP.tolist(), page_size, window))
+        return window or "all"
+
+    states = RequestStates(2, 12, (9, 4), 4, "cpu", batch, pages=pages)
+    plan = plan_of([1], [3], [3], [2], [True], admitted=[admit(1, [7, 7, 7, 7])])
+    where = np.array([(0, 1, 0, 5), (0, 1, 1, 6), (1, 1, 1, 8), (2, 1, 0, 3), (2, 1, 1, 2)], dtype=np.int32).T
+    names = ("page_groups", "page_slots", "page_indices", "page_ids")
+    states.apply(replace(plan, **dict(zip(names, where, strict=True))))
+    rows, block = states.lay_out_rows(plan), states.lay_out_block(plan, MASK)
+    assert block is not None
+    for laid_out in (rows, block):  # group 1 has given back its first page: its row goes to page 9, nowhere
+        assert [kv_slots_N.tolist() for kv_slots_N in laid_out.kv_slots] == [
+            [5 * 4 + 3, 6 * 4, 6 * 4 + 1],
+            [9 * 4 + 3, 8 * 4, 8 * 4 + 1],
+            [3 * 4 + 3, 2 * 4, 2 * 4 + 1],
+        ]
+    assert rows.batches == ("all", 6, None) and block.batches == (None, None, 9)
+    assert asked == [
+        ([3], [3], [[5, 6]], 4, None),
+        ([3], [3], [[9, 8]], 4, 6),
+        ([3], [3], [[3, 2]], 4, 9),
+    ]
+    behind = plan_of([1], [8], [1], [0], [True])  # rows behind their pages: each pool has its own nowhere
+    assert [int(slots_N) for slots_N in states.lay_out_rows(behind).kv_slots] == [9 * 4, 9 * 4, 4 * 4]
 
 
 def test_a_slot_taken_again_forgets_its_former_request():

@@ -14,15 +14,17 @@ from manta.drafter.compute.gpu.activations import gate
 from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
 from manta.drafter.compute.gpu.write_kv import heads_per_program, norm_rotate_write, write_context
 from manta.drafter.compute.kv_cache import PagedKVCache
-from manta.drafter.compute.layers import HeadNorm, RMSNorm
-from manta.drafter.compute.layers import gate as reference_gate
+from manta.drafter.compute.layers import Activation, HeadNorm, RMSNorm
+from manta.drafter.compute.layers import gate as gate_of_the_layer
 from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
 from torch import Tensor
+from torch.nn import functional as F
 
 EPS = 1e-6
 MAX_POSITIONS = 300
 NUM_PAGES, PAGE_SIZE = 5, 16
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP32 = torch.float32
+DTYPES = (FP32, torch.float16, torch.bfloat16)
 
 
 def assert_same(actual: Tensor, expected: Tensor):
@@ -54,6 +56,15 @@ def seeded():
 def test_the_norm_of_rows_is_that_of_the_layer(rows: int, width: int, dtype: torch.dtype):
     x_NH, weight_H = randn(rows, width, dtype=dtype), weights(width, dtype=dtype)
     assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_with_weights_in_fp32_are_those_of_the_layer(dtype: torch.dtype):
+    """Rounded once, at the end, as there."""
+    y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
+    assert_same(rms_norm(x_NH, weight_H, EPS), RMSNorm(weight_H, EPS)(x_NH))
+    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS)
+    assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,21 +100,35 @@ def test_a_norm_of_nothing_is_nothing_and_eps_counts(eps: float):
     assert_same(rms_norm(x_NH, weight_H, eps), RMSNorm(weight_H, eps)(x_NH))
 
 
+def reference_gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
+    """The layer's; of GELU what it means: in fp32 its 1 + tanh has no digits left of negative gates."""
+    if activation == "silu":
+        return gate_of_the_layer(gate_up_NI2.clone(), activation)
+    gate_NI, up_NI = gate_up_NI2.chunk(2, dim=-1)
+    return F.gelu(gate_NI.double(), approximate="tanh").to(up_NI.dtype) * up_NI
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "inner"), [(1, 3072), (33, 96), (2, 1000), (0, 96)])
-def test_the_gated_product_is_that_of_the_layer(rows: int, inner: int, dtype: torch.dtype):
+def test_the_gated_product_is_that_of_the_layer(
+    rows: int, inner: int, activation: Activation, dtype: torch.dtype
+):
     gate_up_NI2 = 4 * randn(rows, 2 * inner, dtype=dtype)
     before_NI2 = gate_up_NI2.clone()
-    assert_same(gate(gate_up_NI2, "silu"), reference_gate(before_NI2, "silu"))
+    assert_same(gate(gate_up_NI2, activation), reference_gate(before_NI2, activation))
     assert torch.equal(gate_up_NI2, before_NI2)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # as on a GPU, infinity is right there
-def test_the_gated_product_survives_large_gates_and_sliced_rows():
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_gated_product_survives_large_gates_and_sliced_rows(activation: Activation):
     wide_NI2 = randn(4, 300, dtype=torch.float32)
     gate_up_NI2 = wide_NI2[:, 100:]
     gate_up_NI2[0, :4] = torch.tensor([-200.0, -90.0, 90.0, 1e30])
-    assert_same(gate(gate_up_NI2, "silu"), reference_gate(gate_up_NI2.clone(), "silu"))
+    gate_up_NI2[1, :6] = torch.tensor([float("inf"), -1e30, -0.0, -5.0, -10.0, 10.0])
+    assert_same(gate(gate_up_NI2, activation), reference_gate(gate_up_NI2, activation))
 
 
 def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
@@ -163,16 +188,17 @@ def reference_write(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [True, False], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("normed", ["qwen3", "gemma", None], ids=lambda name: name or "llama")
 @pytest.mark.parametrize(
     ("rows", "num_q", "num_kv", "head_dim"),
     [(3, 32, 8, 128), (33, 4, 2, 64), (5, 6, 1, 64), (2, 5, 3, 256), (1, 4, 2, 16)],
 )
 def test_heads_are_normed_rotated_and_written_as_by_the_layers(
-    rows: int, num_q: int, num_kv: int, head_dim: int, normed: bool, dtype: torch.dtype
+    rows: int, num_q: int, num_kv: int, head_dim: int, normed: str | None, dtype: torch.dtype
 ):
     qkv_NJD = randn(rows, num_q + 2 * num_kv, head_dim, dtype=dtype)
-    norms = (weights(head_dim, dtype=dtype), weights(head_dim, dtype=dtype)) if normed else None
+    of_norms = FP32 if normed == "gemma" else dtype
+    norms = (weights(head_dim, dtype=of_norms), weights(head_dim, dtype=of_norms)) if normed else None
     positions_N, slots_N = some_rows(rows)
     cache, expected_cache = two_caches(2, num_kv, head_dim, dtype)
     expected_q = reference_write(qkv_NJD.clone(), norms, positions_N, slots_N, expected_cache, 1)
@@ -183,6 +209,19 @@ def test_heads_are_normed_rotated_and_written_as_by_the_layers(
     )
     assert_same(qkv_NJD[:, :num_q], expected_q)
     assert_written(cache, expected_cache, slots_N)
+
+
+def test_heads_normed_by_fp32_are_rounded_once():
+    """At position 0, where nothing turns: to the exact norm's nearest, which two roundings miss."""
+    qkv_NJD, norm_D = randn(50, 6, 64, dtype=torch.float16), 1 + 0.0003 * torch.randn(64)
+    exact_NJD = qkv_NJD[:, :2].double()
+    exact_NJD = exact_NJD / (exact_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_D.double()
+    cache, _ = two_caches(1, 2, 64, torch.float16)
+    at_N, pages = torch.zeros(50, dtype=torch.int64), cache.pages(0).unbind(2)
+    norm_rotate_write(
+        qkv_NJD, norm_D, norm_D, EPS, *tables(64, torch.float16), at_N, torch.arange(50), *pages
+    )
+    assert (qkv_NJD[:, :2] == exact_NJD.half()).float().mean() > 0.9999
 
 
 def test_rows_may_be_slices_with_padding_and_small_integers():
@@ -232,16 +271,17 @@ def reference_context(
     cache.write_all(0, slots_N, kv_LN2KD)
 
 
+@pytest.mark.parametrize("of_norms", [None, FP32], ids=["norms alike", "norms in fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "layers", "num_kv", "head_dim"),
     [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16)],
 )
 def test_context_is_written_to_all_layers_as_by_the_drafter(
-    rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype
+    rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype, of_norms: torch.dtype | None
 ):
     kv_NJD = randn(rows, 2 * layers * num_kv, head_dim, dtype=dtype)
-    k_norm_LD = weights(layers, head_dim, dtype=dtype)
+    k_norm_LD = weights(layers, head_dim, dtype=of_norms or dtype)
     positions_N, slots_N = some_rows(rows)
     cache, expected_cache = two_caches(layers, num_kv, head_dim, dtype)
     reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)

@@ -22,6 +22,7 @@ from manta.drafter.step.device.rows import (
     lay_out_rows,
     place_drafts,
 )
+from manta.drafter.step.device.states import DeviceStates
 from manta.drafter.step.device.verification import accept_and_advance
 from manta.drafter.step.rows import by_request
 from manta.drafter.step.states import RequestStates
@@ -33,6 +34,7 @@ if os.environ["TRITON_INTERPRET"] != "1":
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 SLOTS, MAX_LEN, PAGE_SIZE, MASK = 6, 60, 8, 777
 NUM_PAGES = (110, 57)  # of each pool
+PAGES_OF_A_PLAN = ("page_groups", "page_slots", "page_indices", "page_ids")
 # A target with two kinds of layers, and a drafter with a pool of its own.
 THREE_GROUPS = PagePlan(
     (PageGroup(), PageGroup(window=20), PageGroup(pool=1)),
@@ -181,6 +183,29 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
     place_drafts(chosen, rows, tables)
     states.place_drafts(plan, drafts)
     assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN])
+
+
+@settings(max_examples=30)
+@given(cases(drafts_behind=3))
+def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case):
+    plan, states = case.plan, states_of(case.plan, case.pages)
+    device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, "cpu", case.pages)
+    before = device.tables.page_tables.clone()
+    device.apply(plan)
+    mine, others = plan.slots, np.setdiff1d(np.arange(SLOTS), plan.slots)
+    assert device.tables.page_tables[:, mine].tolist() == states.page_tables_GSP[:, mine].tolist()
+    assert device.tables.page_tables[:, others].equal(before[:, others])
+    assert (before * PAGE_SIZE == skip_slots(case.pages)[:, None, None]).all(), (
+        "nowhere, until a page is given"
+    )
+    assert device.tables.skip_slots.equal(skip_slots(case.pages))
+    assert device.tables.token_ids.equal(states.token_ids)
+    assert device.tables.num_computed[mine].tolist() == plan.num_computed.tolist()
+    freed = replace(plan, **{name: getattr(plan, name)[:0] for name in PAGES_OF_A_PLAN})
+    for mirror in (states, device):  # admitted again, without pages: rows go nowhere
+        mirror.apply(freed)
+    assert device.tables.page_tables.equal(before)
+    assert states.page_tables_GSP[:, mine].tolist() == before[:, mine].tolist()
 
 
 def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,113 @@
+"""What each backend says of a model and a machine that are not for it, in words that follow its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+from manta.drafter.compute.backend import Feature, Machine, StackSpec
+from manta.drafter.compute.compiled import backend as compiled
+from manta.drafter.compute.eager import backend as eager
+from manta.drafter.compute.gpu import backend as triton
+from manta.drafter.compute.loops import backend as loops
+from manta.drafter.compute.loops.machine import Instructions
+
+SPEC = StackSpec(name="target", sizes=frozenset({4096, 12288}), head_dims=frozenset({128}))
+GEMMA: frozenset[Feature] = frozenset(
+    {
+        "norms behind attention and MLP",
+        "GELU",
+        "norm weights in fp32",
+        "layers that rotate differently",
+    }
+)
+CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
+GPU = replace(CPU, device=torch.device("cuda"))
+
+
+def with_features(*features: Feature) -> StackSpec:
+    return replace(SPEC, features=frozenset(features))
+
+
+@dataclass(frozen=True)
+class Case:
+    """`says` is a part of the refusal; None where there is none."""
+
+    backend: ModuleType
+    says: str | None
+    spec: StackSpec = SPEC
+    machine: Machine = CPU
+
+
+CASES = {
+    "eager on a CPU": Case(eager, None),
+    "eager, anything": Case(
+        eager,
+        None,
+        replace(SPEC, sizes=frozenset({7}), head_dims=frozenset({72}), features=GEMMA),
+        replace(GPU, dtype=torch.float16, page_size=3, num_ranks=4),
+    ),
+    "loops in bf16": Case(loops, None),
+    "loops in fp32": Case(loops, None, machine=replace(CPU, dtype=torch.float32, num_ranks=2)),
+    "loops know every feature": Case(loops, None, with_features(*GEMMA)),
+    "loops in fp16": Case(
+        loops, "computes float32 and bfloat16 on CPUs", machine=replace(CPU, dtype=torch.float16)
+    ),
+    "loops on a GPU": Case(loops, "computes float32 and bfloat16 on CPUs", machine=GPU),
+    "compiled": Case(compiled, None),
+    "compiled on a GPU": Case(compiled, "computes bfloat16 on CPUs", machine=GPU),
+    "compiled in fp32": Case(
+        compiled, "computes bfloat16 on CPUs", machine=replace(CPU, dtype=torch.float32)
+    ),
+    "compiled on two ranks": Case(compiled, "tensor_parallel_size=1", machine=replace(CPU, num_ranks=2)),
+    "compiled with odd pages": Case(compiled, "page_size", machine=replace(CPU, page_size=24)),
+    "compiled with larger pages": Case(compiled, None, machine=replace(CPU, page_size=64)),
+    "compiled with an odd size": Case(
+        compiled, "not all of the target's are", replace(SPEC, sizes=frozenset({4096, 1000}))
+    ),
+    "compiled with odd heads": Case(
+        compiled, "not all of the drafter's are", replace(SPEC, name="drafter", head_dims=frozenset({72}))
+    ),
+    "compiled with heads of 96": Case(compiled, None, replace(SPEC, head_dims=frozenset({96}))),
+    **{
+        f"compiled with {feature}": Case(
+            compiled, f"has no {feature}, which the target needs", with_features(feature)
+        )
+        for feature in GEMMA
+    },
+    "triton": Case(triton, None, machine=GPU),
+    "triton knows every feature": Case(triton, None, with_features(*GEMMA), replace(GPU, num_ranks=8)),
+    "triton on a CPU": Case(triton, "runs on GPUs"),
+    "triton with heads of 72": Case(
+        triton,
+        "needs a head_dim that is a power of two, the target's is 72",
+        replace(SPEC, head_dims=frozenset({64, 72})),
+        GPU,
+    ),
+    "triton with heads of 96": Case(
+        triton,
+        "needs a head_dim that is a power of two, the drafter's is 96",
+        replace(SPEC, name="drafter", head_dims=frozenset({96, 128})),
+        GPU,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_backend_says_what_it_lacks(case: Case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "bf16_instructions", lambda: Instructions.AVX512)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = case.backend.why_not(case.spec, case.machine)
+    assert found is None if case.says is None else found is not None and case.says in found
+
+
+def test_passes_are_not_compiled_for_a_cpu_without_products_of_bf16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "bf16_instructions", lambda: None)
+    assert compiled.why_not(SPEC, CPU) == "needs a CPU with AVX512_BF16 or AMX"
+
+
+def test_tritons_interpreter_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton.why_not(SPEC, CPU) is None

@@ -1,0 +1,266 @@
+"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, activations.
+
+A layer of a stack must compute what it computes alone, over a cache of its own; and what a backend makes of
+all that a block may have is what PyTorch's operators make of it.
+
+Legend: L layers, R requests, P pages, S page size, K kv heads, D head dim, H hidden, G page groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import pytest
+import torch
+from manta.cluster.page_groups import LayerPlace
+from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.drafter.compute.compiled.backend import CompiledBackend
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.kv_cache import PagedKVCache
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.loops.machine import bf16_instructions
+from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from torch import Tensor
+
+EPS = 1e-6
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 4, 2, 32, 64, 96
+PAGE_SIZE, NUM_PAGES, MAX_POSITIONS = 16, 260, 800
+REQUESTS = ((640, 16), (33, 5), (0, 40))  # tokens known, rows
+PLACES = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
+WINDOWS = (20, None, 20)  # of the layers: those of a group have one
+GROUP_WINDOWS = (None, 20)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A backend and what it is asked; `rich` is all that a block may have."""
+
+    make: Callable[[], Backend]
+    dtype: torch.dtype
+    rich: bool = True
+
+
+KINDS = {
+    "eager": Kind(TorchBackend, torch.float32),
+    "eager bf16": Kind(TorchBackend, torch.bfloat16),
+    "loops": Kind(CpuBackend, torch.float32),
+    "loops bf16": Kind(CpuBackend, torch.bfloat16),
+    "compiled": Kind(lambda: CompiledBackend(2), torch.bfloat16, rich=False),
+    "triton": Kind(lambda: TritonBackend("cpu"), torch.float32),  # its interpreter's bf16 products are broken
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    if request.param == "compiled" and bf16_instructions() is None:
+        pytest.skip("this CPU has no products of bf16")
+    return KINDS[request.param]
+
+
+class Model:
+    """Three random layers, and the contexts of requests for any of them."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        self.kind, self.dtype, self.backend = kind, kind.dtype, kind.make()
+        thetas = (1e4, 1e6) if kind.rich else (1e4, 1e4)
+        ropes = [self._rope(theta) for theta in thetas]
+        self.ropes = [ropes[place.group if kind.rich else 0] for place in PLACES]
+        self.blocks = [self._block(i) for i in range(len(PLACES))]
+        self.final_norm = self._norm(HIDDEN)
+        rng = np.random.default_rng(0)
+        pages = -(-max(sum(request) for request in REQUESTS) // PAGE_SIZE)
+        ids = rng.permutation(NUM_PAGES)
+        shape, size = (len(REQUESTS), pages), len(REQUESTS) * pages
+        # Of each group, and of layers alone: other pages everywhere.
+        self.group_tables = [ids[:size].reshape(shape), ids[size:][:size].reshape(shape)]
+        self.own_table = rng.permutation(NUM_PAGES)[:size].reshape(shape)
+        self.contents = [self.tensor(*shape, PAGE_SIZE, 2, KV_HEADS, HEAD_DIM) for _ in PLACES]
+        self.x = self.tensor(sum(rows for _, rows in REQUESTS), HIDDEN)
+
+    def tensor(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """The same numbers in every dtype."""
+        return (scale * torch.randn(shape, generator=self._random)).bfloat16().to(self.dtype)
+
+    def _rope(self, theta: float) -> RotaryEmbedding:
+        config = RopeConfig(HEAD_DIM, theta, "default", {})
+        rope = RotaryEmbedding(config, MAX_POSITIONS, torch.bfloat16, "cpu")
+        rope.cos_TD, rope.sin_TD = rope.cos_TD.to(self.dtype), rope.sin_TD.to(self.dtype)
+        return rope
+
+    def _norm(self, size: int) -> RMSNorm:
+        """Of all that it may have: weights in fp32, which bf16 has no room for."""
+        weight = 1 + 0.1 * torch.randn(size, generator=self._random)
+        return RMSNorm(weight if self.kind.rich else weight.bfloat16().to(self.dtype), EPS)
+
+    def _block(self, layer: int) -> tuple[AttentionShape, BlockWeights]:
+        rich, linear = self.kind.rich, self._linear
+        shape = AttentionShape(
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            q_norm_D=self._norm(HEAD_DIM).weight_H,
+            k_norm_D=self._norm(HEAD_DIM).weight_H,
+            eps=EPS,
+            rope=self.ropes[layer],
+            scale=0.3,
+            window=WINDOWS[layer],
+        )
+        weights = BlockWeights(
+            attention_norm=self._norm(HIDDEN),
+            qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            o=linear(HIDDEN, HEADS * HEAD_DIM),
+            attention_out_norm=self._norm(HIDDEN) if rich else None,
+            mlp_norm=self._norm(HIDDEN),
+            gate_up=linear(2 * INNER, HIDDEN),
+            activation="gelu_tanh" if rich else "silu",
+            down=linear(HIDDEN, INNER),
+            mlp_out_norm=self._norm(HIDDEN) if rich else None,
+        )
+        return shape, weights
+
+    def _linear(self, outputs: int, inputs: int):
+        return self.backend.linear(self.tensor(outputs, inputs, scale=inputs**-0.5))
+
+    def cache(self, layers: list[int], places: list[LayerPlace], tables: list[np.ndarray]) -> PagedKVCache:
+        """With these layers' contexts, at any order of elements within a page, and others' values."""
+        cache = PagedKVCache(places, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, self.dtype, "cpu")
+        cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(5)))
+        for layer, place in zip(layers, places, strict=True):
+            cache.kv[place.plane, torch.from_numpy(tables[place.group])] = self.contents[layer]
+        return cache
+
+    def grouped_cache(self) -> PagedKVCache:
+        return self.cache([0, 1, 2], list(PLACES), self.group_tables)
+
+    def cache_of(self, layer: int) -> PagedKVCache:
+        return self.cache([layer], [LayerPlace(0, 0)], [self.own_table])
+
+    def rows(self, tables: list[np.ndarray], windows: tuple[int | None, ...]) -> PlacedRows:
+        """All requests' rows, by page group."""
+        first, counts = (np.array(numbers) for numbers in zip(*REQUESTS, strict=True))
+        at = [np.arange(begin, begin + count) for begin, count in REQUESTS]
+        slots = [
+            [table[r][at_N // PAGE_SIZE] * PAGE_SIZE + at_N % PAGE_SIZE for r, at_N in enumerate(at)]
+            for table in tables
+        ]
+        return PlacedRows(
+            torch.from_numpy(np.concatenate(at)),
+            tuple(torch.from_numpy(np.concatenate(parts)) for parts in slots),
+            tuple(
+                self.backend.attention_batch(first, counts, table, PAGE_SIZE, "cpu", window)
+                for table, window in zip(tables, windows, strict=True)
+            ),
+        )
+
+    def grouped_rows(self) -> PlacedRows:
+        return self.rows(self.group_tables, GROUP_WINDOWS)
+
+    def rows_of(self, layer: int) -> PlacedRows:
+        return self.rows([self.own_table], (WINDOWS[layer],))
+
+    def run(self) -> tuple[Tensor, Tensor, PagedKVCache]:
+        """Normed rows, the residual behind each layer [N, L, H], and the cache."""
+        cache = self.grouped_cache()
+        stack = self.backend.stack(self.blocks, self.final_norm, (0, 1, 2))
+        normed, taps = stack(self.x.clone(), self.grouped_rows(), cache)
+        assert taps is not None
+        return normed, taps, cache
+
+    def assert_same_pages(self, grouped: PagedKVCache, own: list[PagedKVCache]) -> None:
+        """Each layer's pages hold what its own cache's do, and nothing else was written."""
+        expected = self.grouped_cache()
+        for place, cache in zip(PLACES, own, strict=True):
+            mine = torch.from_numpy(self.group_tables[place.group])
+            expected.kv[place.plane, mine] = cache.kv[0, torch.from_numpy(self.own_table)]
+        assert torch.equal(grouped.kv, expected.kv)
+
+
+def test_a_layer_of_a_group_computes_what_it_computes_alone(kind: Kind):
+    """Bit by bit: with its own page table, slots, window and plane."""
+    model = Model(kind)
+    normed, taps, cache = model.run()
+    x, own = model.x, [model.cache_of(layer) for layer in range(len(PLACES))]
+    for layer, block in enumerate(model.blocks):
+        stack = model.backend.stack([block], model.final_norm, (0,))
+        normed_alone, tap = stack(x.clone(), model.rows_of(layer), own[layer])
+        assert tap is not None
+        x = tap[:, 0].contiguous()
+        assert torch.equal(x, taps[:, layer]), layer
+    assert torch.equal(normed_alone, normed)
+    model.assert_same_pages(cache, own)
+
+
+@pytest.mark.parametrize("name", ["loops", "triton", "eager bf16", "loops bf16"])
+def test_all_that_a_block_may_have_is_what_pytorch_s_operators_make_of_it(name: str):
+    """In fp32 nearly; in bf16 to its rounding at every step."""
+    model = Model(KINDS[name])
+    found, expected = model.run(), Model(KINDS["eager"]).run()
+    for got, right in zip(found[:2], expected[:2], strict=True):
+        error, size = (got.float() - right).abs(), right.abs()
+        if model.dtype is torch.float32:
+            assert error.max() < 2e-5 * size.max()
+        else:
+            assert error.max() < 0.03 * size.max() and error.mean() < 0.02 * size.mean()
+
+
+@pytest.mark.parametrize("layers", [[0, 2], [1]], ids=["two layers of group 1", "the layer of group 0"])
+def test_context_of_a_group_s_layers_is_written_as_each_alone_would_be(kind: Kind, layers: list[int]):
+    model = Model(kind)
+    norms_LD = torch.stack([model.blocks[layer][0].k_norm_D for layer in layers])
+    width = len(layers) * KV_HEADS * HEAD_DIM
+    kv_NO, rope = model.tensor(len(model.x), 2 * width), model.ropes[layers[0]]
+    grouped = model.grouped_cache()
+    write = model.backend.context_writer(norms_LD, EPS, KV_HEADS)
+    write(kv_NO.clone(), rope, model.grouped_rows(), grouped, layers[0])
+    own = [model.cache_of(layer) for layer in range(len(PLACES))]
+    for nth, layer in enumerate(layers):
+        its = slice(nth * KV_HEADS * HEAD_DIM, (nth + 1) * KV_HEADS * HEAD_DIM)
+        alone_NO = torch.cat((kv_NO[:, :width][:, its], kv_NO[:, width:][:, its]), dim=1)
+        write = model.backend.context_writer(norms_LD[nth : nth + 1], EPS, KV_HEADS)
+        write(alone_NO, rope, model.rows_of(layer), own[layer], 0)
+        assert not torch.equal(own[layer].kv, model.cache_of(layer).kv), "something was written"
+    model.assert_same_pages(grouped, own)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # in scores that no row sees
+def test_pages_behind_the_window_may_be_anothers(kind: Kind):
+    """Huge values in the windowed group's pages that no row sees: not a bit of the results changes."""
+    model = Model(kind)
+    normed, taps, _ = model.run()
+    for r, (first, _) in enumerate(REQUESTS):
+        unseen = max(first - WINDOWS[0] + 1, 0) // PAGE_SIZE
+        for layer in (0, 2):
+            model.contents[layer][r, :unseen] = 1e30
+    again, again_taps, _ = model.run()
+    assert torch.equal(again, normed) and torch.equal(again_taps, taps)
+    model.contents[1][0, :1] = 1e30  # the other group's are seen
+    assert not torch.equal(model.run()[0], normed)
+
+
+@pytest.mark.parametrize("out_normed", [False, True], ids=["added as it is", "normed before"])
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].rich])
+def test_what_is_added_to_a_residual_leaves_the_old_one_as_it_was(name: str, out_normed: bool):
+    kind, model = KINDS[name], Model(KINDS[name])
+    weight_HI = model.tensor(HIDDEN, INNER, scale=0.1)
+    x, residual = model.tensor(5, INNER), model.tensor(5, HIDDEN)
+    before, added = residual.clone(), x.double() @ weight_HI.double().T
+    norm, out_norm = model._norm(HIDDEN), model._norm(HIDDEN) if out_normed else None
+    if out_norm is not None:
+        added = _exact_norm(out_norm, added)
+    found, normed = model.backend.residual_norm(model.backend.linear(weight_HI), x, residual, norm, out_norm)
+    assert torch.equal(residual, before) and found.data_ptr() != residual.data_ptr()
+    tolerance = 1e-5 if kind.dtype is torch.float32 else 4e-2
+    assert (found.double() - added - residual.double()).abs().max() < tolerance
+    assert (normed.double() - _exact_norm(norm, found.double())).abs().max() < tolerance
+
+
+def _exact_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight_H.double()
