@@ -94,6 +94,7 @@ class CompiledStack:
         num_threads: int,
     ) -> None:
         shape = blocks[0][0]
+        assert len({_of_all_layers(layer_shape) for layer_shape, _ in blocks}) == 1, "refused by `why_not`"
         self._num_threads = num_threads
         self._shape = shape
         self._num_taps = len(tap_ids)
@@ -209,6 +210,12 @@ class CompiledStack:
         if self._work_1.nbytes < num_bytes:
             self._work_1 = torch.empty(num_bytes, dtype=torch.uint8)
         return self._work_1.data_ptr()
+
+
+def _of_all_layers(shape: AttentionShape) -> tuple[object, ...]:
+    """What a pass has once."""
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    return *sizes, shape.eps, shape.scale, id(shape.rope)
 
 
 def _packed(projection: Projection) -> PackedLinear:
