@@ -16,7 +16,7 @@ from manta.drafter.compute.kv_cache import PagedKVCache
 from manta.drafter.compute.loops.backend import CpuBackend
 from torch import Tensor
 
-WINDOWS = (1, 9, 500, 513, 1024)
+WINDOWS = (1, 500, 1024)
 SHAPES = {torch.float32: [(4, 2, 64), (8, 2, 128), (4, 2, 256)], torch.bfloat16: [(4, 2, 64), (8, 2, 128)]}
 KINDS = [(dtype, heads) for dtype, shapes in SHAPES.items() for heads in shapes]
 
@@ -89,17 +89,17 @@ class Case:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_block_has_the_same_bits_with_the_keys_before_its_window_and_without(kind, window: int):
-    for length in (40, 385, 530, 900, 1030, 1290, 1600):
-        for rows in (1, 2, 5, 8, 16):
+    for length in (40, 385, 900, 1600):
+        for rows in (1, 5, 16):
             Case(kind, [(length, rows)], seed=length + rows).check(window)
 
 
-@pytest.mark.parametrize("page_size", [16, 24, 64])
+@pytest.mark.parametrize("page_size", [16, 24])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_prompt_has_the_same_bits_with_the_keys_before_its_window_and_without(
     kind, window: int, page_size: int
 ):
-    for length, rows in ((1100, 1100), (1600, 300), (2100, 700)):
+    for length, rows in ((1100, 1100), (1600, 300)):
         Case(kind, [(length, rows)], page_size=page_size).check(window)
 
 
