@@ -192,6 +192,8 @@ class PageBooks:
             return
         full_R = table.num_computed_S[slots_R] // self.page_size
         grown = np.flatnonzero(full_R > self._num_hashed_S[slots_R])
+        if not len(grown):  # as in most steps
+            return
         columns = (slots_R[grown], self._num_hashed_S[slots_R[grown]], full_R[grown])
         digests_M: list[bytes] = []
         for slot, num_hashed, num_full in zip(*(c.tolist() for c in columns), strict=True):
