@@ -60,12 +60,11 @@ def affordable_pages(plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int |
         held = pages.pages_per_sequence(num_tokens, config.page_size, rows)
         return sum(count * size for count, size in zip(held, sizes, strict=True))
 
+    needed = bytes_of(max_model_len)
     if config.kv_cache_memory_bytes is not None:
         budget_bytes = config.kv_cache_memory_bytes
     elif budget_bytes is None:
-        wanted = bytes_of(max_model_len) * config.max_num_seqs
-        budget_bytes = min(wanted, _cpu_budget_bytes(bytes_of(max_model_len), config))
-    needed = bytes_of(max_model_len)
+        budget_bytes = min(needed * config.max_num_seqs, _cpu_budget_bytes(needed, config))
     if budget_bytes < needed:
         fits = bisect_right(range(1, max_model_len + 1), budget_bytes, key=bytes_of)
         raise ConfigError(

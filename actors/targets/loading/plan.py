@@ -54,7 +54,7 @@ class LoadPlan:
     @property
     def models(self) -> list[StackSpec]:
         """What they ask of a backend."""
-        return [self.target.of_backend(), *([self.drafter.of_backend()] if self.drafter else [])]
+        return _of_backend(self.target, self.drafter)
 
     @property
     def machine(self) -> Machine:
@@ -103,7 +103,7 @@ def plan_models(
 ) -> LoadPlan:
     """The plan for models whose shapes are known; of the folders nothing is read."""
     device = _device(config)
-    models = [target.of_backend(), *([drafter.of_backend()] if drafter else [])]
+    models = _of_backend(target, drafter)
     liked = Machine(device, torch.bfloat16, config.page_size, config.tensor_parallel_size)
     dtype = choose_dtype(config, models, target.dtype, liked)
     machine = replace(liked, dtype=dtype)
@@ -121,6 +121,10 @@ def plan_models(
         attention_backend=choose_backend(config, models, machine),
         pages=plan_pages(target.windows, draft_windows, max_model_len),
     )
+
+
+def _of_backend(target: ModelSpec, drafter: DrafterConfig | None) -> list[StackSpec]:
+    return [model.of_backend() for model in (target, drafter) if model is not None]
 
 
 def _check_tokenizer(config: EngineConfig, target_folder: Path, target: ModelSpec) -> None:

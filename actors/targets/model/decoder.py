@@ -88,12 +88,6 @@ class Decoder:
             self.places, num_pages, page_size, heads, self.spec.head_dim, self.dtype, self.device
         )
 
-    def page_bytes(self, page_size: int) -> int:
-        """Memory of one page of `new_cache`."""
-        planes = 1 + max(place.plane for place in self.places)
-        heads = self._sharding.num_kv_heads(0)
-        return PagedKVCache.bytes_per_page(planes, page_size, heads, self.spec.head_dim, self.dtype)
-
     def embed(self, token_ids_N: Tensor) -> Tensor:
         """Input embeddings [N, H], not scaled."""
         return self._embedding(token_ids_N)
