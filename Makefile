@@ -7,8 +7,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
-KERNEL_TESTS := tests/test_kernels_*.py
-TESTS ?= tests --ignore-glob='*/test_kernels_*'
+TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
@@ -38,12 +37,7 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-# Types and kernels need one core, and neither Ray nor ports: they run beside the other tests.
-test: install lint floors  ## every check and every test; CI runs this
-	@$(MAKE) --no-print-directory types kernels > $(VENV)/beside.log 2>&1 & beside=$$!; \
-	$(MAKE) --no-print-directory pytest; others=$$?; \
-	echo "== types and the kernels' tests, which ran beside these"; wait $$beside; ours=$$?; \
-	cat $(VENV)/beside.log; exit $$((others > ours ? others : ours))
+test: install lint floors types pytest  ## every check and every test; CI runs this
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -55,11 +49,12 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, but for the kernels'
-	$(BIN)/python -m pytest $(TESTS) --durations=15
+pytest: install  ## the tests, in two processes; then those that want the machine for themselves
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --dist=loadgroup --no-loadscope-reorder --durations=15
+	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_*.py -q
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
