@@ -63,9 +63,9 @@ class Communicator:
         """The ranks' tensors of equal shape, joined along `dim` in the order of ranks."""
         if not self._group:
             return tensor
-        joined = tensor.new_empty((self.world_size, *tensor.shape))
+        joined = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
         _all_gather(joined, tensor.contiguous(), group=self._group)
-        return joined.flatten(0, 1) if dim == 0 else torch.cat(joined.unbind(0), dim=dim)
+        return joined if dim == 0 else torch.cat(joined.chunk(self.world_size), dim=dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The tensor of rank `source` of this group, in place."""
