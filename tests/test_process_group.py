@@ -67,8 +67,8 @@ def test_collectives_of_target_joint_and_link_groups(targets: int, split: bool) 
     own = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(targets)]
     for rank, result in enumerate(results):
         assert result["joint"] == [rank, targets + split]
-        of_all = 1 if not split else 2 if targets == 1 else 3  # of whom rank 0 is; one of the same workers is one
-        assert rank > 0 or result["groups"] == of_all
+        # Groups of the same workers are one.
+        assert rank > 0 or result["groups"] == (1 if not split else 2 if targets == 1 else 3)
         if rank < targets:
             assert result["target"] == [rank, targets]
             assert result["sum"] == sum(own).tolist()
