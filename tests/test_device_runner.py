@@ -22,6 +22,7 @@ from manta.actors.llm import LLM
 from manta.actors.targets.runners.device import DeviceRunner
 from manta.actors.targets.runners.graphs import StepKinds
 from manta.actors.targets.runners.host import StepRunner
+from manta.actors.targets.runners.iteration import best_of_ranks
 from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.plan import StepResult
@@ -141,20 +142,39 @@ def test_steps_of_all_kinds_wait_for_nothing_and_bring_what_the_host_s_bring(
     tiny_qwen3: Path, tiny_drafter: Path
 ) -> None:
     """Prompts, decoding beside a prompt, ragged drafts with padding in rows and requests, filters."""
-    prompts = [[5, 6, 7], [9] * 20, [11], [12, 13], [14] * 4]
+    prompts = [[5, 6, 7], [9] * 7, [11], [12, 13], [14] * 4]
     warm, narrow = (replace(GREEDY, temperature=1.0, top_k=k, seed=9) for k in (0, 4))
     sampling = [GREEDY, warm, narrow, GREEDY, warm]
     twins = Twins.open(tiny_qwen3, tiny_drafter, prompts)
     enter = [twins.steps.admit(*of) for of in zip(range(5), prompts, sampling, strict=True)]
-    first = twins.run([0, 0], [3, 12], [0, 0], admitted=enter[:2], samples=[True, False])
+    first = twins.run([0, 0], [3, 4], [0, 0], admitted=enter[:2], samples=[True, False])
     assert first.timings.verify_s > 0 and first.timings.draft_s == 0
-    mixed = twins.run(
-        [3, 12, 0, 0, 0], [4, 8, 1, 2, 4], [3, 0, 0, 0, 0], admitted=enter[2:]
-    )  # slots 0 and 2 decode
+    # Slots 0 and 2 decode.
+    mixed = twins.run([3, 4, 0, 0, 0], [4, 3, 1, 2, 4], [3, 0, 0, 0, 0], admitted=enter[2:])
     assert mixed.num_tokens.min() == 1 and mixed.timings.draft_s > 0
-    ragged = twins.run(twins.computed(), [3, 1, 2, 4, 1], [2, 0, 1, 3, 0])
-    assert ragged.token_ids.shape == (5, 4)
+    ragged = twins.run(twins.computed(), [2, 1, 2, 2, 1], [1, 0, 1, 1, 0])
+    assert ragged.token_ids.shape == (5, 2)
     assert all(seconds > 0 for seconds in asdict(ragged.timings).values())
+
+
+class OtherRank:
+    """A communicator whose other rank, the second, has chosen already."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, shown: torch.Tensor) -> None:
+        self._shown = shown
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        assert tensor.shape == self._shown.shape and tensor.dtype is self._shown.dtype
+        return torch.cat((tensor, self._shown), dim=dim)
+
+
+def test_the_best_choice_of_two_ranks_wins_and_of_equal_ones_the_first() -> None:
+    scores = torch.tensor([[1.5, -2.0, 3.0, -float("inf")], [1.0, -1.0, 3.0, 0.5]])
+    ids = torch.tensor([[4, 5, 6, 0], [70, 80, 90, 100]])
+    theirs = torch.stack((scores[1].view(torch.int32), ids[1].int())).unsqueeze(0)
+    assert best_of_ranks(ids[0], scores[0], OtherRank(theirs)).tolist() == [4, 80, 6, 100]
 
 
 @pytest.mark.parametrize("wait", ["from_numpy", "tensor", "item", "tolist", "nonzero"])

@@ -150,10 +150,10 @@ class Iteration:
             workspace=models.local_workspace,
             vocab_start=first_id,
         )
-        return _best_of_ranks(ids_X, scores_X, communicator)
+        return best_of_ranks(ids_X, scores_X, communicator)
 
 
-def _best_of_ranks(ids_X: Tensor, scores_X: Tensor, communicator: Communicator) -> Tensor:
+def best_of_ranks(ids_X: Tensor, scores_X: Tensor, communicator: Communicator) -> Tensor:
     """Ids of the highest scores; of equal ones the lowest id, which is the first rank's. One collective."""
     mine_12X = torch.stack((scores_X.view(torch.int32), ids_X.int())).unsqueeze(0)
     all_scores, all_ids = communicator.all_gather(mine_12X, dim=0).unbind(1)
