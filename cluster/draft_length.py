@@ -22,11 +22,19 @@ import numpy as np
 
 from .plan import IntArray
 
-_LADDER = (0, 1, 3, 5, 7, 11)  # and the most
 _TIMES = 5  # the last ones count, by their median: a hiccup of the machine is no measure
 _TRY_UNKNOWN, _TRY_KNOWN = 2, 64  # steps from one try to the next
 _DECAY = 0.995  # of acceptance, per step
 _PRIOR_TRIALS, _PRIOR_ACCEPTED = 4.0, 3.0  # a new drafter is given credit
+
+
+def draft_ladder(most: int) -> tuple[int, ...]:
+    """Numbers of drafts that are told apart: 0, 1, 3, 5, 7, 11, 15, 23, .. and the most.
+
+    With its known token a request then has 1, 2, 4, 6, 8, 12, 16, 24, .. rows; a GPU has graphs for these.
+    """
+    rows = {1, *(base << n for base in (2, 6) for n in range(most.bit_length()))}
+    return tuple(sorted({*(count - 1 for count in rows if count <= most), most}))
 
 
 class DraftLength:
@@ -37,7 +45,7 @@ class DraftLength:
     """
 
     def __init__(self, most: int) -> None:
-        self._ladder = tuple(sorted({*(k for k in _LADDER if k < most), most}))
+        self._ladder = draft_ladder(most)
         self._trials_K = np.full(most, _PRIOR_TRIALS)
         self._accepted_K = np.full(most, _PRIOR_ACCEPTED)
         self._times: dict[int, list[deque[float]]] = defaultdict(

@@ -7,21 +7,29 @@ PyTorch's kernels bring, one by one.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from families import FAMILIES
 from manta.actors.llm import LLM
+from manta.actors.targets.runners.device import DeviceRunner
+from manta.actors.targets.runners.graphs import StepKinds
+from manta.actors.targets.runners.host import StepRunner
+from manta.actors.targets.runners.iteration import best_of_ranks
 from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
-from steps import settings
+from manta.cluster.plan import StepResult
+from steps import GREEDY, Steps, open_runner, settings
 from test_lossless import KNOBS, tokens_of
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from waits import counting_waits
 
 # Few and short, for the interpreter takes seconds for a step: two without filters, one with all of them.
 KNOB_NAMES = ("greedy", "plain", "all")
@@ -88,6 +96,139 @@ def test_kernels_change_no_token_in_worker_processes(
         tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=ranks, async_scheduling=True
     )
     assert got == expected and stats.num_drafts > 0
+
+
+@dataclass
+class Twins:
+    """The device's runner and the host's, which run the same steps: what they bring is the same."""
+
+    device: DeviceRunner
+    host: StepRunner
+    steps: Steps
+    known: list[list[int]]  # tokens of each slot
+
+    @classmethod
+    def open(cls, target: Path, drafter: Path, prompts: list[list[int]]) -> Twins:
+        spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
+        small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48}
+        device, host = (
+            open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
+        )
+        assert isinstance(device, DeviceRunner)
+        return cls(device, host, Steps(len(prompts), 48), [list(prompt) for prompt in prompts])
+
+    def run(self, computed: list[int], rows: list[int], drafts: list[int], **how: Any) -> StepResult:
+        """A step of slots 0, 1, ..; the device is not told where those stand that it knows."""
+        slots = list(range(len(rows)))
+        plan = self.steps.plan(slots, computed, rows, drafts, **how)
+        expected = self.host.execute(plan)
+        unknown = np.where(plan.num_drafts > 0, np.int32(-1), plan.num_computed)
+        with counting_waits() as waits:
+            self.device.submit(replace(plan, num_computed=unknown))
+        assert waits == []
+        result = self.device.collect()
+        assert result.token_ids.tolist() == expected.token_ids.tolist()
+        assert result.num_tokens.tolist() == expected.num_tokens.tolist()
+        for known, row in zip(self.known, result.token_ids, strict=False):
+            known += row[row >= 0].tolist()
+        return result
+
+    def computed(self) -> list[int]:
+        """Of requests that lack their newest token alone."""
+        return [len(known) - 1 for known in self.known]
+
+
+def test_steps_of_all_kinds_wait_for_nothing_and_bring_what_the_host_s_bring(
+    tiny_qwen3: Path, tiny_drafter: Path
+) -> None:
+    """Prompts, decoding beside a prompt, ragged drafts with padding in rows and requests, filters."""
+    prompts = [[5, 6, 7], [9] * 7, [11], [12, 13], [14] * 4]
+    warm, narrow = (replace(GREEDY, temperature=1.0, top_k=k, seed=9) for k in (0, 4))
+    sampling = [GREEDY, warm, narrow, GREEDY, warm]
+    twins = Twins.open(tiny_qwen3, tiny_drafter, prompts)
+    enter = [twins.steps.admit(*of) for of in zip(range(5), prompts, sampling, strict=True)]
+    first = twins.run([0, 0], [3, 4], [0, 0], admitted=enter[:2], samples=[True, False])
+    assert first.timings.verify_s > 0 and first.timings.draft_s == 0
+    # Slots 0 and 2 decode.
+    mixed = twins.run([3, 4, 0, 0, 0], [4, 3, 1, 2, 4], [3, 0, 0, 0, 0], admitted=enter[2:])
+    assert mixed.num_tokens.min() == 1 and mixed.timings.draft_s > 0
+    ragged = twins.run(twins.computed(), [2, 1, 2, 2, 1], [1, 0, 1, 1, 0])
+    assert ragged.token_ids.shape == (5, 2)
+    assert all(seconds > 0 for seconds in asdict(ragged.timings).values())
+
+
+class OtherRank:
+    """A communicator whose other rank, the second, has chosen already."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, shown: torch.Tensor) -> None:
+        self._shown = shown
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        assert tensor.shape == self._shown.shape and tensor.dtype is self._shown.dtype
+        return torch.cat((tensor, self._shown), dim=dim)
+
+
+def test_the_best_choice_of_two_ranks_wins_and_of_equal_ones_the_first() -> None:
+    scores = torch.tensor([[1.5, -2.0, 3.0, -float("inf")], [1.0, -1.0, 3.0, 0.5]])
+    ids = torch.tensor([[4, 5, 6, 0], [70, 80, 90, 100]])
+    theirs = torch.stack((scores[1].view(torch.int32), ids[1].int())).unsqueeze(0)
+    assert best_of_ranks(ids[0], scores[0], OtherRank(theirs)).tolist() == [4, 80, 6, 100]
+
+
+@pytest.mark.parametrize("wait", ["from_numpy", "tensor", "item", "tolist", "nonzero"])
+def test_what_waits_is_counted(wait: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch counts")
+    values, ways = (
+        torch.ones(3),
+        {
+            "from_numpy": lambda: torch.from_numpy(np.ones(3, np.float32)).to("cpu").add(values),
+            "tensor": lambda: torch.tensor([1.0]) + values,
+            "item": lambda: values.sum().item(),
+            "tolist": lambda: values.add(1).tolist(),
+            "nonzero": lambda: values[values > 0],
+        },
+    )
+    with counting_waits() as waits:
+        values.add(1).mul_(2)
+        assert not waits
+        ways[wait]()
+    assert waits
+
+
+def test_kinds_of_steps_follow_the_ladder_and_fit_the_budget() -> None:
+    assert [len(StepKinds(seqs, 15, 2048).all()) for seqs in (64, 256)] == [180, 256]
+    kinds = StepKinds(256, 15, 2048)
+    assert {kind.width for kind in kinds.all()} == {1, 2, 4, 6, 8, 12, 16}
+    assert {kind.num_requests for kind in kinds.all()} >= {
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        32,
+        40,
+        48,
+        56,
+        64,
+        256,
+    }
+    assert max(kind.num_rows for kind in kinds.all()) == kinds.all()[0].num_rows == 2048
+    for requests in range(1, 257):
+        for width in range(1, 17):
+            kind = kinds.find(requests, width, filters=False)
+            assert kind.num_requests >= requests and kind.width >= width and kind in kinds.all()[1::2]
+            assert kind.num_rows >= min(requests * width, 2048), "rows of any such step find room"
+            if requests > 16 and kind.num_requests < 256:
+                assert kind.num_requests < requests * 1.5 and kind.width <= max(width * 1.5, 2)
+    assert {kind.width for kind in StepKinds(4, 0, 2048).all()} == {1}
+    assert [kind.num_requests for kind in StepKinds(5, 0, 2048).all()[::2]] == [5, 4, 3, 2, 1]
 
 
 def test_a_backend_that_cannot_run_here_is_refused(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,27 @@ def test_a_longer_causal_block_begins_with_the_shorter_one(tmp_path: Path):
     )
 
 
+class Halves(LentWeights):
+    """What the second of two ranks lends."""
+
+    is_split = True
+
+    def local_logits(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.logits(hidden_NH)[:, VOCAB // 2 :], VOCAB // 2
+
+
+@pytest.mark.parametrize("variant", ["z-lab scales and cap", "speculators own vocabulary"])
+def test_a_borrowed_head_is_split_as_the_target_s_is_and_its_own_is_whole(variant: str, tmp_path: Path):
+    checkpoints.write(tmp_path, VARIANTS[variant], checkpoints.random_tensors(VARIANTS[variant]))
+    weight = torch.randn(VOCAB, HIDDEN)
+    drafter = load_drafter(tmp_path, FACTS, Halves(weight, Linear(weight)), torch.float32, "cpu")
+    assert drafter.is_split == ("own" not in variant)
+    if drafter.is_split:
+        hidden = torch.randn(3, HIDDEN)
+        part, first = drafter.local_logits(hidden)
+        assert part.equal(drafter.logits(hidden)[:, first:]) and part.shape == (3, VOCAB - VOCAB // 2)
+
+
 def test_proposals_are_padded_with_minus_one(tmp_path: Path):
     pair = load_pair(tmp_path, VARIANTS["z-lab full attention"])
     requests = Requests(pair.ours, [6, 11, 9], random_taps([6, 11, 9]))

@@ -98,7 +98,7 @@ _SETTINGS = _pointers(i32="slots top_ks", fp32="temperatures top_ps min_ps")
 _LOGITS = _SETTINGS | _pointers(i64="positions", i32="min_lengths stop_ids") | {"row_stride": "i32:16"}
 _SURVEYED = _pointers(fp32="group_maxima chunk_maxima chunk_sums")
 _BOUNDS = _pointers(fp32="row_maxima row_sums floors", i32="candidate_counts")
-_STEP = _pointers(i32="slots num_computed", i64="token_ids") | {"token_stride": "i32"}
+_STEP = _pointers(i32="slots num_computed token_ids") | {"token_stride": "i32"}
 
 
 def _choice(kernel: str, memory: dict[str, str], *, dtype: str = "bf16", **constexprs: object) -> Variant:
@@ -221,13 +221,16 @@ VARIANTS: dict[str, list[Variant]] = {
     "step.device.verification": [
         Variant(
             "_accept_and_advance",
-            _STEP
-            | _pointers(
-                i64="chosen", i32="cu_rows first_chosen num_drafts out_token_ids out_num_tokens", i1="samples"
-            ),
+            _STEP | _pointers(i64="chosen", i32="cu_rows first_chosen num_drafts samples outcome"),
             {"WIDTH": 16, "LANES": 16},
             1,
         ),
+    ],
+    "step.device.upload": [
+        Variant("_write_words", _pointers(i32="changes arena") | {"count": "i32"}, {"CHANGES": 1024}),
+    ],
+    "step.device.stamps": [
+        Variant("_stamp", _pointers(i64="times") | {"index": "i32"}, {}, 1),
     ],
     "compute.gpu.attention": [
         _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits

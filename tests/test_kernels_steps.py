@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -22,7 +22,9 @@ from manta.drafter.step.device.rows import (
     lay_out_rows,
     place_drafts,
 )
+from manta.drafter.step.device.sampling_state import SamplingState
 from manta.drafter.step.device.states import DeviceStates
+from manta.drafter.step.device.upload import Upload
 from manta.drafter.step.device.verification import accept_and_advance
 from manta.drafter.step.rows import by_request
 from manta.drafter.step.states import RequestStates
@@ -108,7 +110,7 @@ def tables_of(states: RequestStates, plan: SchedulerOutput, pages: PagePlan = ON
     computed = torch.full((SLOTS,), 1000, dtype=torch.int32)  # a slot that is not in the step is not touched
     computed[torch.from_numpy(plan.slots).long()] = torch.from_numpy(plan.num_computed)
     tables = torch.from_numpy(states.page_tables_GSP).to(torch.int32)
-    return SlotTables(states.token_ids.clone(), tables, computed, PAGE_SIZE, skip_slots(pages))
+    return SlotTables(states.token_ids.int(), tables, computed, PAGE_SIZE, skip_slots(pages))
 
 
 def ragged(
@@ -182,30 +184,54 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
         drafts = by_request(chosen[expected.sampled_X], expected.counts_R, expected.max_count)
     place_drafts(chosen, rows, tables)
     states.place_drafts(plan, drafts)
-    assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN])
+    assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN].int())
+
+
+SAMPLING = SlotSampling(0.7, 5, 0.9, 0.05, -(2**62) - 3, 12, (4, 9))
+
+
+def send(upload: Upload, device: DeviceStates, plan: SchedulerOutput, value: int = 0) -> None:
+    upload.send(np.full(upload.values.shape, value, np.int32), device.changes(plan))
 
 
 @settings(max_examples=30)
-@given(cases(drafts_behind=3))
-def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case):
-    plan, states = case.plan, states_of(case.plan, case.pages)
+@given(cases(drafts_behind=3), st.sampled_from((60, 5000)))
+def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case, max_changes: int):
+    """However many rounds of the upload a plan takes."""
+    plan = replace(case.plan, admitted=tuple(replace(r, sampling=SAMPLING) for r in case.plan.admitted))
+    states = states_of(plan, case.pages)
     device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, "cpu", case.pages)
+    upload = Upload(device.arena, 8, max_changes)
     before = device.tables.page_tables.clone()
-    device.apply(plan)
+    assert len(device.changes(plan)) <= SLOTS * device.most_changes
+    assert len(np.unique(device.changes(plan)[:, 0])) == len(device.changes(plan)), "a word is written once"
+    send(upload, device, plan, 3)
     mine, others = plan.slots, np.setdiff1d(np.arange(SLOTS), plan.slots)
+    assert upload.values.tolist() == [3] * 8
     assert device.tables.page_tables[:, mine].tolist() == states.page_tables_GSP[:, mine].tolist()
     assert device.tables.page_tables[:, others].equal(before[:, others])
     assert (before * PAGE_SIZE == skip_slots(case.pages)[:, None, None]).all(), (
         "nowhere, until a page is given"
     )
     assert device.tables.skip_slots.equal(skip_slots(case.pages))
-    assert device.tables.token_ids.equal(states.token_ids)
+    assert device.tables.token_ids.equal(states.token_ids.int())
     assert device.tables.num_computed[mine].tolist() == plan.num_computed.tolist()
+    for field in fields(SamplingState):
+        values, wanted = getattr(device.sampling, field.name), getattr(SAMPLING, field.name, None)
+        if wanted is not None:
+            assert values[mine].equal(torch.full((len(mine),), wanted, dtype=values.dtype)), field.name
+    assert (device.sampling.stop_ids[mine, :3] == torch.tensor([4, 9, -1])).all()
+    assert (device.sampling.top_p[others] == 1).all() and (device.sampling.stop_ids[others] == -1).all()
     freed = replace(plan, **{name: getattr(plan, name)[:0] for name in PAGES_OF_A_PLAN})
-    for mirror in (states, device):  # admitted again, without pages: rows go nowhere
-        mirror.apply(freed)
+    states.apply(freed)  # admitted again, without pages: rows go nowhere
+    send(upload, device, freed)
     assert device.tables.page_tables.equal(before)
     assert states.page_tables_GSP[:, mine].tolist() == before[:, mine].tolist()
+    later = replace(plan, admitted=(), num_computed=np.full_like(plan.num_computed, -1))
+    states.apply(later)  # pages of those who run
+    send(upload, device, later)
+    assert device.tables.page_tables[:, mine].tolist() == states.page_tables_GSP[:, mine].tolist()
+    assert device.tables.num_computed[mine].tolist() == plan.num_computed.tolist(), "the device knows it"
 
 
 def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[torch.Tensor, ...]:
@@ -235,14 +261,14 @@ def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: 
     states.advance(plan, tokens, num_tokens)
 
     requests = ragged(case, plan.num_rows, first_chosen=first, max_drafts=width + 2)
-    out, num_out = accept_and_advance(chosen, requests, tables)
+    outcome = torch.full((len(requests.slots_R), width + 4), 99, dtype=torch.int32)
+    accept_and_advance(chosen, requests, tables, outcome)
 
-    real = plan.num_requests
-    assert out.dtype == num_out.dtype == torch.int32 and out.shape == (len(requests.slots_R), width + 3)
+    real, out, num_out = plan.num_requests, outcome[:, :-1], outcome[:, -1]
     assert out[:real, : width + 1].tolist() == tokens.tolist() and (out[:real, width + 1 :] == -1).all()
     assert num_out[:real].tolist() == num_tokens.tolist()
     assert (out[real:] == -1).all() and not num_out[real:].any()
-    assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN])
+    assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN].int())
     accepted = (num_tokens - 1).clamp(min=0).numpy()
     advanced = np.full(SLOTS, 1000)
     advanced[plan.slots] = plan.num_computed + plan.num_rows - plan.num_drafts + accepted
@@ -264,8 +290,9 @@ def test_two_steps_of_one_request_follow_each_other_without_the_host():
         place_drafts(torch.tensor([99, *proposed]), block, tables)
         rows = lay_out_rows(requests, tables)
         assert rows.token_ids_N.tolist() == [known[-1], *proposed]
-        out, count = accept_and_advance(torch.tensor(chosen), requests, tables)
-        assert out[0, : count[0]].tolist() == new
+        outcome = torch.empty(1, 5, dtype=torch.int32)
+        accept_and_advance(torch.tensor(chosen), requests, tables, outcome)
+        assert outcome[0, : outcome[0, -1]].tolist() == new
         known += new
         assert tables.token_ids[4, : len(known)].tolist() == known
         assert tables.num_computed[4] == len(known) - 1

@@ -27,6 +27,7 @@ if fault and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 own = torch.arange(6.0).reshape(2, 3) + 10 * rank
 out = {"joint": [groups.joint.rank, groups.joint.world_size]}
+out["groups"] = len({id(group) for group in (groups.joint, groups.target, groups.link) if group})
 if groups.target:
     groups.target.use_peer_memory(torch.float32)  # between GPUs alone: nothing changes here
     out["target"] = [groups.target.rank, groups.target.world_size]
@@ -66,6 +67,8 @@ def test_collectives_of_target_joint_and_link_groups(targets: int, split: bool) 
     own = [torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(targets)]
     for rank, result in enumerate(results):
         assert result["joint"] == [rank, targets + split]
+        # Groups of the same workers are one.
+        assert rank > 0 or result["groups"] == (1 if not split else 2 if targets == 1 else 3)
         if rank < targets:
             assert result["target"] == [rank, targets]
             assert result["sum"] == sum(own).tolist()

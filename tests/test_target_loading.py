@@ -295,6 +295,6 @@ def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
         return runner
 
     plan = plan_load(settings(tiny_qwen3, max_num_seqs=2))
-    taken = warm_up.measure_step_bytes(make_runner, plan, [40, 40])
+    taken = warm_up.measure_step_bytes(make_runner, plan)
     assert taken == 75
     assert len(made) == 1 and made[0]() is None, "given back"

@@ -32,6 +32,9 @@ Store = TCPStore
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
 
+# From torch 2.13 on it has this name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communicator:
     """The collectives of one group, on contiguous tensors of `device`. With one rank they do nothing."""
@@ -60,9 +63,9 @@ class Communicator:
         """The ranks' tensors of equal shape, joined along `dim` in the order of ranks."""
         if not self._group:
             return tensor
-        parts = list(tensor.new_empty((self.world_size, *tensor.shape)).unbind(0))
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, dim=dim)
+        joined = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
+        _all_gather(joined, tensor.contiguous(), group=self._group)
+        return joined if dim == 0 else torch.cat(joined.chunk(self.world_size), dim=dim)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The tensor of rank `source` of this group, in place."""
@@ -128,17 +131,23 @@ def connect(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    joint = Communicator(device, dist.group.WORLD)
     return ProcessGroups(
-        joint=Communicator(device, dist.group.WORLD),
-        target=_subgroup(range(num_targets), rank, device),
-        link=_subgroup((0, num_targets), rank, device) if split_drafter else None,
+        joint=joint,
+        target=_subgroup(range(num_targets), rank, joint),
+        link=_subgroup((0, num_targets), rank, joint) if split_drafter else None,
     )
 
 
-def _subgroup(ranks: Sequence[int], rank: int, device: torch.device) -> Communicator | None:
-    """A group of some ranks; all workers must call this, and those outside get None."""
+def _subgroup(ranks: Sequence[int], rank: int, joint: Communicator) -> Communicator | None:
+    """A group of some ranks; all workers must call this, and those outside get None.
+
+    Of all it is the joint one: a group of its own would be a second set of buffers on every GPU.
+    """
+    if len(ranks) == joint.world_size:
+        return joint
     group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
     if rank not in ranks:
         return None
     assert not isinstance(group, int), "new_group gives a number only to those outside"
-    return Communicator(device, group)
+    return Communicator(joint.device, group)

@@ -42,6 +42,11 @@ class TargetFacts:
 class TargetLends(Protocol):
     """The target's layers that the drafter works with."""
 
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have parts of the head."""
+        ...
+
     def embed(self, token_ids_N: Tensor) -> Tensor:
         """Input embeddings [N, H], as the target's first block gets them but for any scaling."""
         ...
@@ -50,9 +55,15 @@ class TargetLends(Protocol):
         """The head [N, V] on states that are normed already; no scaling, no cap."""
         ...
 
+    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
+        """The same over this rank's part of the vocabulary, and the first token id of that part."""
+        ...
+
 
 class LentWeights:
     """Embedding [V, H] and head by themselves: for a drafter that lives apart, tools, tests."""
+
+    is_split = False
 
     def __init__(self, embedding_VH: Tensor, head: Projection) -> None:
         self._embedding_VH = embedding_VH
@@ -63,3 +74,6 @@ class LentWeights:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         return self._head(hidden_NH)
+
+    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
+        return self._head(hidden_NH), 0

@@ -122,18 +122,33 @@ class DFlashDrafter:
         scale = self.config.input_embedding_scale
         return rows_NH if scale == 1.0 else rows_NH * scale
 
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have parts of the head: of a borrowed one."""
+        return self._own_head is None and self._lends.is_split
+
     def logits(self, y_XH: Tensor) -> Tensor:
         """The head [X, V] on the target's vocabulary, from normed hidden states."""
+        z_XV = self._scaled(self._lends.logits(y_XH) if self._own_head is None else self._own_head(y_XH))
+        if self._target_ids_V is None:
+            return z_XV
+        full_XV = z_XV.new_full((len(z_XV), self.config.vocab_size), float("-inf"))
+        return full_XV.index_copy_(1, self._target_ids_V, z_XV)
+
+    def local_logits(self, y_XH: Tensor) -> tuple[Tensor, int]:
+        """The borrowed head over this rank's part of the vocabulary, and the first token id of that part."""
+        assert self._own_head is None, "a head of its own is whole on every rank"
+        z_XU, first_id = self._lends.local_logits(y_XH)
+        return self._scaled(z_XU), first_id
+
+    def _scaled(self, z_XV: Tensor) -> Tensor:
+        """As the configuration wants the head's output."""
         config = self.config
-        z_XV = self._lends.logits(y_XH) if self._own_head is None else self._own_head(y_XH)
         if config.output_multiplier != 1.0:
             z_XV = z_XV * config.output_multiplier
         if config.logit_softcap is not None:
             z_XV = config.logit_softcap * torch.tanh(z_XV / config.logit_softcap)
-        if self._target_ids_V is None:
-            return z_XV
-        full_XV = z_XV.new_full((len(z_XV), config.vocab_size), float("-inf"))
-        return full_XV.index_copy_(1, self._target_ids_V, z_XV)
+        return z_XV
 
 
 class ContextFeatures:

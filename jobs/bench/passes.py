@@ -148,13 +148,24 @@ def joined(passes: Sequence[_Pass]) -> _Pass:
 def open_engines(
     config: EngineConfig, requests: int, dtypes: Sequence[str]
 ) -> Iterator[dict[tuple[str, str], LLM]]:
-    """One engine per mode and dtype. `max_num_seqs` makes `requests` run at once; no prefix is reused."""
+    """One engine per mode and dtype. `max_num_seqs` makes `requests` run at once; no prefix is reused.
+
+    An engine counts what others hold of a GPU: each may go one share of `gpu_memory_utilization` further.
+    """
     engines: dict[tuple[str, str], LLM] = {}
+    kinds = [(mode, dtype) for dtype in dtypes for mode in MODES]
     try:
-        for dtype in dtypes:
-            on = replace(config, dtype=dtype, max_num_seqs=requests, enable_prefix_caching=False)  # type: ignore[arg-type]
-            engines["on", dtype] = open_llm(on)
-            engines["off", dtype] = open_llm(replace(on, speculative_config=None))
+        for number, (mode, dtype) in enumerate(kinds, 1):
+            of_mode = config if mode == "on" else replace(config, speculative_config=None)
+            engines[mode, dtype] = open_llm(
+                replace(
+                    of_mode,
+                    dtype=dtype,  # type: ignore[arg-type]
+                    max_num_seqs=requests,
+                    enable_prefix_caching=False,
+                    gpu_memory_utilization=config.gpu_memory_utilization * number / len(kinds),
+                )
+            )
         yield engines
     finally:
         for llm in engines.values():

@@ -33,7 +33,7 @@ from ..runners.runner import Runner
 from .memory import affordable_pages, gpu_budget_bytes, page_bytes
 from .operators import make_backend, make_step_operators
 from .plan import LoadPlan, plan_load
-from .warm_up import largest_prefill, measure_step_bytes, pages_of_prefill, warm_up
+from .warm_up import measure_step_bytes, warm_up
 
 __all__ = [
     "LoadPlan",
@@ -199,25 +199,27 @@ class _Rank:
         from ....drafter.step.device.sampling import SamplingWorkspace
         from ....drafter.step.device.states import DeviceStates
         from ..runners.device import DeviceRunner
-        from ..runners.graphs import graph_sizes
         from ..runners.iteration import DeviceModels
 
         plan, config = self._plan, self._plan.config
-        num_rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
-        vocab = self._model.vocab_range
+        max_requests = min(config.max_num_seqs, config.max_num_batched_tokens)
+        num_rows = min(config.max_num_seqs * (1 + plan.num_speculative_tokens), config.max_num_batched_tokens)
+        vocab, vocab_size = self._model.vocab_range, plan.target.vocab_size
         size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        workspace = local = SamplingWorkspace.build(num_rows, vocab_size, plan.device)
+        if self._communicator.world_size > 1:
+            local = SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device)
         models = DeviceModels(
             target=self._model,
             cache=self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), config.page_size),
             drafter=self._drafter,
             draft_cache=self._draft_cache(num_pages),
             states=DeviceStates(*size, plan.device, plan.pages),
-            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
-            local_workspace=SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device),
+            workspace=workspace,
+            local_workspace=local,
             communicator=self._communicator,
         )
-        sizes = graph_sizes(config.max_num_seqs) if plan.device.type == "cuda" else ()
-        return DeviceRunner(models, plan.num_speculative_tokens, sizes)
+        return DeviceRunner(models, max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
 
     def _step_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> StepRunner:
         plan, page_size = self._plan, self._plan.config.page_size
@@ -242,13 +244,10 @@ class _Rank:
         return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)
 
     def _step_bytes(self) -> int:
-        """What steps take beside weights and pages, by running the largest in pages that are given back."""
-        plan = self._plan
-        lengths = largest_prefill(plan.config, plan.max_model_len)
-        pages = pages_of_prefill(plan, lengths)
-        taken = measure_step_bytes(lambda: self.runner(pages), plan, lengths)
-        sizes = page_bytes(plan, drafter=not plan.split)
-        return max(taken - sum(count * size for count, size in zip(pages, sizes, strict=True)), 0)
+        """What steps take beside weights and pages, by running the largest with a page that is given back."""
+        plan, pages = self._plan, (1,) * self._plan.pages.num_pools
+        taken = measure_step_bytes(lambda: self.runner(pages), plan)
+        return max(taken - sum(page_bytes(plan, drafter=not plan.split)), 0)
 
 
 def pages_of(plan: PagePlan, places: Sequence[LayerPlace], num_pages: tuple[int, ...]) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ....cluster.config import EngineConfig
 from ....cluster.made_up_plans import made_up_plan
 from ....cluster.pages import pages_for
 from ....cluster.plan import SchedulerOutput
@@ -20,6 +19,7 @@ from .memory import used_gpu_bytes
 from .plan import LoadPlan
 
 _PROMPT_TOKENS = 8
+_GRAPH_BYTES = 2**20  # a CUDA graph beside the memory that all share: its nodes, some hundred kernels
 
 
 def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
@@ -30,49 +30,58 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     prompt = min(_PROMPT_TOKENS, most - 2)
     if prompt < 1:
         return
-    runner.execute(_prefill(plan, [prompt], [most]))
+    runner.execute(_prefill(plan, [prompt], num_pages=[pages_for(most, plan.config.page_size)]))
     for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, most - prompt - 2))}):
         runner.execute(made_up_plan([prompt], [drafts + 1], [drafts]))
 
 
-def largest_prefill(config: EngineConfig, max_model_len: int) -> list[int]:
-    """Prompt lengths that fill a step."""
-    length = min(max_model_len, config.max_num_batched_tokens)
-    return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
+def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int:
+    """GPU memory that steps take beside pages: states and workspaces, the largest prefill, the logits of as
+    many prompts as can end in a step, the largest decoding step, and graphs.
 
-
-def pages_of_prefill(plan: LoadPlan, lengths: list[int]) -> tuple[int, ...]:
-    """Pages of each pool that such a step uses."""
-    count = sum(pages_for(n, plan.config.page_size) for n in lengths)
-    pools = [group.pool for group in plan.pages.groups]
-    return tuple(count * pools.count(pool) for pool in range(plan.pages.num_pools))
-
-
-def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan, lengths: list[int]) -> int:
-    """GPU memory that steps take: states and workspaces, the largest prefill, all captured graphs.
-
-    By making all of it once, in a few pages that are counted too and given back with it. What a process takes
-    outside PyTorch's allocator (kernels, NCCL's and graphs' own) counts as well.
+    By making all of it once; it is given back. Nothing is freed in between, so the readings hold the peak of
+    each. Of the graphs only those of the largest steps are captured, for all share one pool; the others get
+    an allowance. Pages come afterwards and cannot be there before: graphs keep their address. These steps
+    have none: what they write goes to the page that swallows. What a process takes outside PyTorch's
+    allocator (kernels, NCCL's and graphs' own) counts as well.
     """
     torch.cuda.empty_cache()  # else the runner would live in what loading has left
     before = used_gpu_bytes(plan.device)
     runner = make_runner()
-    runner.execute(_prefill(plan, lengths, lengths))
-    runner.prepare()
+    for lengths in (_longest_prompts(plan), _most_prompts(plan)):
+        runner.execute(_prefill(plan, lengths))
+    num_other_graphs = runner.rehearse(_largest_decoding(plan))
     taken = used_gpu_bytes(plan.device) - before
     del runner
     gc.collect()
-    return taken
+    return taken + num_other_graphs * _GRAPH_BYTES
 
 
-def _prefill(plan: LoadPlan, lengths: list[int], rooms: list[int]) -> SchedulerOutput:
-    """Admit prompts into the first slots, with consecutive pages for `rooms` tokens, and compute them."""
+def _longest_prompts(plan: LoadPlan) -> list[int]:
+    """Few that fill a step."""
+    config = plan.config
+    length = min(plan.max_model_len, config.max_num_batched_tokens)
+    return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
+
+
+def _most_prompts(plan: LoadPlan) -> list[int]:
+    """Many."""
+    config = plan.config
+    count = min(config.max_num_seqs, config.max_num_batched_tokens)
+    return [min(plan.max_model_len, config.max_num_batched_tokens // count)] * count
+
+
+def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
+    """Of the prompts above; a drafter that is split off does not step along."""
+    config = plan.config
+    drafts = 0 if plan.split else max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
+    count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
+    return made_up_plan([1] * count, [1 + drafts] * count, [drafts] * count)
+
+
+def _prefill(plan: LoadPlan, lengths: list[int], num_pages: list[int] | None = None) -> SchedulerOutput:
+    """Admit prompts into the first slots, with so many consecutive pages each, and compute them."""
     none = [0] * len(lengths)
-    return made_up_plan(
-        none,
-        lengths,
-        none,
-        prompts=[np.zeros(n, np.int32) for n in lengths],
-        num_pages=[pages_for(room, plan.config.page_size) for room in rooms],
-        groups=plan.pages.groups,
-    )
+    prompts = [np.zeros(n, np.int32) for n in lengths]
+    groups = plan.pages.groups
+    return made_up_plan(none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups)

@@ -92,6 +92,11 @@ class Decoder:
         """Input embeddings [N, H], not scaled."""
         return self._embedding(token_ids_N)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have parts of the head."""
+        return self._sharding.world_size > 1
+
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """The head [N, V] on states that are normed already."""
         return self._head(hidden_NH)

@@ -1,13 +1,17 @@
-"""Steps on a GPU: submitted without waiting, decoding steps as CUDA graphs; outcomes are collected later.
+"""Steps on a GPU: submitted without waiting, those that decode as one CUDA graph; outcomes come later.
 
-The twin of `host.py` (the CPU's, and a split drafter's), of the same meaning. A step in which everybody
-decodes is a replay: its integers go into the graph's buffer, its outcome comes back on a side stream. A step
-with prompts in it is launched kernel by kernel. Neither waits for the step before, nor for the host.
+The twin of `host.py` (the CPU's, and a split drafter's), of the same meaning. Requests that decode replay the
+graph of their step's kind (`graphs.py`); rows of prompts are launched behind it, kernel by kernel, while the
+graph runs. Neither waits for the step before, nor for the host.
 
-    submit(plan): admissions, pages ─▶ [integers ─▶ draft ─▶ verify ─▶ sample ─▶ inject] ─▶ outcome ─▶ host
+    submit(plan): what the plan says ─▶ [draft ─▶ verify ─▶ sample ─▶ inject]  those that decode
+                  (one copy)            [verify ─▶ sample ─▶ inject]           prompts
+                                        ─▶ outcomes ─▶ host (one copy)
     collect():    wait for that copy
 
-Legend: R requests, D those that draft, W = 1 + most drafts.
+On a CPU, where tests run the same kernels in Triton's interpreter, all of this is the same but for the graph.
+
+Legend: R requests, G those of one iteration, W tokens of a request at most.
 """
 
 from __future__ import annotations
@@ -18,25 +22,47 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
+from ....cluster.plan import IntArray, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.step.device.rows import StepRequests, pack
+from ....drafter.step.device.rows import NUM_LISTS, StepRequests, pack
+from ....drafter.step.device.upload import Upload
 from ..model.decoder import Decoder
-from .graphs import GraphKey, StepGraphs
+from .graphs import StepGraphs, StepKinds
 from .iteration import DeviceModels, Iteration
-from .runner import Clock
+from .outcome import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
+
+Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One iteration's share of a step: whose it is, and the shape of what it brings home.
+
+    Attributes:
+        requests_G: their places in the plan.
+        parts: that were timed.
+        num_requests, width: of the outcome, padding included.
+    """
+
+    requests_G: Places
+    parts: tuple[str, ...]
+    num_requests: int
+    width: int
+
+    @property
+    def num_values(self) -> int:
+        return Outcome.num_values(self.num_requests, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step under way: where its outcome will be, and how to know."""
+    """A step under way: what it is made of, and where its outcome will be."""
 
     plan: SchedulerOutput
-    outcome: Tensor
-    copied: torch.cuda.Event | None
-    clock: Clock
+    shares: Sequence[_Share]
+    arrival: Arrival
 
 
 class DeviceRunner:
@@ -44,18 +70,22 @@ class DeviceRunner:
 
     Args:
         models: what it is made of.
-        num_drafts: most drafts of a request.
-        graph_sizes: numbers of requests for which decoding steps are captured; none on a CPU, where tests
-            run the same kernels in Triton's interpreter.
+        max_requests: most that run at once.
+        num_drafts: most of a request.
+        max_rows: of a step.
     """
 
-    def __init__(self, models: DeviceModels, num_drafts: int, graph_sizes: Sequence[int] = ()) -> None:
+    def __init__(self, models: DeviceModels, max_requests: int, num_drafts: int, max_rows: int) -> None:
         self.models = models
-        self._num_drafts = num_drafts
-        self._device = models.target.device
+        self._kinds = StepKinds(max_requests, num_drafts, max_rows)
+        self._room = StepRequests.room(max_requests)
+        states, lists = models.states, (2, NUM_LISTS, self._room)
+        self._upload = Upload(states.arena, 2 * NUM_LISTS * self._room, states.most_changes)
+        decoding, self._prompts = self._upload.values.view(lists).unbind(0)
+        most = max(kind.num_outcome_values for kind in self._kinds.all())
+        self._home = Homeward(most + Outcome.num_values(max_requests, 1), models.target.device)
+        self._graphs = StepGraphs(models, decoding, self._home.values)
         self._pending: deque[_Pending] = deque()
-        self._graphs = StepGraphs(models, num_drafts, graph_sizes)
-        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
     def model(self) -> Decoder:
@@ -68,84 +98,87 @@ class DeviceRunner:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Capture the graphs."""
-        self._graphs.capture()
+        if self.model.device.type == "cuda":
+            self._graphs.capture(self._kinds.all())
+
+    @torch.inference_mode()
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Capture the graphs of the largest steps alone; how many there are besides."""
+        if self.model.device.type != "cuda":
+            self.execute(largest)
+            return 0
+        kinds = self._kinds.all()
+        self._graphs.capture(kinds[:2])
+        return len(kinds) - 2
 
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
         """Launch a step."""
-        clock = Clock(self._device)
-        self.models.states.apply(plan)
-        key = self._graph_key(plan)
-        outcome = self._run(plan, clock) if key is None else self._graphs.replay(key, plan, clock)
-        self._pending.append(self._bring_home(plan, outcome, clock))
+        assert len(self._pending) < MAX_IN_FLIGHT, "outcomes would arrive where others wait"
+        decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+        assert not plan.num_drafts[~decodes_R].any(), "who drafts lacks its newest token alone"
+        decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
+        lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
+        self._upload.send(np.concatenate(lists, axis=None), self.models.states.changes(plan))
+        shares: list[_Share] = []
+        if len(decoding):
+            shares.append(self._decode(plan, decoding))
+        if len(prompts):
+            shares.append(self._prefill(plan, prompts, sum(share.num_values for share in shares)))
+        arrival = self._home.bring(sum(share.num_values for share in shares))
+        self._pending.append(_Pending(plan, shares, arrival))
 
     def is_ready(self) -> bool:
         """Whether `collect` would not wait."""
-        copied = self._pending[0].copied
-        return copied is None or copied.query()
+        return self._pending[0].arrival.is_over
 
     def collect(self) -> StepResult:
         """The outcome of the oldest step."""
         step = self._pending.popleft()
-        if step.copied is not None:
-            step.copied.synchronize()
-        plan, width = step.plan, 1 + int(step.plan.num_drafts.max(initial=0))
-        outcome = step.outcome.numpy()[: plan.num_requests]
-        return StepResult(
-            plan.step,
-            token_ids=outcome[:, :width].copy(),
-            num_tokens=outcome[:, -1].copy(),
-            timings=StepTimings(*step.clock.seconds()),
-        )
+        plan, values = step.plan, step.arrival.wait()
+        token_ids = np.full((plan.num_requests, 1 + plan.num_drafts.max(initial=0)), -1, dtype=np.int32)
+        num_tokens = np.zeros(plan.num_requests, dtype=np.int32)
+        seconds: dict[str, float] = {}
+        for share in step.shares:
+            outcome = Outcome.over(values, share.num_requests, share.width)
+            values = values[share.num_values :]
+            rows_GW1 = outcome.rows_RW1.numpy()[: len(share.requests_G)]
+            width = min(share.width, token_ids.shape[1])
+            token_ids[share.requests_G, :width] = rows_GW1[:, :width]
+            num_tokens[share.requests_G] = rows_GW1[:, -1]
+            spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
+            for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
+                seconds[part] = seconds.get(part, 0.0) + span_s
+        return StepResult(plan.step, token_ids, num_tokens, StepTimings(**seconds))
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
         """Run one step to its end."""
         self.submit(plan)
         return self.collect()
 
-    def _graph_key(self, plan: SchedulerOutput) -> GraphKey | None:
-        """The graph that this step replays, if everybody decodes and there is one."""
-        decodes = bool((plan.num_rows == plan.num_drafts + 1).all() and plan.samples.all())
-        if not decodes:
-            return None
-        drafts, filters = bool(plan.num_drafts.any()), self.models.states.filters(plan)
-        return self._graphs.find(plan.num_requests, drafts, filters)
+    def _pack(self, plan: SchedulerOutput, requests_G: Places) -> IntArray:
+        slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
+        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._room)
 
-    def _run(self, plan: SchedulerOutput, clock: Clock) -> Tensor:
-        """Kernel by kernel."""
-        who = np.flatnonzero(plan.num_drafts)
-        drafting = None
-        if len(who):
-            rows_D = plan.num_drafts[who] + 1
-            drafting = self._requests(plan.slots[who], rows_D, plan.num_drafts[who], plan.samples[who])
-        requests = self._requests(plan.slots, plan.num_rows, plan.num_drafts, plan.samples)
-        counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
-        ends = np.cumsum(plan.num_rows)
-        sampled = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        sampled_X = torch.from_numpy(np.concatenate(sampled).astype(np.int64)).to(self._device)
-        step = Iteration(self.models, drafting, requests, sampled_X, self.models.states.filters(plan))
-        for part in step.parts:
-            part()
-            clock.mark()
-        return step.outcome
+    def _decode(self, plan: SchedulerOutput, requests_G: Places) -> _Share:
+        """Replay the step's kind."""
+        width, filters = 1 + int(plan.num_drafts.max()), self._filters(plan, requests_G)
+        kind = self._kinds.find(len(requests_G), width, filters=filters)
+        self._graphs.replay(kind)
+        return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
 
-    def _requests(
-        self, slots: np.ndarray, rows: np.ndarray, drafts: np.ndarray, samples: np.ndarray
-    ) -> StepRequests:
-        values = torch.from_numpy(pack(slots, rows, drafts, samples, len(slots))).to(self._device)
-        return StepRequests.over(values, len(slots), int(rows.sum()), int(rows.max()), int(drafts.max()))
+    def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> _Share:
+        """Launch the rows of prompts; their outcome is left behind so many numbers."""
+        num_requests, rows_G = len(requests_G), plan.num_rows[requests_G]
+        num_sampled = int(plan.samples[requests_G].sum())
+        requests = StepRequests.prompts(
+            self._prompts, num_requests, int(rows_G.sum()), int(rows_G.max()), num_sampled
+        )
+        outcome = Outcome.over(self._home.values[offset:], num_requests, 1)
+        filters = self._filters(plan, requests_G)
+        iteration = Iteration(self.models, requests, outcome, filters=filters)
+        iteration.run()
+        return _Share(requests_G, iteration.parts, num_requests, 1)
 
-    def _bring_home(self, plan: SchedulerOutput, outcome: Tensor, clock: Clock) -> _Pending:
-        """Copy the outcome to the host beside the next step's work."""
-        if self._copies is None:
-            return _Pending(plan, outcome, None, clock)
-        on_host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
-        main = torch.cuda.current_stream(self._device)
-        self._copies.wait_stream(main)
-        with torch.cuda.stream(self._copies):
-            on_host.copy_(outcome, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        main.wait_event(copied)  # a replay writes the outcome where the last one did
-        outcome.record_stream(self._copies)
-        return _Pending(plan, on_host, copied, clock)
+    def _filters(self, plan: SchedulerOutput, requests_G: Places) -> bool:
+        return self.models.states.filters(plan.slots[requests_G])

@@ -1,116 +1,163 @@
-"""Decoding steps captured in CUDA graphs: one set of four (draft, verify, sample, inject) per kind of step.
+"""Decoding steps by kind, each with buffers of its own shape; on a GPU one CUDA graph per kind.
 
-A kind is how many requests there is room for, whether they draft, and whether any filters its distribution.
-Drafts per request may differ within a graph: rows are ragged and those behind the last are padding. All sets
-share one pool of memory, since one runs at a time. Called by `device.py`; on a CPU there are none.
+A kind is how many requests there is room for, how many rows each may have (the anchor's and its drafts': the
+lengths of `draft_ladder`), and whether any filters its distribution. Drafts per request may differ within it:
+rows are ragged, and those behind the last are padding. Every decoding step has a kind:
 
-Legend: R requests, W = 1 + most drafts.
+    rows each    1, 2, 4                                 6, 8, 12, 16, .. most drafts + 1
+    requests     1 2 3 4 6 8 12 16 24 32 40 48 56 64     1 2 3 4 6 8 12 16 24 32 48 64
+                 80 .. 128 160 .. 256 ..                 96 128 192 256 ..               the most that run
+
+None has more rows than a step's budget: of what exceeds it there is the largest room alone, with as many rows
+as the budget. With 15 drafts and a budget of 2048 rows these are 180 kinds for 64 requests, 256 for 256.
+
+A graph holds all four parts of a step. All share one pool of memory, since one runs at a time and leaves
+nothing there. Where there is no graph (a CPU; a GPU before they are captured) a kind's parts are launched one
+by one over the same buffers, padding included. Called by `device.py`.
+
+Legend: W rows of a request at most.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ....cluster.plan import SchedulerOutput
-from ....drafter.step.device.rows import StepRequests, pack
+from ....cluster.draft_length import draft_ladder
+from ....drafter.step.device.rows import StepRequests
 from .iteration import DeviceModels, Iteration
-from .runner import Clock
+from .outcome import Outcome
 
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of requests to capture steps for, up to the most that run at once."""
-    return (*(size for size in _SIZES if size < max_num_seqs), max_num_seqs)
+_SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+_NARROW = 4  # rows of a request
 
 
 @dataclass(frozen=True, slots=True)
-class GraphKey:
-    """A kind of step."""
+class StepKind:
+    """A kind of decoding step.
+
+    Attributes:
+        num_requests: there is room for.
+        width: most rows of a request.
+        num_rows: N, padding included.
+        filters: whether any request has top-k, top-p or min-p.
+    """
 
     num_requests: int
-    drafts: bool
+    width: int
+    num_rows: int
     filters: bool
 
+    @property
+    def num_outcome_values(self) -> int:
+        return Outcome.num_values(self.num_requests, self.width)
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    values: Tensor  # the step's integers, on the device
-    on_host: tuple[Tensor, ...]  # pinned; taken in turns, since a copy may still be under way
-    graphs: tuple[torch.cuda.CUDAGraph, ...]
-    step: Iteration  # holds on to what the graphs read and write
+
+class StepKinds:
+    """All kinds of one engine's decoding steps.
+
+    Args:
+        max_requests: most that run at once.
+        num_drafts: most of a request.
+        max_rows: a step's budget.
+    """
+
+    def __init__(self, max_requests: int, num_drafts: int, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._widths = tuple(1 + drafts for drafts in draft_ladder(num_drafts))
+        self._sizes = {width: _sizes(width, max_requests, max_rows) for width in self._widths}
+
+    def find(self, num_requests: int, width: int, *, filters: bool) -> StepKind:
+        """The smallest kind that has room for a step; it must keep the bounds."""
+        width = self._widths[bisect_left(self._widths, width)]
+        sizes = self._sizes[width]
+        return self._kind(sizes[bisect_left(sizes, num_requests)], width, filters)
+
+    def all(self) -> list[StepKind]:
+        """Those of most rows first: the others then fit into their memory."""
+        kinds = [
+            self._kind(size, width, filters)
+            for width, sizes in self._sizes.items()
+            for size in sizes
+            for filters in (True, False)
+        ]
+        return sorted(kinds, key=lambda kind: kind.num_rows, reverse=True)
+
+    def _kind(self, size: int, width: int, filters: bool) -> StepKind:
+        return StepKind(size, width, min(size * width, self._max_rows), filters)
+
+
+def _sizes(width: int, max_requests: int, max_rows: int) -> tuple[int, ...]:
+    """Numbers of requests there is room for; the last one holds all that run."""
+    sizes = [size for size in _SMALL_SIZES if size < max_requests]
+    size = _SMALL_SIZES[-1]
+    while size < max_requests:
+        octave = 1 << size.bit_length() - 1
+        size += max(8, octave // 4 if width <= _NARROW else octave // 2)
+        if size < max_requests:
+            sizes.append(size)
+    return (*(size for size in sizes if size * width <= max_rows), max_requests)
 
 
 class StepGraphs:
-    """The captured kinds.
+    """What replays the kinds.
 
     Args:
-        num_drafts: most drafts of a request; 0 captures plain steps alone.
-        sizes: numbers of requests, ascending.
+        lists_LW: on the device, where the requests that decode arrive (`rows.pack`).
+        outcome: on the device, where outcomes are left: at its begin.
     """
 
-    _HOST_BUFFERS = 4  # more than steps can be in flight
+    def __init__(self, models: DeviceModels, lists_LW: Tensor, outcome: Tensor) -> None:
+        self._models, self._lists_LW, self._outcome = models, lists_LW, outcome
+        self._iterations: dict[StepKind, Iteration] = {}
+        self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
 
-    def __init__(self, models: DeviceModels, num_drafts: int, sizes: Sequence[int]) -> None:
-        self._models, self._num_drafts, self._sizes = models, num_drafts, tuple(sizes)
-        self._captured: dict[GraphKey, _Captured] = {}
-        self._turn = 0
+    def parts(self, kind: StepKind) -> tuple[str, ...]:
+        """Of such a step; see `Iteration.parts`."""
+        return self._iteration(kind).parts
 
-    def find(self, num_requests: int, drafts: bool, filters: bool) -> GraphKey | None:
-        """The smallest kind that has room for the step; None if none was captured."""
-        at = bisect_left(self._sizes, num_requests)
-        if at == len(self._sizes):
-            return None
-        key = GraphKey(self._sizes[at], drafts, filters)
-        return key if key in self._captured else None
-
-    def capture(self) -> None:
-        """Capture all kinds, the largest first: the smaller ones then fit into its memory."""
-        pool = torch.cuda.graph_pool_handle() if self._sizes else None
-        for size in reversed(self._sizes):
-            for drafts in (True, False) if self._num_drafts else (False,):
-                for filters in (False, True):
-                    key = GraphKey(size, drafts, filters)
-                    self._captured[key] = self._capture(key, pool)
-
-    def replay(self, key: GraphKey, plan: SchedulerOutput, clock: Clock) -> Tensor:
-        """Run a step that fits `key`; its outcome is overwritten by the next replay."""
-        captured = self._captured[key]
-        host = captured.on_host[self._turn % self._HOST_BUFFERS]
-        self._turn += 1
-        values = pack(plan.slots, plan.num_rows, plan.num_drafts, plan.samples, key.num_requests)
-        host.numpy()[:] = values
-        captured.values.copy_(host, non_blocking=True)
-        for graph in captured.graphs:
+    def replay(self, kind: StepKind) -> None:
+        """Run a step whose requests have arrived."""
+        graph = self._graphs.get(kind)
+        if graph is None:
+            self._iteration(kind).run()
+        else:
             graph.replay()
-            clock.mark()
-        return captured.step.outcome
 
-    def _capture(self, key: GraphKey, pool: Any) -> _Captured:  # Any: torch names its type in private
-        size, width = key.num_requests, 1 + (self._num_drafts if key.drafts else 0)
-        # As if nobody took part: lengths of 0 keep the runs before the capture short.
-        idle = np.zeros(0, dtype=np.int32)
-        first = torch.from_numpy(pack(idle, idle, idle, idle.astype(np.bool_), size))
-        values = first.to(self._models.target.device)
-        requests = StepRequests.over(values, size, size * width, width, width - 1)
-        step = Iteration(self._models, requests if key.drafts else None, requests, None, key.filters)
-        for part in step.parts:  # every kernel is loaded before a capture begins
-            part()
-        torch.cuda.synchronize(values.device)
-        graphs: list[torch.cuda.CUDAGraph] = []
-        for part in step.parts:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                part()
-            graphs.append(graph)
-        on_host = tuple(
-            torch.empty(len(values), dtype=torch.int32).pin_memory() for _ in range(self._HOST_BUFFERS)
-        )
-        return _Captured(values, on_host, tuple(graphs), step)
+    def capture(self, kinds: Iterable[StepKind]) -> None:
+        """Make their graphs, one behind the other.
+
+        Requests are taken out first: with nobody there a run is short, and writes nothing of anybody's. Each
+        kind runs once before its capture, for its kernels must be loaded by then. `torch.cuda.graph` would
+        collect garbage and give back the allocator's memory each time; `capture_begin` does neither, and in
+        the mode "thread_local" lets other threads (NCCL's watchdog, another engine) go on.
+        """
+        self._lists_LW.zero_()
+        device = self._models.target.device
+        torch.cuda.synchronize(device)
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for kind in kinds:
+                iteration, graph = self._iteration(kind), torch.cuda.CUDAGraph()
+                iteration.run()
+                torch.cuda.synchronize(device)
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    iteration.run()
+                finally:
+                    graph.capture_end()
+                self._graphs[kind] = graph
+        torch.cuda.synchronize(device)
+
+    def _iteration(self, kind: StepKind) -> Iteration:
+        iteration = self._iterations.get(kind)
+        if iteration is None:
+            requests = StepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
+            outcome = Outcome.over(self._outcome, kind.num_requests, kind.width)
+            iteration = Iteration(self._models, requests, outcome, filters=kind.filters)
+            self._iterations[kind] = iteration
+        return iteration

@@ -88,6 +88,11 @@ class StepRunner:
     def prepare(self) -> None:
         """Nothing is left to do."""
 
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Run such a step; there are no graphs."""
+        self.execute(largest)
+        return 0
+
     def submit(self, plan: SchedulerOutput) -> None:
         """Run one step; its result waits to be collected."""
         self._results.append(self.execute(plan))

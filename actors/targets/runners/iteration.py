@@ -1,16 +1,18 @@
-"""One step on a device, in four parts: draft, verify, sample, inject. The host is asked nothing.
+"""One pass over some of a step's requests, in four parts: draft, verify, sample, inject.
 
 What `host.py` does with indices made on the host happens here from a few integers and the requests' state
-on the device (`drafter/step/device/states.py`), so that the parts can be captured in CUDA graphs, and
-launched before the last step's outcome is known. Called by `device.py`, eagerly or to be captured.
+on the device (`drafter/step/device/states.py`). The host is asked nothing, so that the whole can be captured
+in one CUDA graph, and launched before the last step's outcome is known. Called by `device.py` for prompts,
+by `graphs.py` for requests that decode.
 
 Legend: R requests, N rows, X sampled rows, U vocabulary of a rank, V of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.device.rows import StepRequests, StepRows, lay_out_block, lay_out_rows, place_drafts
 from ....drafter.step.device.sampling import SamplingWorkspace, sample_rows
+from ....drafter.step.device.stamps import stamp
 from ....drafter.step.device.states import DeviceStates
 from ....drafter.step.device.verification import accept_and_advance
 from ..model.decoder import Decoder
 from ..model.parallel import Communicator
+from .outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,93 +49,98 @@ class DeviceModels:
     communicator: Communicator
 
 
+class _Head(Protocol):
+    """What turns hidden states into logits, the target's or the drafter's."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have parts of it."""
+        ...
+
+    def logits(self, hidden_XH: Tensor, /) -> Tensor: ...
+
+    def local_logits(self, hidden_XH: Tensor, /) -> tuple[Tensor, int]: ...
+
+
 class Iteration:
-    """The parts of one step over given inputs; what one leaves, the next takes.
+    """A pass over given inputs.
 
     Args:
-        drafting: the requests that draft; None if nobody does.
-        requests: all of the step.
-        sampled_X: rows whose logits are needed (int64); None takes all.
+        requests: who takes part; whoever may draft in it drafts.
+        outcome: written.
         filters: whether any request narrows its distribution by top-k, top-p or min-p.
     """
 
-    rows: StepRows
-    hidden_NH: Tensor
-    taps_NmH: Tensor | None
-    outcome: Tensor
-
     def __init__(
-        self,
-        models: DeviceModels,
-        drafting: StepRequests | None,
-        requests: StepRequests,
-        sampled_X: Tensor | None,
-        filters: bool,
+        self, models: DeviceModels, requests: StepRequests, outcome: Outcome, *, filters: bool
     ) -> None:
-        self._models, self._drafting, self._requests = models, drafting, requests
-        self._sampled_X, self._filters = sampled_X, filters
+        self._models, self._requests, self._outcome, self._filters = models, requests, outcome, filters
 
     @property
-    def parts(self) -> tuple[Callable[[], None], ...]:
-        """In order; as `StepTimings` has them."""
-        return self.draft, self.verify, self.sample, self.inject
+    def parts(self) -> tuple[str, ...]:
+        """Those it has, in order, by their names in `StepTimings`; their times follow each other."""
+        draft = ("draft_s",) if self._requests.max_drafts else ()
+        inject = ("inject_s",) if self._models.drafter is not None else ()
+        return (*draft, "verify_s", "sample_s", *inject)
 
-    def draft(self) -> None:
+    def run(self) -> None:
+        """All parts. What one leaves to another is let go at the end: graphs share memory."""
+        times, marks = self._outcome.times, count()
+        stamp(times, next(marks))
+        if self._requests.max_drafts:
+            self._draft()
+            stamp(times, next(marks))
+        models = self._models
+        rows = lay_out_rows(self._requests, models.states.tables)
+        hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
+        stamp(times, next(marks))
+        self._sample(rows, hidden_NH)
+        stamp(times, next(marks))
+        if models.drafter is not None:
+            self._inject(rows, taps_NmH)
+            stamp(times, next(marks))
+
+    def _draft(self) -> None:
         """Propose, and put the proposals behind the known tokens."""
-        models, requests = self._models, self._drafting
+        models = self._models
         drafter, cache, tables = models.drafter, models.draft_cache, models.states.tables
-        if requests is None or drafter is None or cache is None:
-            return
-        rows = lay_out_block(requests, tables, drafter.config.mask_token_id)
+        assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
+        rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
-        chosen_N, _ = self._choose(drafter.logits(hidden_NH), rows.slots_N, rows.positions_N)
-        place_drafts(models.communicator.broadcast(chosen_N), rows, tables)
+        place_drafts(self._choose(drafter, hidden_NH, rows.slots_N, rows.positions_N), rows, tables)
 
-    def verify(self) -> None:
-        """The target's pass over known tokens and drafts."""
-        models = self._models
-        self.rows = lay_out_rows(self._requests, models.states.tables)
-        self.hidden_NH, self.taps_NmH = models.target.forward(self.rows.token_ids_N, self.rows, models.cache)
+    def _sample(self, rows: StepRows, hidden_NH: Tensor) -> None:
+        """The target's choices, and which drafts they leave standing."""
+        of_row, index_X = (hidden_NH, rows.slots_N, rows.positions_N + 1), self._requests.sampled_X
+        if index_X is not None:
+            of_row = [values_N.index_select(0, index_X) for values_N in of_row]
+        chosen_X = rows.token_ids_N[:0]
+        if len(of_row[0]):  # chunks of prompts may choose nothing
+            chosen_X = self._choose(self._models.target, *of_row)
+        tables = self._models.states.tables
+        accept_and_advance(chosen_X, self._requests, tables, self._outcome.rows_RW1)
 
-    def sample(self) -> None:
-        """The target's choices, and which drafts they leave standing: `outcome` [R, W + 1] int32, tokens
-        and, in the last column, how many."""
-        rows, hidden_XH = self.rows, self.hidden_NH
-        slots_X, positions_X = rows.slots_N, rows.positions_N + 1
-        if self._sampled_X is not None:
-            index = self._sampled_X
-            hidden_XH, slots_X, positions_X = hidden_XH[index], slots_X[index], positions_X[index]
-        chosen_X = self._choose_over_ranks(hidden_XH, slots_X, positions_X)
-        token_ids_RW, num_tokens_R = accept_and_advance(chosen_X, self._requests, self._models.states.tables)
-        self.outcome = torch.cat((token_ids_RW, num_tokens_R.unsqueeze(1)), dim=1)
-
-    def inject(self) -> None:
+    def _inject(self, rows: StepRows, taps_NmH: Tensor | None) -> None:
         """Make the drafter's context of what the target saw."""
-        models = self._models
-        if models.drafter is None or models.draft_cache is None:
-            return
-        assert self.taps_NmH is not None, "a target with a drafter taps"
-        features_NH = models.drafter.context_features(self.taps_NmH)
-        models.drafter.write_context(features_NH, self.rows, models.draft_cache)
+        drafter, cache = self._models.drafter, self._models.draft_cache
+        assert drafter is not None and cache is not None and taps_NmH is not None, "a target that drafts taps"
+        drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
 
-    def _choose(self, logits_NV: Tensor, slots_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        models = self._models
-        return sample_rows(
-            logits_NV,
-            slots_N,
-            positions_N,
-            models.states.sampling,
-            filters=self._filters,
-            workspace=models.workspace,
-        )
-
-    def _choose_over_ranks(self, hidden_XH: Tensor, slots_X: Tensor, positions_X: Tensor) -> Tensor:
-        """A rank chooses within its part of the vocabulary, and the best choice wins. A filter needs all."""
+    def _choose(self, head: _Head, hidden_XH: Tensor, slots_X: Tensor, positions_X: Tensor) -> Tensor:
+        """A token per row, the same on all ranks: of a split head each rank chooses within its part of the
+        vocabulary, and the best choice wins. A filter needs all of it."""
         models, communicator = self._models, self._models.communicator
-        if self._filters or communicator.world_size == 1:
-            chosen_X, _ = self._choose(models.target.logits(hidden_XH), slots_X, positions_X)
+        if self._filters or not head.is_split:
+            chosen_X, _ = sample_rows(
+                head.logits(hidden_XH),
+                slots_X,
+                positions_X,
+                models.states.sampling,
+                filters=self._filters,
+                workspace=models.workspace,
+            )
             return communicator.broadcast(chosen_X)
-        logits_XU, first_id = models.target.local_logits(hidden_XH)
+        logits_XU, first_id = head.local_logits(hidden_XH)
         ids_X, scores_X = sample_rows(
             logits_XU,
             slots_X,
@@ -141,7 +150,12 @@ class Iteration:
             workspace=models.local_workspace,
             vocab_start=first_id,
         )
-        all_scores = communicator.all_gather(scores_X.unsqueeze(0), dim=0)
-        all_ids = communicator.all_gather(ids_X.unsqueeze(0), dim=0)
-        best_1X = all_scores.argmax(dim=0, keepdim=True)  # of equal scores the first: the lowest id
-        return all_ids.gather(0, best_1X).squeeze(0)
+        return best_of_ranks(ids_X, scores_X, communicator)
+
+
+def best_of_ranks(ids_X: Tensor, scores_X: Tensor, communicator: Communicator) -> Tensor:
+    """Ids of the highest scores; of equal ones the lowest id, which is the first rank's. One collective."""
+    mine_12X = torch.stack((scores_X.view(torch.int32), ids_X.int())).unsqueeze(0)
+    all_scores, all_ids = communicator.all_gather(mine_12X, dim=0).unbind(1)
+    best_1X = all_scores.view(torch.float32).argmax(dim=0, keepdim=True)
+    return all_ids.gather(0, best_1X).squeeze(0).long()

@@ -41,6 +41,11 @@ class Runner(Protocol):
         """Make ready for requests, once every kind of step has run."""
         ...
 
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Take the memory of the largest decoding step, and of what `prepare` makes for it; returns how many
+        graphs `prepare` makes besides."""
+        ...
+
 
 class Clock:
     """Times between marks; on a GPU by events, which are read once the results are on the host."""

@@ -39,7 +39,7 @@ class SlotTables:
     """What is known of the running requests, one row per request slot, on the device.
 
     Attributes:
-        token_ids: int64 [slots, longest sequence + 1].
+        token_ids: int32 [slots, longest sequence + 1].
         page_tables: int32 [G, slots, P].
         num_computed: int32 [slots], tokens whose K/V exist: the next row's absolute position.
         page_size: rows of a page.
@@ -55,7 +55,7 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """Who takes part in a step; int32 tensors on the device, and what the host knows of them.
+    """Who takes part in a pass; int32 tensors on the device, and what the host knows of them.
 
     Attributes:
         slots_R, cu_rows_R1, num_drafts_R: requests, rows before each, drafts among their last rows.
@@ -63,6 +63,7 @@ class StepRequests:
         first_chosen_R: where a sampling request's verdicts begin among all sampled rows.
         num_rows: N, padding included.
         max_rows, max_drafts: no request has more.
+        sampled_X: rows of which a token is chosen; None where it is all of them.
     """
 
     slots_R: Tensor
@@ -73,35 +74,61 @@ class StepRequests:
     num_rows: int
     max_rows: int
     max_drafts: int
+    sampled_X: Tensor | None = None
 
     @staticmethod
-    def num_values(num_requests: int) -> int:
-        """Integers that describe a step of so many requests."""
-        return 5 * num_requests + 1
+    def room(max_requests: int) -> int:
+        """Integers of each of the lists of `pack`: for so many requests, and a multiple of 16 bytes."""
+        return (max_requests // 4 + 1) * 4
 
     @classmethod
-    def over(
-        cls, values: Tensor, num_requests: int, num_rows: int, max_rows: int, max_drafts: int
+    def decoding(cls, lists_LW: Tensor, num_requests: int, width: int, num_rows: int) -> StepRequests:
+        """Views of the lists of `pack` for requests that decode, of at most `width` rows each."""
+        return cls(*_views(lists_LW, num_requests), num_rows=num_rows, max_rows=width, max_drafts=width - 1)
+
+    @classmethod
+    def prompts(
+        cls, lists_LW: Tensor, num_requests: int, num_rows: int, max_rows: int, num_sampled: int
     ) -> StepRequests:
-        """Views of one buffer, in the order of `pack`."""
-        r = num_requests
-        parts = values[: cls.num_values(r)].split([r, r + 1, r, r, r])
-        return cls(*parts, num_rows=num_rows, max_rows=max_rows, max_drafts=max_drafts)
+        """The same for requests without drafts, of which some choose a token in their last row."""
+        return cls(
+            *_views(lists_LW, num_requests),
+            num_rows=num_rows,
+            max_rows=max_rows,
+            max_drafts=0,
+            sampled_X=lists_LW[-1, :num_sampled],
+        )
 
 
-def pack(slots: Ints, num_rows: Ints, num_drafts: Ints, samples: NDArray[np.bool_], width: int) -> Ints:
-    """A step's integers for `width` requests; those behind the given ones have no rows."""
-    missing = width - len(slots)
-    rows = np.pad(num_rows, (0, missing))
-    counts = np.pad(np.where(samples, 1 + num_drafts, 0), (0, missing))
-    parts = (
-        np.pad(slots, (0, missing)),
-        np.concatenate(([0], np.cumsum(rows))),
-        np.pad(num_drafts, (0, missing)),
-        np.pad(samples, (0, missing)),
-        np.cumsum(counts) - counts,
-    )
-    return np.concatenate(parts).astype(np.int32)
+NUM_LISTS = 6
+
+
+def _views(lists_LW: Tensor, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slots, cu_rows, drafts, samples, first, _ = lists_LW.unbind(0)
+    r = num_requests
+    return slots[:r], cu_rows[: r + 1], drafts[:r], samples[:r], first[:r]
+
+
+def pack(
+    slots_R: Ints, num_rows_R: Ints, num_drafts_R: Ints, samples_R: NDArray[np.bool_], room: int
+) -> Ints:
+    """Requests as lists [L, W] of `room` integers each; those behind the given ones have no rows.
+
+    In order: slots, rows before each, drafts, whether they sample, where their verdicts begin; and the last
+    rows of those that sample, for where nobody drafts.
+    """
+    num_requests, ends_R = len(slots_R), np.cumsum(num_rows_R)
+    counts_R, lasts_X = np.where(samples_R, 1 + num_drafts_R, 0), ends_R[samples_R] - 1
+    lists_LW = np.zeros((NUM_LISTS, room), dtype=np.int32)
+    slots, cu_rows, drafts, samples, first, sampled = lists_LW
+    slots[:num_requests] = slots_R
+    cu_rows[1 : num_requests + 1] = ends_R
+    cu_rows[num_requests + 1 :] = num_rows_R.sum()
+    drafts[:num_requests] = num_drafts_R
+    samples[:num_requests] = samples_R
+    first[:num_requests] = np.cumsum(counts_R) - counts_R
+    sampled[: len(lasts_X)] = lasts_X
+    return lists_LW
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +224,7 @@ def place_drafts(chosen_N: Tensor, rows: StepRows, tables: SlotTables) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_requests"])
 def _lay_out_rows(
     slots,
     cu_rows,
@@ -258,7 +285,7 @@ def _lay_out_rows(
     tl.store(kv_lengths + rows, computed + count, mask=is_request)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _place_drafts(
     chosen, slots, positions, num_computed, token_ids, num_rows, token_stride, ROWS: tl.constexpr
 ):

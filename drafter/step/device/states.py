@@ -2,10 +2,13 @@
 
 The twin of `drafter/step/states.py`, whose indices come from the host: here the host says only who takes part
 and with how many rows (`rows.StepRequests`); positions, tokens and slots are found by kernels, so that a step
-can be launched before the host knows what the last one brought: `num_computed` advances with every step. Used
-by `actors/targets/runners/device.py`.
+can be launched before the host knows what the last one brought: `num_computed` advances with every step.
 
-Legend: S slots.
+All tables lie in one arena: a plan's admissions and new pages are a list of its words and their new values
+(`changes`), which `upload.py` brings there. Used by `actors/targets/runners/device.py`.
+
+Legend: S slots, G page groups, P pages of a request, A admitted requests, R all of a step, M new page-table
+entries, or changes.
 """
 
 from __future__ import annotations
@@ -14,16 +17,24 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ....cluster.page_groups import ONE_GROUP, PagePlan
 from ....cluster.pages import pages_for
 from ....cluster.plan import AdmittedRequest, SchedulerOutput
 from ...compute.kv_cache import skip_slot
+from .arena import Arena
 from .rows import Ints, SlotTables
 from .sampling_state import SamplingState
 
 MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
+_SAMPLING = {  # a number of each slot
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+    "min_length": torch.int32,
+}
 
 
 class DeviceStates:
@@ -32,6 +43,11 @@ class DeviceStates:
     Args:
         num_pages: of each pool.
         pages: the models' page groups; one that all layers share by default.
+
+    Attributes:
+        tables, sampling: what kernels read; views of the arena.
+        arena: int32, all tables' words.
+        most_changes: those of the admission of a longest sequence.
     """
 
     def __init__(
@@ -43,70 +59,92 @@ class DeviceStates:
         device: torch.device | str,
         pages: PagePlan = ONE_GROUP,
     ) -> None:
-        self.device = torch.device(device)
         skipped = [num_pages[group.pool] for group in pages.groups]
-        self._no_page_G1 = torch.tensor(skipped, dtype=torch.int32, device=self.device).unsqueeze(1)
-
-        def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=self.device)
-
+        self._no_page_G = np.array(skipped, dtype=np.int32)
+        table_shape = (len(pages.groups), num_slots, pages_for(max_model_len, page_size))
+        self._arena = Arena(
+            {
+                # One column more than the longest sequence: what must not be kept is written there.
+                "token_ids": ((num_slots, max_model_len + 1), torch.int32),
+                "page_tables": (table_shape, torch.int32),
+                "num_computed": ((num_slots,), torch.int32),
+                "stop_ids": ((num_slots, MAX_STOP_TOKEN_IDS), torch.int32),
+                **{name: ((num_slots,), dtype) for name, dtype in _SAMPLING.items()},
+            },
+            device,
+        )
+        tables = self._arena.tables
+        no_page_G = torch.from_numpy(self._no_page_G).to(device)
+        tables["page_tables"].copy_(no_page_G[:, None, None].expand(table_shape))
+        tables["stop_ids"].fill_(-1)
+        tables["top_p"].fill_(1.0)
         self.tables = SlotTables(
-            # One column more than the longest sequence: what must not be kept is written there.
-            token_ids=full((num_slots, max_model_len + 1), 0, torch.int64),
-            page_tables=self._no_page_G1.unsqueeze(2).repeat(
-                1, num_slots, pages_for(max_model_len, page_size)
-            ),
-            num_computed=full((num_slots,), 0, torch.int32),
+            token_ids=tables["token_ids"],
+            page_tables=tables["page_tables"],
+            num_computed=tables["num_computed"],
             page_size=page_size,
             skip_slots=torch.tensor(
-                [skip_slot(count, page_size) for count in skipped], dtype=torch.int64, device=self.device
+                [skip_slot(count, page_size) for count in skipped], dtype=torch.int64, device=device
             ),
         )
         self.sampling = SamplingState(
-            temperature=full((num_slots,), 0, torch.float32),
-            top_k=full((num_slots,), 0, torch.int32),
-            top_p=full((num_slots,), 1, torch.float32),
-            min_p=full((num_slots,), 0, torch.float32),
-            seed=full((num_slots,), 0, torch.int64),
-            min_length=full((num_slots,), 0, torch.int32),
-            stop_ids=full((num_slots, MAX_STOP_TOKEN_IDS), -1, torch.int32),
+            **{name: tables[name] for name in _SAMPLING}, stop_ids=tables["stop_ids"]
         )
+        of_groups = len(pages.groups) * table_shape[2]
+        self.most_changes = max_model_len + of_groups + MAX_STOP_TOKEN_IDS + len(_SAMPLING) + 2
         self._filters_S = np.zeros(num_slots, dtype=np.bool_)
 
-    def apply(self, plan: SchedulerOutput) -> None:
-        """Take in admissions and new pages; comes first in a step."""
+    @property
+    def arena(self) -> torch.Tensor:
+        return self._arena.words
+
+    def changes(self, plan: SchedulerOutput) -> Ints:
+        """[M, 2]: words of the arena, all different, and what a plan's admissions and new pages make them."""
+        known_R = plan.num_computed >= 0
+        # The plan knows it only where no step is in flight; otherwise it stands here.
+        parts = [
+            self._arena.entries("num_computed", (plan.slots[known_R],), plan.num_computed[known_R]),
+            *self._page_entries(plan),
+        ]
         for request in plan.admitted:
-            self._admit(request)
-        known = plan.num_computed >= 0
-        if known.any():  # the plan knows it only where no step is in flight; otherwise it stands here
-            stands = self._put(np.stack((plan.slots[known], plan.num_computed[known])))
-            self.tables.num_computed[stands[0].long()] = stands[1]
-        if len(plan.page_slots):
-            columns = (plan.page_groups, plan.page_slots, plan.page_indices, plan.page_ids)
-            groups, slots, indices, ids = self._put(np.stack(columns))
-            self.tables.page_tables[groups.long(), slots.long(), indices.long()] = ids
+            parts += self._admit(request)
+        words, values = zip(*parts, strict=True)
+        return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
-    def filters(self, plan: SchedulerOutput) -> bool:
-        """Whether any request of the step has top-k, top-p or min-p."""
-        return bool(self._filters_S[plan.slots].any())
+    def filters(self, slots: Ints) -> bool:
+        """Whether any of these requests has top-k, top-p or min-p."""
+        return bool(self._filters_S[slots].any())
 
-    def _admit(self, request: AdmittedRequest) -> None:
-        slot, sampling, state, tables = request.slot, request.sampling, self.sampling, self.tables
-        tables.token_ids[slot, : len(request.token_ids)] = self._put(request.token_ids).long()
+    def _page_entries(self, plan: SchedulerOutput) -> list[tuple[Ints, Ints]]:
+        """New entries of those who run; of those who enter the whole row."""
+        slots_A = np.array([request.slot for request in plan.admitted], dtype=np.int32)
+        place_S = np.full(len(self._filters_S), -1)
+        place_S[slots_A] = np.arange(len(slots_A))
+        place_M = place_S[plan.page_slots]
+        where = (plan.page_groups, plan.page_slots, plan.page_indices)
+        runs_M, enters_M = place_M < 0, place_M >= 0
+        entries = self._arena.entries("page_tables", tuple(x[runs_M] for x in where), plan.page_ids[runs_M])
+        if not len(slots_A):
+            return [entries]
+        groups, _, pages = self.tables.page_tables.shape
         # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
-        tables.page_tables[:, slot] = self._no_page_G1
-        state.temperature[slot] = sampling.temperature
-        state.top_k[slot] = sampling.top_k
-        state.top_p[slot] = sampling.top_p
-        state.min_p[slot] = sampling.min_p
-        state.seed[slot] = sampling.seed
-        state.min_length[slot] = sampling.min_length
-        stops = np.full(MAX_STOP_TOKEN_IDS, -1, dtype=np.int32)
-        stops[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        state.stop_ids[slot] = self._put(stops)
+        rows_GAP = np.repeat(self._no_page_G, len(slots_A) * pages).reshape(groups, -1, pages)
+        rows_GAP[plan.page_groups[enters_M], place_M[enters_M], plan.page_indices[enters_M]] = plan.page_ids[
+            enters_M
+        ]
+        whole = (np.arange(groups)[:, None, None], slots_A[:, None], np.arange(pages))
+        return [entries, self._arena.entries("page_tables", whole, rows_GAP)]
+
+    def _admit(self, request: AdmittedRequest) -> list[tuple[Ints, Ints]]:
+        slot, tokens, sampling = request.slot, request.token_ids, request.sampling
         greedy = sampling.temperature <= 0 or sampling.top_k == 1
         narrows = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._filters_S[slot] = narrows and not greedy
-
-    def _put(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        stops = np.full(MAX_STOP_TOKEN_IDS, -1, dtype=np.int32)
+        stops[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        entries = self._arena.entries
+        return [
+            entries("token_ids", (slot, np.arange(len(tokens))), tokens),
+            entries("stop_ids", (slot, np.arange(len(stops))), stops),
+            *(entries(name, (slot,), getattr(sampling, name)) for name in _SAMPLING),
+        ]

@@ -10,7 +10,6 @@ Legend: R requests of a step, X verdicts, W = 1 + most drafts.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +17,9 @@ from torch import Tensor
 from .rows import SlotTables, StepRequests
 
 
-def accept_and_advance(chosen_X: Tensor, requests: StepRequests, tables: SlotTables) -> tuple[Tensor, Tensor]:
+def accept_and_advance(
+    chosen_X: Tensor, requests: StepRequests, tables: SlotTables, outcome_RW1: Tensor
+) -> None:
     """Judge the drafts, write the step's new tokens behind the known ones, and advance `num_computed`.
 
     A request's last rows are its drafts; the verdicts on them begin at its last known row, and the one after
@@ -30,13 +31,11 @@ def accept_and_advance(chosen_X: Tensor, requests: StepRequests, tables: SlotTab
 
     Args:
         chosen_X: the target's choices, int64; each request's begin where its `first_chosen` says.
-
-    Returns:
-        token_ids [R, W] (int32), the new tokens of each request, then -1; and num_tokens [R] (int32).
+        outcome_RW1: int32 [R, W + 1], written: the new tokens of each request, then -1; in the last column
+            how many they are.
     """
     num_requests, width = len(requests.slots_R), requests.max_drafts + 1
-    token_ids_RW = torch.empty(num_requests, width, dtype=torch.int32, device=chosen_X.device)
-    num_tokens_R = torch.empty(num_requests, dtype=torch.int32, device=chosen_X.device)
+    assert outcome_RW1.shape == (num_requests, width + 1), "room for all tokens, and their number"
     _accept_and_advance[num_requests,](
         chosen_X,
         requests.first_chosen_R,
@@ -46,14 +45,12 @@ def accept_and_advance(chosen_X: Tensor, requests: StepRequests, tables: SlotTab
         requests.samples_R,
         tables.token_ids,
         tables.num_computed,
-        token_ids_RW,
-        num_tokens_R,
+        outcome_RW1,
         tables.token_ids.stride(0),
         WIDTH=width,
         LANES=triton.next_power_of_2(width),
         num_warps=1,  # a warp reads all drafts before it writes over them
     )
-    return token_ids_RW, num_tokens_R
 
 
 @triton.jit
@@ -66,8 +63,7 @@ def _accept_and_advance(
     samples,
     token_ids,
     num_computed,
-    out_token_ids,
-    out_num_tokens,
+    outcome,
     token_stride,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
@@ -75,10 +71,11 @@ def _accept_and_advance(
     """One request."""
     request = tl.program_id(0)
     lanes = tl.arange(0, LANES)
+    outcome += request * (WIDTH + 1)
     count = tl.load(cu_rows + request + 1) - tl.load(cu_rows + request)
     if count == 0:
-        tl.store(out_token_ids + request * WIDTH + lanes, -1, mask=lanes < WIDTH)
-        tl.store(out_num_tokens + request, 0)
+        tl.store(outcome + lanes, -1, mask=lanes < WIDTH)
+        tl.store(outcome + WIDTH, 0)
         return
     slot = tl.load(slots + request)
     drafts = tl.load(num_drafts + request)
@@ -97,9 +94,5 @@ def _accept_and_advance(
     is_new = is_judged & (lanes <= num_accepted)
     tl.store(behind + lanes, verdict, mask=is_new)
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
-    tl.store(
-        out_token_ids + request * WIDTH + lanes,
-        tl.where(is_new, verdict, -1).to(tl.int32),
-        mask=lanes < WIDTH,
-    )
-    tl.store(out_num_tokens + request, tl.where(is_sampled, num_accepted + 1, 0))
+    tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < WIDTH)
+    tl.store(outcome + WIDTH, tl.where(is_sampled, num_accepted + 1, 0))
