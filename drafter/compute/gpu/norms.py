@@ -64,7 +64,7 @@ def _launch(
         sum_NH,
         normed_NH,
         x_NH.stride(0),
-        0 if y_NH is None else y_NH.stride(0),
+        (x_NH if y_NH is None else y_NH).stride(0),
         eps,
         WIDTH=width,
         BLOCK=block,
