@@ -25,12 +25,12 @@ _GRAPH_BYTES = 2**20  # a CUDA graph beside the memory that all share: its nodes
 def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     """A small prefill, a step with drafts and one without."""
     pools = [group.pool for group in plan.pages.groups]
-    room = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.config.page_size
+    room = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
     most = min(room, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
     prompt = min(_PROMPT_TOKENS, most - 2)
     if prompt < 1:
         return
-    runner.execute(_prefill(plan, [prompt], num_pages=[pages_for(most, plan.config.page_size)]))
+    runner.execute(_prefill(plan, [prompt], num_pages=[pages_for(most, plan.page_size)]))
     for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, most - prompt - 2))}):
         runner.execute(made_up_plan([prompt], [drafts + 1], [drafts]))
 
