@@ -90,20 +90,21 @@ def _pointers(**names: str) -> dict[str, str]:
 
 _SETTINGS = _pointers(i32="slots top_ks", fp32="temperatures top_ps min_ps")
 _LOGITS = _SETTINGS | _pointers(i64="positions", i32="min_lengths stop_ids") | {"row_stride": "i32:16"}
-_SURVEYED = _pointers(fp32="group_maxima chunk_maxima chunk_sums")
-_BOUNDS = _pointers(fp32="row_maxima row_sums floors", i32="candidate_counts")
+_WORKSPACE = _pointers(
+    i32="num_done best_ids groups candidates",
+    fp32="best_scores group_maxima chunk_maxima chunk_sums floors",
+)
 _STEP = _pointers(i32="slots num_computed token_ids") | {"token_stride": "i32"}
 
 
-def _choice(kernel: str, memory: dict[str, str], *, dtype: str = "bf16", **constexprs: object) -> Variant:
-    """A kernel that reads chunks of 4096 of Qwen3's logits."""
-    signature = _LOGITS | {"logits": f"*{dtype}:16"} | memory | {"vocab_size": "i32:16"}
-    return Variant(kernel, signature, {"NUM_STOP_IDS": 8, "CHUNK": 4096} | constexprs, 8)
-
-
-def _score(dtype: str, *, filters: bool) -> Variant:
-    memory = _pointers(i64="seeds", fp32="floors best_scores", i32="best_ids") | {"vocab_start": "i32:16"}
-    return _choice("_score_chunks", memory, dtype=dtype, CHUNKS=38, FILTERS=filters)
+def _choose(dtype: str, *, filters: bool, vocab: int = 151936) -> Variant:
+    """A row of logits in chunks of 4096; by default Qwen3's."""
+    signature = _LOGITS | {"logits": f"*{dtype}:16"} | _WORKSPACE | _pointers(i64="seeds ids", fp32="scores")
+    signature |= {"vocab_size": "i32:16", "vocab_start": "i32:16"}
+    chunks = -(-vocab // 4096)
+    constexprs = {"CHUNKS": chunks, "WIDTH": 1 << (chunks - 1).bit_length(), "FILTERS": filters}
+    constexprs |= {"MAX_CANDIDATES": 16384, "NUM_STOP_IDS": 128, "CHUNK": 4096}
+    return Variant("_choose", signature, constexprs, 8)
 
 
 def _lay_out(requests: int, *, is_block: bool, groups: int = 1) -> Variant:
@@ -177,31 +178,10 @@ _ROW_ARGUMENTS = {
 
 VARIANTS: dict[str, list[Variant]] = {
     "step.device.sampling": [
-        _score("bf16", filters=False),
-        _score("bf16", filters=True),
-        _score("fp32", filters=True),
-        Variant(
-            "_pick_best",
-            _pointers(i32="slots best_ids", fp32="best_scores scores", i64="ids"),
-            {"CHUNKS": 38, "WIDTH": 64},
-            1,
-        ),
-    ],
-    "step.device.filters": [
-        _choice("_survey_chunks", _SURVEYED, CHUNKS=38),
-        Variant(
-            "_bound_floors",
-            _SETTINGS | _SURVEYED | _BOUNDS | {"vocab_size": "i32:16"},
-            {"CHUNKS": 38, "WIDTH": 64},
-            8,
-        ),
-        _choice(
-            "_collect_candidates",
-            _pointers(fp32="floors candidates", i32="candidate_counts"),
-            MAX_CANDIDATES=16384,
-        ),
-        _choice("_settle_floors", _BOUNDS | _pointers(fp32="candidates"), MAX_CANDIDATES=16384),
-        _choice("_settle_floors", _BOUNDS | _pointers(fp32="candidates"), dtype="fp32", MAX_CANDIDATES=16384),
+        _choose("bf16", filters=False),
+        _choose("bf16", filters=True),
+        _choose("bf16", filters=True, vocab=262144),  # Gemma 3
+        _choose("fp32", filters=True),
     ],
     "step.device.rows": [
         _lay_out(32, is_block=True),

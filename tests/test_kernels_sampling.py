@@ -12,7 +12,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from manta.drafter.step.device.filters import find_floors
 from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_in_kernel
 from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
 from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace
@@ -45,7 +44,8 @@ class Requests:
         rng = rng or np.random.default_rng(0)
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
         neutral |= {"seed": rng.integers(-(2**63), 2**63 - 1, rows), "positions": rng.integers(0, 9000, rows)}
-        neutral |= {"stop_ids": rng.integers(-1, vocab, (rows, 3)), "slots": rng.permutation(rows)}
+        stops = -np.sort(-rng.integers(-1, vocab, (rows, 3)))  # -1, if any, behind
+        neutral |= {"stop_ids": stops, "slots": rng.permutation(rows)}
         values = {name: np.asarray(value) for name, value in (neutral | fixed).items()}
         shape = {"stop_ids": values["stop_ids"].shape}
         spread = {n: np.broadcast_to(v, shape.get(n, (rows,))).copy() for n, v in values.items()}
@@ -80,30 +80,31 @@ class Requests:
         )
 
     def choose(
-        self, logits: torch.Tensor, *, filters: bool, chunk: int = 512, room: int = 256, start: int = 0
-    ):
+        self,
+        logits: torch.Tensor,
+        *,
+        filters: bool,
+        chunk: int = 512,
+        room: int = 256,
+        memory: SamplingWorkspace | None = None,
+        start: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return sample_rows_in_kernels(
             logits,
             torch.from_numpy(self.slots).to(torch.int32),
             torch.from_numpy(self.positions),
             self.state(),
             filters=filters,
-            workspace=workspace(logits, chunk, room),
+            workspace=memory or workspace(logits, chunk, room),
             vocab_start=start,
         )
 
     def kept(self, logits: torch.Tensor, *, chunk: int = 512, room: int = 256) -> torch.Tensor:
         """Which tokens the floors leave, [N, V]; every row must have a filter."""
-        memory = workspace(logits, chunk, room).filters
-        find_floors(
-            logits,
-            torch.from_numpy(self.slots).to(torch.int32),
-            torch.from_numpy(self.positions),
-            self.state(),
-            memory,
-        )
+        memory = workspace(logits, chunk, room)
+        self.choose(logits, filters=True, memory=memory)
         scaled = logits.float() / torch.from_numpy(self.temperature[self.slots]).float()[:, None]
-        return scaled >= memory.floor_N[: len(scaled), None]
+        return scaled >= memory.filters.floor_N[: len(scaled), None]
 
 
 def workspace(logits: torch.Tensor, chunk: int, room: int) -> SamplingWorkspace:
@@ -267,8 +268,9 @@ def test_the_best_of_two_shards_is_the_choice_of_the_whole_vocabulary():
     logits = normal(rows, vocab, 8)
     logits[0, requests.stop_ids[requests.slots[0]]] = 99.0
     logits[3, 17], logits[5, 429] = 30.0, 30.0
-    low_ids, low = requests.choose(logits[:, :cut], filters=False)
-    high_ids, high = requests.choose(logits[:, cut:], filters=False, start=cut)
+    memory = workspace(logits, 256, 256)  # of the whole vocabulary: a rank chooses from either in it
+    low_ids, low = requests.choose(logits[:, :cut], filters=False, memory=memory)
+    high_ids, high = requests.choose(logits[:, cut:], filters=False, memory=memory, start=cut)
     chosen = torch.where(high > low, high_ids, low_ids)
     assert chosen.equal(sample_rows(logits.clone(), requests.oracle()))
     assert (chosen < cut).any() and (chosen >= cut).any()
@@ -278,3 +280,60 @@ def test_an_undefined_logit_never_yields_an_id_outside_the_vocabulary():
     logits = torch.full((2, 100), float("nan"))
     ids, _ = Requests.of(2, vocab=100, temperature=[0.0, 1.0], top_p=[1.0, 0.9]).choose(logits, filters=True)
     assert ((ids >= 0) & (ids < 100)).all()
+
+
+def test_numbers_win_over_what_is_not_one():
+    logits = normal(2, 300, 6)
+    logits[:, [5, 70, 299]] = float("nan")
+    requests = Requests.of(2, vocab=300, top_k=[0, 9], top_p=[1.0, 0.8])
+    ids, _ = requests.choose(logits, filters=True, chunk=64)
+    assert ids.equal(sample_rows(logits.nan_to_num(nan=-float("inf")), requests.oracle()))
+
+
+def test_qwen3_s_settings_and_a_wide_nucleus_over_its_whole_vocabulary():
+    vocab = 151936
+    settings = {"temperature": [0.6, 1.0], "top_k": [20, 0], "top_p": 0.95, "slots": [0, 1]}
+    requests = Requests.of(2, vocab=vocab, **settings)
+    logits = normal(2, vocab, 4)
+    logits[1] /= 10
+    logits[1, 5000:9000] += 12
+    logits = logits.half()
+    memory = SamplingWorkspace.build(2, vocab, "cpu")
+    ids, _ = requests.choose(logits, filters=True, memory=memory)
+    assert ids.equal(sample_rows(logits.clone(), requests.oracle()))
+    scaled = logits.float() / torch.tensor(settings["temperature"])[:, None]
+    kept = (scaled >= memory.filters.floor_N[:, None]).sum(1)
+    assert 1 < kept[0] <= 20 and 3000 < kept[1] < 4000
+
+
+def test_no_order_of_programs_changes_a_choice(monkeypatch: pytest.MonkeyPatch):
+    """Whichever is the last of its row has all that the others found; each launch counts from zero."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    rows, vocab = 4, 700
+    requests = mixed(np.random.default_rng(2), rows, vocab)
+    logits = normal(rows, vocab, 9)
+    memory = workspace(logits, 128, 256)
+    ids, scores = requests.choose(logits, filters=True, memory=memory)
+    place, order = interpreter_builder.set_grid_idx, list(range(6))
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(x, order[y], z))
+    for order[:] in ((5, 4, 3, 2, 1, 0), (2, 5, 0, 4, 1, 3)):
+        memory.score_NC.fill_(float("nan"))
+        memory.filters.chunk_max_NC.fill_(float("nan"))
+        again, their_scores = requests.choose(logits, filters=True, memory=memory)
+        assert again.equal(ids) and their_scores.equal(scores)
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_choice_is_one_launch(monkeypatch: pytest.MonkeyPatch, filters: bool):
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, launched = GridExecutor.__call__, []
+
+    def count(kernel: GridExecutor, *args: object, **settings: object) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *args, **settings)
+
+    monkeypatch.setattr(GridExecutor, "__call__", count)
+    Requests.of(2, vocab=130, top_k=3).choose(normal(2, 130, 0), filters=filters, chunk=64)
+    assert launched == ["_choose"]

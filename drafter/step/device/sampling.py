@@ -1,10 +1,17 @@
 """Choosing tokens on the GPU: the rule of `drafter/step/sampling.py`, with requests' settings read by slot.
 
 Not the rule's definition: that is the function of the same name, whose ids come out here. The host reads
-nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. Two launches: each program
-scores one chunk of one row (16 rows of 152k columns make 608 programs), then a program per row picks the
-best. With filters `filters.py` first finds what each row keeps. Called by the step's GPU path for target and
+nothing and grids follow from shapes, so all of it can be captured in a CUDA graph. One launch, with filters
+or without: each program reads one chunk of one row (16 rows of 152k columns make 608 programs), and the last
+of a row to be done, by the row's counter, chooses from what all have left: the best chunk's best, or, where
+the row has filters, the best of what `filters.py` keeps. Which program is the last changes nothing: what it
+reads is the same, and it reads it in the order of columns. Called by the step's GPU path for target and
 drafter.
+
+    chunk 0   chunk 1   chunk 2          chunk 1 done: counter 1
+    ───┬───   ───┬───   ───┬───          chunk 0 done: counter 2
+    maximum   maximum   maximum          chunk 2 done: counter 3 = all: reads three maxima, writes the id,
+                                                       counter 0 for the next launch
 
 What may differ from PyTorch: the noise by a few units in the last place, so that two scores within about 1e-6
 may change places; and what `filters.py` says of tokens at a threshold.
@@ -23,24 +30,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .filters import FilterWorkspace, find_floors
+from .filters import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
 from .noise import negative_gumbel, noise_keys
-from .sampling_state import SamplingState, read_filters, read_logits
+from .sampling_state import SamplingState, has_filters, read_filters, read_logits, read_temperature
 
 _BEHIND_ALL = tl.constexpr(2**31 - 1)
+_TILE = tl.constexpr(1024)  # candidates scored together
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """Memory between the launches, for logits of this many columns and at most this many rows.
+    """Memory of a launch, for logits of at most this many rows and columns; launches follow one another.
 
     Attributes:
         chunk_size: columns per program.
+        num_done_N: programs of a row that are done, int32; 0 between launches.
         score_NC, id_NC: the best of each chunk, fp32 and int32.
         filters: what finding the floors needs.
     """
 
     chunk_size: int
+    num_done_N: Tensor
     score_NC: Tensor
     id_NC: Tensor
     filters: FilterWorkspace
@@ -59,12 +69,13 @@ class SamplingWorkspace:
 
         Args:
             chunk_size: a power of two, at least 64.
-            max_candidates: scaled logits of a row that are kept for top-k and top-p; beyond it they are slow.
+            max_candidates: of a row, for top-k and top-p; beyond it they are slow.
         """
         assert chunk_size & (chunk_size - 1) == 0, "a tile's side is a power of two"
-        chunks = -(-vocab_size // chunk_size)
+        chunks = triton.cdiv(vocab_size, chunk_size)
         return cls(
             chunk_size=chunk_size,
+            num_done_N=torch.zeros(num_rows, dtype=torch.int32, device=device),
             score_NC=torch.empty(num_rows, chunks, dtype=torch.float32, device=device),
             id_NC=torch.empty(num_rows, chunks, dtype=torch.int32, device=device),
             filters=FilterWorkspace.build(num_rows, vocab_size, chunk_size, max_candidates, device),
@@ -96,14 +107,14 @@ def sample_rows(
         vocab_start: the token id of column 0.
     """
     num_rows, vocab_size = logits_NV.shape
-    chunks = -(-vocab_size // workspace.chunk_size)
+    chunks = triton.cdiv(vocab_size, workspace.chunk_size)
     assert logits_NV.stride(1) == 1, "columns must be contiguous"
-    assert workspace.score_NC.shape[0] >= num_rows and workspace.score_NC.shape[1] == chunks, "other shapes"
+    assert workspace.score_NC.shape[0] >= num_rows and workspace.score_NC.shape[1] >= chunks, "too small"
     assert not (filters and vocab_start), "a filter sees the whole vocabulary: gather the logits first"
-    if filters:
-        find_floors(logits_NV, slots_N, positions_N, state, workspace.filters)
-    best = (workspace.score_NC, workspace.id_NC)
-    _score_chunks[num_rows, chunks](
+    ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
+    scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
+    memory = workspace.filters
+    _choose[num_rows, chunks](
         logits_NV,
         logits_NV.stride(0),
         positions_N,
@@ -115,25 +126,33 @@ def sample_rows(
         state.top_p,
         state.min_p,
         state.seed,
-        workspace.filters.floor_N,
-        *best,
+        workspace.num_done_N,
+        workspace.score_NC,
+        workspace.id_NC,
+        memory.group_max_NG,
+        memory.chunk_max_NC,
+        memory.chunk_sum_NC,
+        memory.groups_NG,
+        memory.candidates_NQ,
+        memory.floor_N,
+        ids_N,
+        scores_N,
         vocab_size,
         vocab_start,
         CHUNKS=chunks,
+        WIDTH=triton.next_power_of_2(chunks),
         FILTERS=filters,
+        MAX_CANDIDATES=memory.candidates_NQ.shape[1],
         NUM_STOP_IDS=state.stop_ids.shape[1],
         CHUNK=workspace.chunk_size,
         num_warps=8,
     )
-    ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
-    scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
-    width = triton.next_power_of_2(chunks)
-    _pick_best[num_rows,](slots_N, *best, ids_N, scores_N, CHUNKS=chunks, WIDTH=width, num_warps=1)
     return ids_N, scores_N
 
 
-@triton.jit
-def _score_chunks(
+# Of addresses only that of the logits, and of what a chunk stores, tells anything by being a multiple of 16.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _choose(
     logits,
     row_stride,
     positions,
@@ -145,59 +164,105 @@ def _score_chunks(
     top_ps,
     min_ps,
     seeds,
-    floors,
+    num_done,
     best_scores,
     best_ids,
+    group_maxima,
+    chunk_maxima,
+    chunk_sums,
+    groups,
+    candidates,
+    floors,
+    ids,
+    scores,
     vocab_size,
     vocab_start,
     CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
     FILTERS: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
     NUM_STOP_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The best score of one chunk of one row, and its token id."""
+    """One chunk of one row; and the row's token, in its last program."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
+        if chunk == 0:
+            tl.store(ids + row, 0)
+            tl.store(scores + row, -float("inf"))
         return
     position = tl.load(positions + row).to(tl.int32)
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    key_0, key_1 = noise_keys(tl.load(seeds + slot), position)
+    temperature = read_temperature(slot, temperatures, top_ks)
+    filters = read_filters(slot, temperature, top_ks, top_ps, min_ps)
+    narrows = has_filters(filters) & FILTERS
     is_early = position < tl.load(min_lengths + slot)
-    z = read_logits(
+    logits_row = (
         logits + row.to(tl.int64) * row_stride,
-        columns,
         vocab_size,
-        vocab_start,
         stop_ids + slot * NUM_STOP_IDS,
         is_early,
-        NUM_STOP_IDS,
+        temperature,
     )
-    temperature = tl.load(temperatures + slot)
-    if (temperature > 0) & (tl.load(top_ks + slot) != 1):
-        if FILTERS:
-            top_k, top_p, min_p = read_filters(slot, temperatures, top_ks, top_ps, min_ps)
-            if (top_k > 0) | (top_p < 1) | (min_p > 0):
-                z = tl.where(tl.math.div_rn(z, temperature) >= tl.load(floors + row), z, -float("inf"))
-        key_0, key_1 = noise_keys(tl.load(seeds + slot), position)
-        z -= temperature * negative_gumbel(key_0, key_1, columns + vocab_start)
-    z = tl.where(z == z, z, -float("inf"))  # not a number never wins, so an id is always one of the row's
-    best = tl.max(z, 0)
-    token = tl.min(tl.where((z == best) & (columns < vocab_size), columns, _BEHIND_ALL), 0)
-    tl.store(best_scores + row * CHUNKS + chunk, best)
-    tl.store(best_ids + row * CHUNKS + chunk, token + vocab_start)
+    row_candidates = candidates + row.to(tl.int64) * MAX_CANDIDATES
+    memory = (group_maxima, chunk_maxima, chunk_sums, groups, row_candidates)
+
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = read_logits(logits_row, columns, vocab_start, NUM_STOP_IDS)
+    if narrows:
+        survey_chunk(z, temperature, filters, memory, row, chunk, CHUNKS, CHUNK)
+    else:
+        if temperature > 0:
+            z -= temperature * negative_gumbel(key_0, key_1, columns + vocab_start)
+        best = tl.max(z, 0)
+        tl.store(best_scores + row * CHUNKS + chunk, best)
+        tl.store(best_ids + row * CHUNKS + chunk, tl.min(tl.where(z == best, columns, _BEHIND_ALL), 0))
+
+    tl.debug_barrier()  # what all threads have stored is there before the counter says so
+    if tl.atomic_add(num_done + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+        tl.store(num_done + row, 0)
+        if narrows:
+            floor, count = find_floor(
+                filters, logits_row, memory, row, CHUNKS, WIDTH, MAX_CANDIDATES, NUM_STOP_IDS, CHUNK
+            )
+            tl.store(floors + row, floor)
+            best, column = _best_kept(
+                floor, count, key_0, key_1, logits_row, row_candidates, MAX_CANDIDATES, NUM_STOP_IDS
+            )
+        else:
+            chunks = tl.arange(0, WIDTH)
+            place, is_chunk = row * CHUNKS + chunks, chunks < CHUNKS
+            their_best = tl.load(best_scores + place, mask=is_chunk, other=-float("inf"))
+            their_column = tl.load(best_ids + place, mask=is_chunk, other=_BEHIND_ALL)
+            best = tl.max(their_best, 0)
+            column = tl.min(tl.where(their_best == best, their_column, _BEHIND_ALL), 0)
+        tl.store(ids + row, (column + vocab_start).to(tl.int64))
+        tl.store(scores + row, best)
 
 
 @triton.jit
-def _pick_best(slots, best_scores, best_ids, ids, scores, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
-    """The best of a row's chunks."""
-    row = tl.program_id(0)
-    if tl.load(slots + row) < 0:
-        tl.store(ids + row, 0)
-        tl.store(scores + row, -float("inf"))
-        return
-    chunks = tl.arange(0, WIDTH)
-    score = tl.load(best_scores + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=-float("inf"))
-    token = tl.load(best_ids + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=_BEHIND_ALL)
-    best = tl.max(score, 0)
-    tl.store(ids + row, tl.min(tl.where(score == best, token, _BEHIND_ALL), 0).to(tl.int64))
-    tl.store(scores + row, best)
+def _best_kept(
+    floor,
+    count,
+    key_0,
+    key_1,
+    logits_row,
+    candidates,
+    MAX_CANDIDATES: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr,
+):
+    """The best score of the candidates that the floor leaves, and its column; of no candidates column 0."""
+    best = tl.full([_TILE], -float("inf"), tl.float32)
+    column = tl.zeros([_TILE], tl.int32)
+    _, _, _, _, temperature = logits_row
+    for start in range(0, num_places(count, logits_row, MAX_CANDIDATES), _TILE):
+        columns, z, scaled = read_candidates(
+            start + tl.arange(0, _TILE), count, candidates, logits_row, MAX_CANDIDATES, NUM_STOP_IDS
+        )
+        score = z - temperature * negative_gumbel(key_0, key_1, columns)
+        score = tl.where(scaled >= floor, score, -float("inf"))
+        column = tl.where(score > best, columns, column)  # columns ascend: of equals the first stays
+        best = tl.maximum(score, best)
+    highest = tl.max(best, 0)
+    return highest, tl.min(tl.where(best == highest, column, _BEHIND_ALL), 0)

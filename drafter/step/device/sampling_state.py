@@ -23,7 +23,7 @@ class SamplingState:
         top_k: int32; 0 or less keeps all, 1 is greedy.
         seed: int64, the noise key.
         min_length: int32; at positions below it no stop token may be chosen.
-        stop_ids: int32 [slots, F], padded with -1.
+        stop_ids: int32 [slots, F]; from the first -1 on there are none.
     """
 
     temperature: Tensor
@@ -36,18 +36,42 @@ class SamplingState:
 
 
 @triton.jit
-def read_filters(slot, temperatures, top_ks, top_ps, min_ps):
-    """(top-k, top-p, min-p) of a slot; neutral (0, 1, 0) where it is greedy."""
-    top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
-    is_noisy = (tl.load(temperatures + slot) > 0) & (top_k != 1)
-    return tl.where(is_noisy, top_k, 0), tl.where(is_noisy, top_p, 1.0), tl.where(is_noisy, min_p, 0.0)
+def read_temperature(slot, temperatures, top_ks):
+    """A slot's temperature; 0 where it is greedy."""
+    return tl.where(tl.load(top_ks + slot) == 1, 0.0, tl.load(temperatures + slot))
 
 
 @triton.jit
-def read_logits(row_logits, columns, vocab_size, vocab_start, stop_ids, is_early, NUM_STOP_IDS: tl.constexpr):
-    """Logits in fp32; -inf outside the row, and where it is too early for a stop token."""
-    z = tl.load(row_logits + columns, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
+def read_filters(slot, temperature, top_ks, top_ps, min_ps):
+    """(top-k, top-p, min-p) of a slot; neutral (0, 1, 0) where it is greedy."""
+    is_noisy = temperature > 0
+    top_k = tl.where(is_noisy, tl.load(top_ks + slot), 0)
+    top_p = tl.where(is_noisy, tl.load(top_ps + slot), 1.0)
+    return top_k, top_p, tl.where(is_noisy, tl.load(min_ps + slot), 0.0)
+
+
+@triton.jit
+def has_filters(filters):
+    """Whether (top-k, top-p, min-p) keep anything out."""
+    top_k, top_p, min_p = filters
+    return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def read_logits(logits_row, columns, vocab_start, NUM_STOP_IDS: tl.constexpr):
+    """Logits in fp32; -inf outside the row, where it is too early for a stop token, and for what is not a
+    number: that never wins.
+
+    Args:
+        logits_row: (pointer to a row, V, pointer to its stop tokens, whether it is too early for them,
+            temperature); passed on as one.
+    """
+    logits, vocab_size, stop_ids, is_early, _ = logits_row
+    z = tl.load(logits + columns, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
     if is_early:
-        for i in range(NUM_STOP_IDS):
-            z = tl.where(columns + vocab_start == tl.load(stop_ids + i), -float("inf"), z)
-    return z
+        i, stop_id = 0, tl.load(stop_ids)
+        while stop_id >= 0:  # as many as there are: unrolled, the room for them would be 128 compares
+            z = tl.where(columns + vocab_start == stop_id, -float("inf"), z)
+            i += 1
+            stop_id = tl.load(stop_ids + i, mask=i < NUM_STOP_IDS, other=-1)
+    return tl.where(z == z, z, -float("inf"))
