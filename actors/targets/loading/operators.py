@@ -32,7 +32,7 @@ def make_backend(plan: LoadPlan) -> Backend:
     from ....drafter.compute.gpu.backend import TritonBackend
 
     if plan.attention_backend == "triton":
-        return TritonBackend(plan.device)
+        return TritonBackend(plan.device, invariant_rows=plan.invariant_rows)
     from ....drafter.compute.gpu.flash_attention import FlashAttention
 
     return TritonBackend(plan.device, FlashAttention())

@@ -61,6 +61,14 @@ class LoadPlan:
         return Machine(self.device, self.dtype, self.config.page_size, self.config.tensor_parallel_size)
 
     @property
+    def invariant_rows(self) -> int | None:
+        """Most rows of a step, padding of graphs included, if their bits must not depend on each other."""
+        if not self.config.batch_invariant:
+            return None
+        decoding = self.config.max_num_seqs * (1 + self.num_speculative_tokens)
+        return max(self.config.max_num_batched_tokens, decoding)
+
+    @property
     def max_model_len(self) -> int:
         return self.facts.max_model_len
 

@@ -1,15 +1,18 @@
 """A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
 
-Per layer: one launch norms and rotates q and k and writes K/V, one or two attend, one adds the residual and
-norms it (twice), one makes the gated product; beside them only matrix products. Nothing asks the host for a
-value, so that a CUDA graph may hold it all. Chosen at load (`actors/targets/loading/operators.py`).
+Per layer: four products, one launch that norms and rotates q and k and writes K/V, one or two that attend.
+Where products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Nothing asks the
+host for a value: a CUDA graph may hold it all. Chosen at load (`actors/targets/loading/operators.py`).
 
-Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size.
+Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size; P parts and R rows of a block of a
+weight.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,12 +21,21 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..kv_cache import PagedKVCache
-from ..layers import Activation, RMSNorm
+from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
-from .activations import gate
 from .attention import verify_attention
+from .choice import MeasuredChoice
 from .norms import add_rms_norm, rms_norm
-from .tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows, rows_from_host
+from .product_tiles import ProductWorkspace
+from .projections import (
+    ChosenProjection,
+    LayerProjection,
+    OwnProjection,
+    PendingNorm,
+    TorchProjection,
+    as_tensor,
+)
+from .tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows, invariant_partials, rows_from_host
 from .write_kv import norm_rotate_write, write_context
 
 
@@ -55,28 +67,64 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
 
 
 class TritonBackend(OperatorBackend):
-    """See the module's text.
+    """See the module's text. On a GPU products are whosever are faster; in the interpreter PyTorch's.
 
     Args:
         device: of the workspaces.
         attend: what attends.
+        invariant_rows: most rows of a step in which a row's bits must not depend on its batch: products are
+            ours for any number of rows, in tiles of one height, and attention is cut by position. None is
+            not batch-invariant, and faster.
     """
 
     attention_batch = staticmethod(rows_from_host)
 
-    def __init__(self, device: torch.device | str, attend: PagedAttention = verify_attention) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device | str,
+        attend: PagedAttention = verify_attention,
+        *,
+        invariant_rows: int | None = None,
+    ) -> None:
+        self._device = torch.device(device)
         self._attend = attend
-        self._workspaces: dict[int, AttentionWorkspace] = {}  # by head dim; layers take turns
+        self._invariant_rows = invariant_rows
+        self._workspaces: dict[tuple[int, int], AttentionWorkspace] = {}  # by heads; layers take turns
+        self._choice = MeasuredChoice()
+        self._sums = ProductWorkspace(device)
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
+
+    def linear_of_blocks(self, weight_PLRH: Tensor) -> LayerProjection:
+        return self._projection(weight_PLRH, None, lambda: linear_of_blocks(weight_PLRH))
+
+    def _projection(
+        self,
+        weight_PLRH: Tensor,
+        bias_O: Tensor | None,
+        make_linear: Callable[[], Linear | BlockLinear],
+    ) -> LayerProjection:
+        if self._invariant_rows is not None:
+            return OwnProjection(weight_PLRH, bias_O, self._sums, one_tile=True)
+        other = TorchProjection(make_linear())
+        if self._device.type == "cpu":
+            return other
+        return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
 
     def begin(self, rows: PlacedRows) -> PlacedRows:
         return rows
 
     def attention(self, shape: AttentionShape) -> Attention:
-        workspace = self._workspaces.get(shape.head_dim)
+        heads = (shape.num_heads, shape.head_dim)
+        workspace = self._workspaces.get(heads)
         if workspace is None:
-            workspace = AttentionWorkspace(MAX_PARTIALS, shape.head_dim, self._device)
-            self._workspaces[shape.head_dim] = workspace
+            rows = self._invariant_rows
+            most = MAX_PARTIALS if rows is None else invariant_partials(rows, shape.num_heads)
+            workspace = AttentionWorkspace(
+                most, shape.head_dim, self._device, batch_invariant=rows is not None
+            )
+            self._workspaces[heads] = workspace
         return _TritonAttention(shape, self._attend, workspace)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
@@ -87,14 +135,20 @@ class TritonBackend(OperatorBackend):
 
     def residual_norm(
         self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        y_NH = project(x_NI, None)
+    ) -> tuple[Tensor, Tensor | PendingNorm]:
+        if out_norm is None and isinstance(project, LayerProjection):
+            return project.added(x_NI, residual_NH, norm)
+        y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
         return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps)
 
-    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
-        return gate(gate_up_NI, activation)
+    def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
+        return gate_up.gated(normed_NH, activation)
+
+    def as_tensor(self, normed_NH: Tensor | PendingNorm) -> Tensor:
+        return as_tensor(normed_NH)
 
 
 class _TritonAttention:

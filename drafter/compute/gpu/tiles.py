@@ -28,6 +28,11 @@ _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spil
 _INVARIANT_SPLITS = 8
 
 
+def invariant_partials(num_rows: int, num_heads: int) -> int:
+    """Partial results that calls of so many rows need at most where they are batch-invariant."""
+    return num_rows * num_heads * _INVARIANT_SPLITS
+
+
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """Where a step's rows are and what they may see. All tensors live on the device; graphs replay over them.
