@@ -163,9 +163,9 @@ def _product(
     gated = "gate" in fused
     plan = plan_product(outputs, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], gated=gated)
     given = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{dtype}:16")
-    given |= dict.fromkeys(("sums_ptr",), "*fp32:16") | {"arrived_ptr": "*i32:16"}
+    given |= {"sums_ptr": "*fp32:16", "arrived_ptr": "*i32:16"}
     given |= {"eps": "fp32", "num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16"}
-    given |= dict.fromkeys(("part_stride", "layer_stride"), "i32:16")
+    given |= dict.fromkeys(("part_stride", "layer_stride", "row_stride"), "i32:16")
     given |= {"bias_ptr": f"*{dtype}:16"} if "bias" in fused else {}
     given |= {"norm_ptr": f"*{dtype}:16", "squares_ptr": "*fp32:16"} if "norm" in fused else {}
     more = {"residual_ptr": f"*{dtype}:16", "new_squares_ptr": "*fp32:16"}

@@ -67,7 +67,7 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
 
 
 class TritonBackend(OperatorBackend):
-    """See the module's text. On a GPU products are whosever are faster; in the interpreter PyTorch's.
+    """See the module's text. On a GPU a product is whosever is faster; in the interpreter PyTorch's.
 
     Args:
         device: of the workspaces.

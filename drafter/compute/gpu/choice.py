@@ -43,6 +43,9 @@ class MeasuredChoice:
         kind = (use, weight.shape, weight.stride(), weight.dtype)
         tile = row_tile(num_rows)
         if (*kind, tile) not in self._ours:
+            assert not torch.cuda.is_current_stream_capturing(), (
+                "every kind of step runs before it is captured"
+            )
             for rows in ROW_TILES:
                 self._ours[*kind, rows] = self._is_ours_sooner(use, own, other, rows)
         return self._ours[*kind, tile]

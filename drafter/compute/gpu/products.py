@@ -64,7 +64,7 @@ def multiply(
 
     Args:
         x_NK: rows may have any stride, a row is contiguous.
-        weight_PLRK: O = P * L * R outputs; rows are contiguous, blocks of R rows may lie anywhere. With an
+        weight_PLRK: O = P * L * R outputs; a row is contiguous, blocks of R rows may lie anywhere. With an
             activation its parts are gate and up (P = 2, L = 1), and O = R.
         plan: of these outputs and inputs.
         tile: rows of x per program; more rows than that take several, which read the weights again, and then
@@ -77,7 +77,7 @@ def multiply(
     parts, layers, span, _ = weight_PLRK.shape
     outputs = span if activation else parts * layers * span
     assert weight_PLRK.shape[3] == inputs and x_NK.dtype is weight_PLRK.dtype, "x is what the weight takes"
-    assert weight_PLRK.stride()[2:] == (inputs, 1) and x_NK.stride(1) == 1, "a row must be contiguous"
+    assert weight_PLRK.stride(3) == 1 and x_NK.stride(1) == 1, "a row must be contiguous"
     assert activation is None or (parts, layers) == (2, 1), "gate, then up"
     y_NO = x_NK.new_empty((num_rows, outputs))
     row_tiles = -(-num_rows // tile)
@@ -101,6 +101,7 @@ def multiply(
         0 if residual_NO is None else residual_NO.stride(0),
         weight_PLRK.stride(0),
         weight_PLRK.stride(1),
+        weight_PLRK.stride(2),
         INPUTS=inputs,
         OUTPUTS=outputs,
         LAYERS=layers,
@@ -138,6 +139,7 @@ def _multiply(
     residual_stride,
     part_stride,
     layer_stride,
+    row_stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -161,13 +163,13 @@ def _multiply(
     lane_C = tl.arange(0, COLUMNS)
     if GATED:  # a column's gate and up side by side
         column_C = tl.minimum(tile * (COLUMNS // 2) + lane_C // 2, OUTPUTS - 1)
-        weight_C = (lane_C % 2).to(tl.int64) * part_stride + column_C.to(tl.int64) * INPUTS
+        weight_C = (lane_C % 2).to(tl.int64) * part_stride + column_C.to(tl.int64) * row_stride
         bias_C = (lane_C % 2) * OUTPUTS + column_C
     else:
         column_C = tl.minimum(tile * COLUMNS + lane_C, OUTPUTS - 1)
         block_C = (column_C // SPAN).to(tl.int64)
         weight_C = (block_C // LAYERS) * part_stride + (block_C % LAYERS) * layer_stride
-        weight_C += (column_C % SPAN).to(tl.int64) * INPUTS
+        weight_C += (column_C % SPAN).to(tl.int64) * row_stride
         bias_C = column_C
     scale_M = real_M.to(tl.float32)
     if norm_ptr is not None:
