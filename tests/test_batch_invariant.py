@@ -33,7 +33,7 @@ from torch import Tensor
 ON_GPU = os.environ.get("MANTA_TEST_DEVICE") == "cuda"
 DEVICE, DTYPE = ("cuda", "bfloat16") if ON_GPU else ("cpu", "float16")
 NAMES, DRAFTS, LENGTHS, TOKENS = (
-    (tuple(KNOBS), (1, 3, 15), (1, 14, 40, 89), 24) if ON_GPU else (("greedy", "plain"), (3,), (14, 3), 4)
+    (tuple(KNOBS), (1, 3, 15), (1, 14, 40, 89), 24) if ON_GPU else (("greedy", "plain"), (3,), (14, 3), 3)
 )
 PROMPTS = [np.random.default_rng(n).integers(1, TINY_VOCAB - 1, n).tolist() for n in LENGTHS]
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -305,11 +305,9 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "compute.gpu.products": [
         _product(6144, 4096, 16, "norm"),  # Qwen3-8B: qkv
-        _product(4096, 4096, 16, "residual"),  # o
+        _product(4096, 12288, 16, "residual"),  # down
         _product(12288, 4096, 16, "norm gate"),
         _product(12288, 4096, 64, "norm gate"),
-        _product(4096, 12288, 64, "residual"),  # down
-        _product(151936, 4096, 64),  # its head
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),

@@ -4,7 +4,7 @@ cuBLAS is tuned for many rows; at 16 it may leave a third of the memory's bandwi
 would run: our kernel with all that it fuses, against PyTorch's product and the kernels behind it, with the
 weights out of cache. First calls are the warm-up's, and those that come before a graph is captured.
 
-Legend: N rows, K inputs, O outputs.
+Legend: N rows, K inputs, O outputs, T tiles of a product's outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layers import RMSNorm
-from .product_tiles import ROW_TILES, row_tile
+from .product_tiles import COLUMNS, ROW_TILES, row_tile
 from .projections import OwnProjection, PendingNorm, TorchProjection, Use
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,6 @@ class MeasuredChoice:
         kind = (use, weight.shape, weight.stride(), weight.dtype)
         tile = row_tile(num_rows)
         if (*kind, tile) not in self._ours:
-            assert not torch.cuda.is_current_stream_capturing(), (
-                "every kind of step runs before it is captured"
-            )
             for rows in ROW_TILES:
                 self._ours[*kind, rows] = self._is_ours_sooner(use, own, other, rows)
         return self._ours[*kind, tile]
@@ -75,7 +72,8 @@ def _call(
         return torch.ones(shape, dtype=dtype, device=weight.device)
 
     x_NK, norm = ones(num_rows, inputs), RMSNorm(ones(inputs), 1e-6)
-    pending = PendingNorm(x_NK, ones(num_rows, 1, dtype=torch.float32), norm)
+    squares_NT = ones(num_rows, -(-inputs // COLUMNS), dtype=torch.float32)  # as `added` leaves them
+    pending = PendingNorm(x_NK, squares_NT, norm)
     x = pending if projection is own else x_NK  # PyTorch's norm is done behind the residual's sum
     match use:
         case "plain":
@@ -92,6 +90,7 @@ def _call(
 def _milliseconds(call: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
+    assert not torch.cuda.is_current_stream_capturing(), "every kind of step runs before it is captured"
     median = do_bench(call, warmup=2, rep=10, return_mode="median")
     assert isinstance(median, float), "one mode, one number"
     return median
