@@ -62,6 +62,9 @@ class EngineConfig:
             package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a CPU with
             instructions for it; "torch" PyTorch's own kernels, driven from the host. "auto" takes triton on a
             GPU where it is installed, compiled on a CPU where it runs, else torch.
+        batch_invariant: a row's bits depend on nothing beside it, so that speculation and company change no
+            token in half precision either. Checked at start; refused where it does not hold. On a GPU a
+            product then reads its weights once per 64 rows, of prompts, too.
         tensor_parallel_size: ranks over which the target is sharded.
         max_model_len: longest sequence in tokens; the checkpoint's limit if absent. Bounds page-table size.
         max_num_seqs: most requests that run at once; each costs a slot of device memory.
@@ -88,6 +91,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
+    batch_invariant: bool = False
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 64

@@ -70,6 +70,11 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
         "--attention-backend",
         help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
     ),
+    "batch_invariant": _engine(
+        bool,
+        "--batch-invariant/--no-batch-invariant",
+        help="Give a row the same bits in any batch; refused where that cannot hold.",
+    ),
     "tensor_parallel_size": _engine(
         int, "--tensor-parallel-size", "-tp", help="Ranks that share the target; more than 1 runs under Ray."
     ),

@@ -82,8 +82,8 @@ def test_a_gated_product_is_that_of_pytorch_up_to_the_largest_gates(
     gate_up_NI = (6 * torch.randn(7, 2 * 333)).to(dtype)
     gate_up_NI[0, :8] = torch.tensor([-3e38, -1000.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 3e38])
     gate_up_NI[1, :9] = torch.tensor([-90.0, 90.0, float("inf"), -0.0, -10.0, -5.0, -2.0, -0.5, 10.0])
-    theirs = TorchBackend().gate(gate_up_NI.clone(), activation)
-    assert_same(CpuBackend().gate(gate_up_NI, activation), theirs)
+    theirs = TorchBackend().gated(torch.clone, gate_up_NI, activation)
+    assert_same(CpuBackend().gated(torch.clone, gate_up_NI, activation), theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

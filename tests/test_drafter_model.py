@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from manta.cluster.page_groups import LayerPlace
 from manta.cluster.plan import AdmittedRequest, SchedulerOutput, SlotSampling
+from manta.drafter.compute.backend import Projection
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.invariance import rows_are_invariant
 from manta.drafter.compute.layers import Linear
@@ -190,6 +192,39 @@ def test_proposals_are_padded_with_minus_one(tmp_path: Path):
     assert drafts[2].tolist() == expected[2].argmax(-1).tolist()
     nobody = plan_of([0], [6], [1], [0])
     assert requests.proposer.propose(nobody, requests.states).shape == (1, 0)
+
+
+class KeepsWeights(TorchBackend):
+    """PyTorch's operators, and the weights that were given to them."""
+
+    def __init__(self) -> None:
+        self.matrices: list[torch.Tensor] = []
+        self.blocks: list[torch.Tensor] = []
+
+    def linear(self, weight_OH: torch.Tensor, bias_O: torch.Tensor | None = None) -> Projection:
+        self.matrices.append(weight_OH)
+        return super().linear(weight_OH, bias_O)
+
+    def linear_of_blocks(self, weight_PLRH: torch.Tensor) -> Projection:
+        self.blocks.append(weight_PLRH)
+        return super().linear_of_blocks(weight_PLRH)
+
+
+@pytest.mark.parametrize("groups", [(0, 0, 0), (0, 1, 0)], ids=["one page group", "two"])
+def test_context_reads_the_layers_own_keys_and_values_not_copies(groups: tuple[int, ...], tmp_path: Path):
+    config, backend = checkpoints.z_lab(num_hidden_layers=3), KeepsWeights()
+    tensors = checkpoints.random_tensors(config)
+    checkpoints.write(tmp_path, config, tensors)
+    lends = LentWeights(torch.zeros(VOCAB, HIDDEN), Linear(torch.zeros(VOCAB, HIDDEN)))
+    places = [LayerPlace(group, groups[:i].count(group)) for i, group in enumerate(groups)]
+    load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu", backend, places)
+    stores = {weight.untyped_storage().data_ptr() for weight in backend.matrices}
+    assert len(backend.blocks) == len(set(groups))
+    for group, blocks in enumerate(backend.blocks):
+        assert blocks.untyped_storage().data_ptr() in stores
+        layers = [i for i in range(3) if groups[i] == group]
+        names = [f"layers.{i}.self_attn.{kind}_proj.weight" for kind in "kv" for i in layers]
+        assert torch.equal(blocks.flatten(0, 2), torch.cat([tensors[name].float() for name in names]))
 
 
 def tiny_target():

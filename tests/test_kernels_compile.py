@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manta.drafter.compute.gpu.product_tiles import STAGES, plan_product
 from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an H100 or H200 may have
@@ -34,6 +35,7 @@ class Variant:
             "i32" or "fp32".
         constexprs: value by compile-time argument; None for a pointer that is not given.
         warps: of a program.
+        stages: of its loop's copies; None leaves them to Triton.
         wgmma: whether Hopper's matrix instructions are expected.
     """
 
@@ -41,6 +43,7 @@ class Variant:
     signature: dict[str, str]
     constexprs: dict[str, object]
     warps: int = 4
+    stages: int | None = None
     wgmma: bool = False
 
 
@@ -138,6 +141,52 @@ def _norm(
     return Variant("_rms_norm", signature, constexprs, warps)
 
 
+def _product(
+    outputs: int,
+    inputs: int,
+    rows: int,
+    fused: str = "",
+    *,
+    dtype: str = "bf16",
+    one_alone: bool = False,
+    wgmma: bool = True,
+) -> Variant:
+    """A product with `fused`, of: bias, norm, gate, residual (with squares), layers (of a drafter's context).
+
+    Args:
+        rows: of its tile.
+        one_alone: a program adds up all splits.
+    """
+    gated = "gate" in fused
+    plan = plan_product(outputs, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], gated=gated)
+    given = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{dtype}:16")
+    given |= {"sums_ptr": "*fp32:16", "arrived_ptr": "*i32:16"}
+    given |= {"eps": "fp32", "num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16"}
+    given |= dict.fromkeys(("part_stride", "layer_stride", "row_stride"), "i32:16")
+    given |= {"bias_ptr": f"*{dtype}:16"} if "bias" in fused else {}
+    given |= {"norm_ptr": f"*{dtype}:16", "squares_ptr": "*fp32:16"} if "norm" in fused else {}
+    more = {"residual_ptr": f"*{dtype}:16", "new_squares_ptr": "*fp32:16"}
+    given |= more if "residual" in fused else {}
+    optional = ("bias_ptr", "norm_ptr", "squares_ptr", "residual_ptr", "new_squares_ptr")
+    layers = 5 if "layers" in fused else 1
+    constexprs = {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "LAYERS": layers,
+        "SPAN": outputs // (2 * layers) if layers > 1 else outputs,
+        "GATED": gated,
+        "GELU": False,
+        "SQUARES": 64,
+        "SPLITS": plan.splits,
+        "SPLIT_TILES": plan.split_tiles,
+        "PROGRAMS": 1 if one_alone else plan.splits,
+        "ROWS": rows,
+        "COLUMNS": 64,
+        "STEP": plan.step,
+    } | {name: None for name in optional if name not in given}
+    return Variant("_multiply", given, constexprs, 4, STAGES, wgmma)
+
+
 def _gate(inner: int, dtype: str = "bf16", *, gelu: bool = False) -> Variant:
     signature = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16") | {"row_stride": "i32:16"}
     return Variant("_gate_mul", signature, {"INNER": inner, "BLOCK": 1024, "GELU": gelu, "PDL": True})
@@ -233,6 +282,15 @@ VARIANTS: dict[str, list[Variant]] = {
         for dim, dtype in ((12288, "bf16"), (12288, "fp32"))
         for gelu in (False, True)
     ],
+    "compute.gpu.products": [
+        _product(6144, 4096, 16, "norm"),  # Qwen3-8B: qkv
+        _product(4096, 12288, 16, "residual"),  # down
+        _product(12288, 4096, 16, "norm gate"),
+        _product(12288, 4096, 64, "norm gate"),
+        _product(10240, 4096, 32, "layers"),  # its drafter's context
+        _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
+        _product(4096, 4096, 16, "norm", dtype="fp32"),
+    ],
     "compute.gpu.write_kv": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
@@ -278,7 +336,10 @@ def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
     log = io.StringIO()  # ptxas reports there
     with contextlib.redirect_stdout(log):
         target = GPUTarget("cuda", 90, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": variant.warps})
+        options = {"num_warps": variant.warps}
+        if variant.stages is not None:
+            options["num_stages"] = variant.stages
+        compiled = triton.compile(source, target=target, options=options)
     spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
     assert spilled, f"ptxas reported nothing: {log.getvalue()!r}"
     return {

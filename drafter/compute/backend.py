@@ -9,7 +9,7 @@
     StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
-size, G page groups.
+size, G page groups; P parts and R rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -68,8 +68,13 @@ class Machine:
     num_ranks: int
 
 
+# What a norm leaves for the products behind it, and they alone read: a tensor [N, H], or what a backend's
+# own products make one of on the way in. Any: each backend has its own.
+Normed = Any
+
+
 class Projection(Protocol):
-    """A matrix product with weights: `layers.Linear` or its kin."""
+    """A matrix product with weights: `layers.Linear` or its kin; a backend's own take its `Normed`, too."""
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor:
         """y [N, O] of x, plus the residual if one is given."""
@@ -191,6 +196,11 @@ class Backend(Protocol):
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...
 
+    def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
+        """The product with a weight of P * L * R outputs whose blocks of R rows may lie apart; read where
+        they lie, but by backends that lay out weights anew anyway."""
+        ...
+
     def stack(
         self,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
@@ -220,7 +230,7 @@ class Operators(Protocol):
 
     def residual_norm(
         self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Normed]:
         """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
 
         Args:
@@ -228,6 +238,10 @@ class Operators(Protocol):
         """
         ...
 
-    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
-        """activation(first half) * second half of the last dimension."""
+    def gated(self, gate_up: Projection, normed_NH: Normed, activation: Activation) -> Tensor:
+        """activation(first half) * second half of the product."""
+        ...
+
+    def as_tensor(self, normed_NH: Normed) -> Tensor:
+        """A norm's result for whoever is no product: [N, H]."""
         ...

@@ -1,11 +1,11 @@
 """Pre-norm transformer blocks over paged K/V, driven from Python: the target's and the drafter's alike.
 
 Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
-one, so that a backend may compute them in one launch with what comes before.
+one, so that a backend may compute them in one launch with what comes before, or with what comes behind.
 
     (x, norm x) --q,k,v--> attention --o--> (x', norm x') --gate,up--> act, product --down--> (x'', norm x'')
 
-Legend: N rows, H hidden, m taps.
+Legend: N rows, H hidden, I inner size, m taps; P parts, L layers, R rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import AttentionShape, BlockWeights, Operators, PlacedRows, Projection, Stack
+from .backend import AttentionShape, BlockWeights, Normed, Operators, PlacedRows, Projection, Stack
 from .kv_cache import PagedKVCache
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, linear_of_blocks
 
 
 class OperatorBackend:
@@ -26,6 +26,12 @@ class OperatorBackend:
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
+
+    def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
+        return linear_of_blocks(weight_PLRH)
+
+    def as_tensor(self, normed_NH: Normed) -> Tensor:
+        return normed_NH
 
     def stack(
         self: Operators,
@@ -53,14 +59,15 @@ class BlockStack:
         self._next_norms = [*(weights.attention_norm for _, weights in blocks[1:]), final_norm]
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
-        normed_NH = self._operators.norm(self._first_norm, x_NH)
+        normed_NH: Normed = self._operators.norm(self._first_norm, x_NH)
         step = self._operators.begin(rows)
         tapped: dict[int, Tensor] = {}
         for i, (block, next_norm) in enumerate(zip(self._blocks, self._next_norms, strict=True)):
             x_NH, normed_NH = block(x_NH, normed_NH, step, cache, i, next_norm)
             if i in self._tap_ids:
                 tapped[i] = x_NH
-        return normed_NH, stack_taps([tapped[i] for i in self._tap_ids]) if tapped else None
+        hidden_NH = self._operators.as_tensor(normed_NH)
+        return hidden_NH, stack_taps([tapped[i] for i in self._tap_ids]) if tapped else None
 
 
 class _Block:
@@ -72,8 +79,8 @@ class _Block:
         self._weights = weights
 
     def __call__(
-        self, x_NH: Tensor, normed_NH: Tensor, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
-    ) -> tuple[Tensor, Tensor]:
+        self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
+    ) -> tuple[Tensor, Normed]:
         """The residual behind this block and its norm.
 
         Args:
@@ -87,8 +94,8 @@ class _Block:
         x_NH, normed_NH = operators.residual_norm(
             weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
         )
-        inner = operators.gate(weights.gate_up(normed_NH), weights.activation)
-        return operators.residual_norm(weights.down, inner, x_NH, next_norm, weights.mlp_out_norm)
+        inner_NI = operators.gated(weights.gate_up, normed_NH, weights.activation)
+        return operators.residual_norm(weights.down, inner_NI, x_NH, next_norm, weights.mlp_out_norm)
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:

@@ -2,11 +2,13 @@
 
 Measured at start, not assumed: it depends on the CPU, the dtype and the libraries. Where it holds, greedy and
 seeded outputs are the same to the last token with speculation on or off and in any batch; where it does not,
-they are up to near-ties. Asked where a CPU's dtype is chosen (`actors/targets/loading/backends.py`), by
-whoever loads a target, for the log, and by tests.
+they are up to near-ties. Asked where a CPU's dtype is chosen (`actors/targets/loading/backends.py`), when a
+target is loaded (`actors/targets/loading/invariance.py`), and by tests.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,26 +19,39 @@ from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 from .rope import RopeConfig, RotaryEmbedding
 
-_HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 192, 512, 4, 2, 64
+_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 512, 4, 2
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
 _COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
 _LENGTHS = (16, 100, 200, 330, 390, 450, 730)
 
 
-def rows_are_invariant(backend: Backend, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Compare the rows of a block, alone and among others, bit by bit at several context lengths."""
-    return _Trial(backend, dtype, device).passes()
+def rows_are_invariant(
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    head_dims: Sequence[int] = (64,),
+) -> bool:
+    """Compare the rows of a block, alone, among others and at the end of a prompt, bit by bit.
+
+    Args:
+        head_dims: of attention.
+    """
+    trials = (_Trial(backend, dtype, device, head_dim) for head_dim in head_dims)
+    return all(trial.passes() for trial in trials)
 
 
 class _Trial:
     """One transformer block with random weights, and pages of random K and V."""
 
-    def __init__(self, backend: Backend, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, backend: Backend, dtype: torch.dtype, device: torch.device | str, head_dim: int
+    ) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._backend, self._dtype, self._device = backend, dtype, device
+        self._head_dim = head_dim
         self._stack = self._make_stack()
         num_requests = 1 + len(_COMPANIONS)
-        self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, _KV_HEADS, _HEAD_DIM, dtype, device)
+        self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, _KV_HEADS, head_dim, dtype, device)
         self._cache.kv.copy_(self._random(*self._cache.kv.shape))
         self._pages = np.arange(num_requests * _PAGES).reshape(_PAGES, num_requests).T.copy()
 
@@ -50,23 +65,22 @@ class _Trial:
         def linear(outputs: int, inputs: int):
             return self._backend.linear(self._random(outputs, inputs) * inputs**-0.5)
 
-        rope = RotaryEmbedding(
-            RopeConfig(_HEAD_DIM, 1e4, "default", {}), _PAGE * _PAGES, self._dtype, self._device
-        )
+        dim = self._head_dim
+        rope = RotaryEmbedding(RopeConfig(dim, 1e4, "default", {}), _PAGE * _PAGES, self._dtype, self._device)
         shape = AttentionShape(
             num_heads=_HEADS,
             num_kv_heads=_KV_HEADS,
-            head_dim=_HEAD_DIM,
-            q_norm_D=norm(_HEAD_DIM).weight_H,
-            k_norm_D=norm(_HEAD_DIM).weight_H,
+            head_dim=dim,
+            q_norm_D=norm(dim).weight_H,
+            k_norm_D=norm(dim).weight_H,
             eps=1e-6,
             rope=rope,
-            scale=_HEAD_DIM**-0.5,
+            scale=dim**-0.5,
         )
         weights = BlockWeights(
             attention_norm=norm(_HIDDEN),
-            qkv=linear((_HEADS + 2 * _KV_HEADS) * _HEAD_DIM, _HIDDEN),
-            o=linear(_HIDDEN, _HEADS * _HEAD_DIM),
+            qkv=linear((_HEADS + 2 * _KV_HEADS) * dim, _HIDDEN),
+            o=linear(_HIDDEN, _HEADS * dim),
             mlp_norm=norm(_HIDDEN),
             gate_up=linear(2 * _INNER, _HIDDEN),
             down=linear(_HIDDEN, _INNER),
@@ -74,16 +88,23 @@ class _Trial:
         return self._backend.stack([(shape, weights)], norm(_HIDDEN))
 
     def passes(self) -> bool:
+        return all(self._blocks_agree(length) and self._ends_agree(length) for length in _LENGTHS)
+
+    def _blocks_agree(self, length: int) -> bool:
+        """Whether a block behind so many tokens is the same together, row by row, and beside others."""
         others_NH = self._random(sum(rows for _, rows in _COMPANIONS), _HIDDEN)
         begins, counts = (list(column) for column in zip(*_COMPANIONS, strict=True))
-        for length in _LENGTHS:
-            x_NH, first = self._random(_BLOCK, _HIDDEN), length - _BLOCK
-            block = self._run(x_NH, [first], [_BLOCK])
-            alone = [self._run(x_NH[i : i + 1], [first + i], [1]) for i in range(_BLOCK)]
-            beside = self._run(torch.cat((x_NH, others_NH)), [first, *begins], [_BLOCK, *counts])
-            if not (torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])):
-                return False
-        return True
+        x_NH, first = self._random(_BLOCK, _HIDDEN), length - _BLOCK
+        block = self._run(x_NH, [first], [_BLOCK])
+        alone = [self._run(x_NH[i : i + 1], [first + i], [1]) for i in range(_BLOCK)]
+        beside = self._run(torch.cat((x_NH, others_NH)), [first, *begins], [_BLOCK, *counts])
+        return torch.equal(block, torch.cat(alone)) and torch.equal(block, beside[:_BLOCK])
+
+    def _ends_agree(self, length: int) -> bool:
+        """Whether a prompt's last rows are those of a block behind the others."""
+        x_NH, first = self._random(length, _HIDDEN), length - _BLOCK
+        prompt = self._run(x_NH, [0], [length])
+        return torch.equal(prompt[first:], self._run(x_NH[first:], [first], [_BLOCK]))
 
     def _run(self, x_NH: Tensor, first: list[int], counts: list[int]) -> Tensor:
         positions = [np.arange(at, at + count) for at, count in zip(first, counts, strict=True)]

@@ -4,7 +4,8 @@ Plain callables over tensors, not nn.Modules: nothing here is trained, and every
 microseconds at batch 1. Weights come in once and are laid out for speed there. Made by whoever loads
 a model; called by `blocks.py` and the backends.
 
-Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head dim.
+Legend: N rows, H hidden, O outputs, I inner size, J heads (of any kind), D head dim; P parts, L layers, R
+rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -49,6 +50,29 @@ class Linear:
         if residual_NO is None:
             return torch.ops.mkldnn._linear_pointwise(x_NH, self._packed, self._bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x_NH, residual_NO, self._packed, self._bias, "add")
+
+
+class BlockLinear:
+    """`Linear` of a weight whose blocks of rows may lie apart: O = P * L * R, and nothing is copied."""
+
+    __slots__ = ("_weight_PLRH",)
+
+    def __init__(self, weight_PLRH: Tensor) -> None:
+        self._weight_PLRH = weight_PLRH
+
+    def __call__(self, x_NH: Tensor, residual_NO: Tensor | None = None) -> Tensor:
+        parts, layers, rows, _ = self._weight_PLRH.shape
+        y_NO = x_NH.new_empty((len(x_NH), parts * layers * rows))
+        y_PLNR = y_NO.view(-1, parts, layers, rows).permute(1, 2, 0, 3)
+        x_LNH = x_NH.expand(layers, -1, -1)
+        for weight_LRH, y_LNR in zip(self._weight_PLRH.unbind(), y_PLNR.unbind(), strict=True):
+            torch.bmm(x_LNH, weight_LRH.transpose(1, 2), out=y_LNR)
+        return y_NO if residual_NO is None else y_NO.add_(residual_NO)
+
+
+def linear_of_blocks(weight_PLRH: Tensor) -> Linear | BlockLinear:
+    """The product with a weight of blocks, where they lie; in a layout of its own where `Linear` has one."""
+    return Linear(weight_PLRH.flatten(0, 2)) if _can_pack(weight_PLRH) else BlockLinear(weight_PLRH)
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -9,13 +9,13 @@ Inference only, written over a paged cache and fused weights; `training/` has a 
 The block's own K/V go into the look-ahead slots n..n+k of the same pages; true context overwrites them later,
 and what it does not overwrite lies behind every length until a next block does.
 
-Legend: N rows, X mask rows, B requests, m taps, H hidden, O outputs, L layers, D head dim,
-V vocabulary.
+Legend: N rows, X mask rows, B requests, m taps, H hidden, O outputs, L layers, R keys or values of one, D
+head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -58,18 +58,22 @@ class DFlashDrafter:
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
         weights = _arranged(config, weights)
+        groups: dict[int, list[int]] = {}
+        for layer, place in enumerate(self.places):
+            groups.setdefault(place.group, []).append(layer)
+        qkv = _QKVWeights(config, weights, groups.values())
         self._features = ContextFeatures(fc, weights["hidden_norm.weight"], config.rms_norm_eps, backend)
         self._rope = RotaryEmbedding(config.rope, max_positions, self.dtype, self.device)
         blocks = [
-            _block(config, kind, weights, f"layers.{i}.", self._rope, backend)
+            _block(config, kind, weights, f"layers.{i}.", qkv.of_layer(i), self._rope, backend)
             for i, kind in enumerate(config.layers)
         ]
         final_norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
         self._stack = backend.stack(blocks, final_norm)
-        groups: dict[int, list[int]] = {}
-        for layer, place in enumerate(self.places):
-            groups.setdefault(place.group, []).append(layer)
-        self._context = [_ContextProjection(config, weights, layers, backend) for layers in groups.values()]
+        self._context = [
+            _ContextProjection(config, weights, qkv.keys_and_values(layers), layers, backend)
+            for layers in groups.values()
+        ]
         self._embedding_VH = weights.get("embed_tokens.weight")
         self._own_head = backend.linear(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
         self._target_ids_V: Tensor | None = None
@@ -177,11 +181,38 @@ def _arranged(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Mapping[s
     }
 
 
+class _QKVWeights:
+    """The weights of all layers' queries, keys and values in one tensor: products that share rows share them.
+
+    Args:
+        groups: the layers, in the order in which they lie there.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, weights: Mapping[str, Tensor], groups: Iterable[Sequence[int]]
+    ) -> None:
+        self._order = [layer for layers in groups for layer in layers]
+        rows = [weights[f"layers.{i}.self_attn.{kind}_proj.weight"] for i in self._order for kind in "qkv"]
+        self._qkv_LOH = torch.cat(rows).unflatten(0, (len(self._order), -1))
+        self._num_q = config.num_heads * config.head_dim
+
+    def of_layer(self, layer: int) -> Tensor:
+        """[O, H]: its queries', keys' and values'."""
+        return self._qkv_LOH[self._order.index(layer)]
+
+    def keys_and_values(self, layers: Sequence[int]) -> Tensor:
+        """[2, L, R, H]: keys of all of a group's layers, then values, where they lie."""
+        first = self._order.index(layers[0])
+        kv_LRH = self._qkv_LOH[first : first + len(layers), self._num_q :]
+        return kv_LRH.unflatten(1, (2, -1)).transpose(0, 1)
+
+
 def _block(
     config: DrafterConfig,
     kind: DraftLayer,
     weights: Mapping[str, Tensor],
     at: str,
+    qkv_OH: Tensor,
     rope: RotaryEmbedding,
     backend: Backend,
 ) -> tuple[AttentionShape, BlockWeights]:
@@ -198,7 +229,6 @@ def _block(
         causal=kind.causal,
         window=kind.window,
     )
-    qkv_OH = torch.cat([weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"])
     gate_up_IH = torch.cat([weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     parts = BlockWeights(
         attention_norm=RMSNorm(weights[f"{at}input_layernorm.weight"], eps),
@@ -217,10 +247,14 @@ class _ContextProjection:
     __slots__ = ("_first", "_kv", "_write")
 
     def __init__(
-        self, config: DrafterConfig, weights: Mapping[str, Tensor], layers: Sequence[int], backend: Backend
+        self,
+        config: DrafterConfig,
+        weights: Mapping[str, Tensor],
+        kv_2LRH: Tensor,
+        layers: Sequence[int],
+        backend: Backend,
     ) -> None:
-        rows = [weights[f"layers.{i}.self_attn.{kind}_proj.weight"] for kind in "kv" for i in layers]
-        self._kv = backend.linear(torch.cat(rows))  # all keys first, so that norm and rotation see one slice
+        self._kv = backend.linear_of_blocks(kv_2LRH)  # all keys first: norm and rotation see one slice
         norms_LD = torch.stack([weights[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
         self._write = backend.context_writer(norms_LD, config.rms_norm_eps, config.num_kv_heads)
         self._first = layers[0]

@@ -23,18 +23,40 @@ BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: Machine) -> BackendName:
     """What was asked for, if it can run here; ConfigError says why it cannot."""
     wanted = config.attention_backend
-    if wanted == "torch":
-        return wanted
     if wanted == "auto":
         best = "triton" if machine.device.type == "cuda" else "compiled"
-        return "torch" if why_not(best, models, machine) else best
-    reason = why_not(wanted, models, machine)
-    if reason is not None:
-        raise ConfigError(
-            f"attention_backend={wanted!r} {reason}. Leave it out, or set it to torch.",
-            param="attention_backend",
+        reason = why_not(best, models, machine)
+        chosen = "torch" if reason else best
+    else:
+        chosen, reason = wanted, why_not(wanted, models, machine)
+        if reason is not None:
+            raise ConfigError(
+                f"attention_backend={wanted!r} {reason}. Leave it out, or set it to torch.",
+                param="attention_backend",
+            )
+    if config.batch_invariant:
+        _check_can_be_invariant(chosen, reason, machine)
+    return chosen
+
+
+def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: Machine) -> None:
+    """What is known before anything is measured.
+
+    Args:
+        reason: why the device's best was not chosen, if it was not.
+    """
+    problem = None
+    if machine.num_ranks > 2:  # a sum of two has one order
+        problem = (
+            f"tensor_parallel_size={machine.num_ranks}: sums over more than two ranks are added in an order "
+            "that depends on their place. Set it to 1 or 2"
         )
-    return wanted
+    elif chosen == "flash_attn" or (machine.device.type == "cuda" and chosen != "triton"):
+        problem = f"attention_backend={chosen!r} on this device" + (
+            f": triton {reason}" if reason else ". Leave it out, or set it to triton"
+        )
+    if problem is not None:
+        raise ConfigError(f"batch_invariant does not hold with {problem}.", param="batch_invariant")
 
 
 def choose_dtype(

@@ -31,8 +31,11 @@ def make_backend(plan: LoadPlan) -> Backend:
         return CpuBackend()
     from ....drafter.compute.gpu.backend import TritonBackend
 
+    if plan.config.batch_invariant:  # for what is no product of a layer
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if plan.attention_backend == "triton":
-        return TritonBackend(plan.device)
+        return TritonBackend(plan.device, batch_invariant=plan.config.batch_invariant)
     from ....drafter.compute.gpu.flash_attention import FlashAttention
 
     return TritonBackend(plan.device, FlashAttention())

@@ -18,7 +18,6 @@ from ....cluster.config import EngineConfig
 from ....cluster.executor import ExecutorInfo
 from ....cluster.page_groups import LayerPlace, PagePlan
 from ....drafter.compute.backend import Backend
-from ....drafter.compute.invariance import rows_are_invariant
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.checkpoint import load_drafter
 from ....drafter.dflash.features import LentWeights, TargetLends
@@ -30,6 +29,7 @@ from ..model.parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights
 from ..runners.host import DraftSource, LocalDrafts, StepRunner
 from ..runners.runner import Runner
+from .invariance import check_invariance
 from .memory import affordable_pages, gpu_budget_bytes, page_bytes
 from .operators import make_backend, make_step_operators
 from .plan import LoadPlan, plan_load
@@ -116,8 +116,7 @@ def start_runner(
     runner.prepare()
     info = _info(plan, num_pages)
     logger.info("%s; backend %s", info, plan.attention_backend)
-    if not _runs_on_device(plan):
-        logger.info("rows are batch-invariant: %s", rows_are_invariant(rank.backend, plan.dtype, plan.device))
+    check_invariance(plan, rank.backend)
     return runner, info
 
 

@@ -59,8 +59,8 @@ class TorchBackend(OperatorBackend):
         x_NH = project(x_NI, residual_NH) if out_norm is None else out_norm(project(x_NI)) + residual_NH
         return x_NH, norm(x_NH)
 
-    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
-        return gate(gate_up_NI, activation)
+    def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
+        return gate(gate_up(normed_NH), activation)
 
 
 class _TorchAttention:

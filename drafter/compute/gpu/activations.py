@@ -64,8 +64,14 @@ def _gate_mul(
     gate_ptrs_I = gate_up_ptr + row * row_stride + columns_I
     gate_I = tl.load(gate_ptrs_I, mask=inside_I, other=0.0).to(tl.float32)
     up_I = tl.load(gate_ptrs_I + INNER, mask=inside_I, other=0.0).to(tl.float32)
-    x_I = gate_I
-    if GELU:  # by tanh: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-        x_I = 1.5957691216057308 * (gate_I + 0.044715 * gate_I * gate_I * gate_I)
-    act_I = (gate_I / (1.0 + tl.exp(-x_I))).to(dtype).to(tl.float32)
+    act_I = activate(gate_I, GELU, dtype)
     tl.store(product_ptr + row * INNER + columns_I, (act_I * up_I).to(dtype), mask=inside_I)
+
+
+@triton.jit
+def activate(gate, GELU: tl.constexpr, dtype: tl.constexpr):
+    """The activation of fp32 values, rounded to `dtype`, as fp32; called by `products.py` too."""
+    x = gate
+    if GELU:  # by tanh: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)

@@ -1,17 +1,19 @@
 """A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
 
-Per layer: one launch norms and rotates q and k and writes K/V, one attends, one adds the residual and norms
-it (twice), one makes the gated product; beside them only matrix products. Per pass and kind of layers: one
-lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it all. Chosen at
-load (`actors/targets/loading/operators.py`).
+Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
+products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are PyTorch's,
+one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind of layers: one
+lists attention's work. Nothing asks the host for a value: a CUDA graph may hold it all. Chosen at load
+(`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
-K kv heads.
+K kv heads; of a block of a weight, P parts and R rows.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +22,20 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..kv_cache import PagedKVCache
-from ..layers import Activation, RMSNorm
+from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
-from .activations import gate
 from .attention import verify_attention
+from .choice import MeasuredChoice
 from .norms import add_rms_norm, rms_norm
+from .product_tiles import ProductWorkspace
+from .projections import (
+    ChosenProjection,
+    LayerProjection,
+    OwnProjection,
+    PendingNorm,
+    TorchProjection,
+    as_tensor,
+)
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
@@ -79,12 +90,13 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
 
 
 class TritonBackend(OperatorBackend):
-    """See the module's text.
+    """See the module's text. On a GPU a product is whosever is faster; in the interpreter PyTorch's.
 
     Args:
         device: of the workspaces.
         attend: what attends; by default our own kernel.
-        batch_invariant: its mode; see `AttentionWorkspace`.
+        batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
+            tiles of one height, and attention is cut by position. Slower.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -96,7 +108,30 @@ class TritonBackend(OperatorBackend):
         *,
         batch_invariant: bool = False,
     ) -> None:
+        self._device = torch.device(device)
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
+        self._batch_invariant = batch_invariant
+        self._choice = MeasuredChoice()
+        self._sums = ProductWorkspace(device)
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
+
+    def linear_of_blocks(self, weight_PLRH: Tensor) -> LayerProjection:
+        return self._projection(weight_PLRH, None, lambda: linear_of_blocks(weight_PLRH))
+
+    def _projection(
+        self,
+        weight_PLRH: Tensor,
+        bias_O: Tensor | None,
+        make_linear: Callable[[], Linear | BlockLinear],
+    ) -> LayerProjection:
+        if self._batch_invariant:
+            return OwnProjection(weight_PLRH, bias_O, self._sums, one_tile=True)
+        other = TorchProjection(make_linear())
+        if self._device.type == "cpu":
+            return other
+        return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
 
     def begin(self, rows: PlacedRows) -> _Pass:
         return _Pass(rows, self._attend)
@@ -112,14 +147,20 @@ class TritonBackend(OperatorBackend):
 
     def residual_norm(
         self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        y_NH = project(x_NI, None)
+    ) -> tuple[Tensor, Tensor | PendingNorm]:
+        if out_norm is None and isinstance(project, LayerProjection):
+            return project.added(x_NI, residual_NH, norm)
+        y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
         return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps)
 
-    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
-        return gate(gate_up_NI, activation)
+    def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
+        assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
+        return gate_up.gated(normed_NH, activation)
+
+    def as_tensor(self, normed_NH: Tensor | PendingNorm) -> Tensor:
+        return as_tensor(normed_NH)
 
 
 class _Pass:

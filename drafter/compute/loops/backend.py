@@ -58,8 +58,8 @@ class CpuBackend(OperatorBackend):
     ) -> Tensor:
         return self.norm(out_norm, project(x_NI)).add_(residual_NH)
 
-    def gate(self, gate_up_NI: Tensor, activation: Activation) -> Tensor:
-        return layers.gate(gate_up_NI, activation)
+    def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
+        return layers.gate(gate_up(normed_NH), activation)
 
 
 class _CpuAttention:

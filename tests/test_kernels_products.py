@@ -1,0 +1,224 @@
+"""Products of few rows in Triton's interpreter, with all that is fused to them, against PyTorch in fp64.
+
+Where half precision rounds within a product's neighbourhood (the normed input, the product before gate and
+residual), so does the reference: nearly all elements are equal bit by bit, and none is far.
+
+Legend: N rows, K inputs, O outputs, I inner size, T tiles of outputs, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from manta.drafter.compute.gpu.activations import gate
+from manta.drafter.compute.gpu.choice import MeasuredChoice
+from manta.drafter.compute.gpu.product_tiles import ProductWorkspace, plan_product
+from manta.drafter.compute.gpu.products import multiply
+from manta.drafter.compute.gpu.projections import (
+    ChosenProjection,
+    OwnProjection,
+    PendingNorm,
+    TorchProjection,
+    as_tensor,
+)
+from manta.drafter.compute.layers import Activation, Linear, RMSNorm, linear_of_blocks
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16)
+ROWS = (1, 5, 16, 17, 64)
+EPS = 1e-6
+WORKSPACE = ProductWorkspace("cpu")
+QWEN3_8B = {  # outputs, inputs, gated
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (12288, 4096, True),
+    "down": (4096, 12288, False),
+    "lm_head": (151936, 4096, False),
+    "fc": (4096, 20480, False),
+    "context": (10240, 4096, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def assert_near(actual: Tensor, expected: Tensor):
+    """Of `expected` in fp64, rounded as `actual` is."""
+    assert actual.shape == expected.shape
+    tolerance = {torch.float32: 3e-6, torch.float16: 2e-3}[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+    if actual.dtype is torch.float16:
+        assert (actual == expected.half()).float().mean() > 0.98
+
+
+def tensor(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape)).to(dtype)
+
+
+@dataclass
+class Product:
+    """A weight, perhaps a bias, rows; and what PyTorch makes of them."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        self.x_NK = tensor(self.rows, self.inputs, dtype=self.dtype)
+        self.weight_OK = tensor(self.outputs, self.inputs, dtype=self.dtype, scale=self.inputs**-0.5)
+        self.bias_O = tensor(self.outputs, dtype=self.dtype) if self.bias else None
+        self.own = OwnProjection(self.weight_OK[None, None], self.bias_O, WORKSPACE)
+
+    def exact(self, x_NK: Tensor) -> Tensor:
+        """The product of these rows, rounded once."""
+        y_NO = x_NK.double() @ self.weight_OK.double().T
+        return (y_NO if self.bias_O is None else y_NO + self.bias_O.double()).to(self.dtype)
+
+
+def pending(x_NK: Tensor, weight_dtype: torch.dtype, parts: int) -> PendingNorm:
+    """A norm of these rows, whose squares are summed in `parts`."""
+    chunks = x_NK.float().square().tensor_split(parts, dim=1)
+    squares_NT = torch.stack([chunk.sum(1) for chunk in chunks], dim=1)
+    return PendingNorm(x_NK, squares_NT, RMSNorm((torch.rand(x_NK.shape[1]) + 0.5).to(weight_dtype), EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_product_is_that_of_its_rows(rows: int, dtype: torch.dtype, bias: bool):
+    product = Product(rows, 200, 70, dtype, bias)
+    assert_near(product.own(product.x_NK), product.exact(product.x_NK))
+    residual_NO = tensor(rows, 70, dtype=dtype)
+    assert_near(product.own(product.x_NK, residual_NO), product.exact(product.x_NK) + residual_NO)
+
+
+def test_rows_and_residual_may_be_slices_and_there_may_be_none():
+    product = Product(5, 96, 70, torch.float32)
+    wide_NK, residual_NO = tensor(5, 200, dtype=torch.float32), tensor(5, 99, dtype=torch.float32)[:, 20:90]
+    got = product.own(wide_NK[:, 100:196], residual_NO)
+    assert_near(got, product.exact(wide_NK[:, 100:196]) + residual_NO)
+    assert product.own(wide_NK[:0, :96]).shape == (0, 70)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_residual_comes_with_its_squares_and_its_norm_with_the_next_product(rows: int, dtype: torch.dtype):
+    """As `residual + product` and `RMSNorm` of it, then the next product, each rounded where they are."""
+    down, after = Product(rows, 300, 136, dtype, bias=True), Product(rows, 136, 66, dtype)
+    residual_NH, norm = tensor(rows, 136, dtype=dtype), RMSNorm(torch.rand(136).to(dtype) + 0.5, EPS)
+    before = residual_NH.clone()
+    sum_NH, left = down.own.added(down.x_NK, residual_NH, norm)
+    assert torch.equal(residual_NH, before)
+    assert_near(sum_NH, down.exact(down.x_NK) + residual_NH)
+    torch.testing.assert_close(left.squares_NT.sum(1), sum_NH.float().square().sum(1), rtol=1e-6, atol=0)
+    assert_near(after.own(left), after.exact(norm(sum_NH)))
+    assert_near(as_tensor(left), norm(sum_NH))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_meets_its_column(rows: int, activation: Activation, dtype: torch.dtype):
+    product = Product(rows, 136, 2 * 45, dtype, bias=activation == "silu")
+    normed = pending(product.x_NK, torch.float32, parts=3)
+    expected = gate(product.exact(normed.norm(product.x_NK)), activation)
+    assert_near(product.own.gated(normed, activation), expected)
+    assert_near(product.own.gated(product.x_NK, activation), gate(product.exact(product.x_NK), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_of_blocks_is_read_where_they_lie(dtype: torch.dtype):
+    """As the drafter's context reads keys, then values, of all layers out of their q, k and v."""
+    qkv_LOK = tensor(3, 90, 72, dtype=dtype)
+    blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
+    copied_OK = torch.cat([qkv_LOK[i, 50 + 20 * kv :][:20] for kv in range(2) for i in range(3)])
+    x_NK = tensor(7, 72, dtype=dtype)
+    expected = (x_NK.double() @ copied_OK.double().T).to(dtype)
+    assert_near(OwnProjection(blocks_PLRK, None, WORKSPACE)(x_NK), expected)
+    assert_near(linear_of_blocks(blocks_PLRK)(x_NK), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splits_are_added_in_their_order_by_whoever_comes_last_or_by_one_alone(dtype: torch.dtype):
+    inputs = 2100 if dtype is torch.float16 else 520
+    product = Product(17, inputs, 70, dtype, bias=True)
+    plan = plan_product(70, inputs, dtype)
+    assert plan.splits > 2 and plan.splits * plan.split_tiles * plan.step > inputs, "the last is not whole"
+
+    def run(x_NK: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+        squares_NT = torch.full((len(x_NK), 2), torch.nan)
+        more = {"bias_O": product.bias_O, "residual_NO": x_NK[:, :70], "squares_NT": squares_NT}
+        y_NO = multiply(x_NK, product.weight_OK[None, None], plan, WORKSPACE, tile, **more)
+        return y_NO, squares_NT
+
+    together, squares = run(product.x_NK, 32)
+    assert_near(together, product.exact(product.x_NK) + product.x_NK[:, :70])
+    assert not WORKSPACE.arrived_E.any(), "ready for the next"
+    few, few_squares = run(product.x_NK[:16], 16)
+    several, several_squares = run(product.x_NK, 16)  # two tiles of rows: each adds up all splits itself
+    assert torch.equal(several[:16], few) and torch.equal(several_squares[:16], few_squares)
+    assert torch.allclose(squares[:16], few_squares, rtol=1e-2)
+
+
+def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it():
+    dtype, rows = torch.float16, 70  # more than a tile
+    down, gate_up = Product(rows, 1100, 136, dtype), Product(rows, 136, 90, dtype, bias=True)
+    for product in (down, gate_up):
+        product.own = OwnProjection(product.weight_OK[None, None], product.bias_O, WORKSPACE, one_tile=True)
+    residual_NH, norm = tensor(rows, 136, dtype=dtype), RMSNorm(torch.rand(136).to(dtype), EPS)
+
+    def run(*which: int) -> Tensor:
+        at = list(which)
+        sum_NH, left = down.own.added(down.x_NK[at], residual_NH[at], norm)
+        return torch.cat((sum_NH, gate_up.own(left), gate_up.own.gated(left, "silu")), dim=1)
+
+    everything = run(*range(rows))
+    assert torch.equal(run(0, 69, 33), everything[[0, 69, 33]])
+    assert torch.equal(run(*range(40, 56)), everything[40:56])
+
+
+@pytest.mark.parametrize("name", QWEN3_8B)
+def test_the_cut_of_a_weight_keeps_every_multiprocessor_busy(name: str):
+    """At least two programs for nearly each of 132, and 92 % of the steps that perfect sharing would take."""
+    outputs, inputs, gated = QWEN3_8B[name]
+    plan = plan_product(outputs, inputs, torch.bfloat16, gated=gated)
+    programs = plan.tiles * plan.splits
+    assert programs >= 250
+    assert plan.splits * plan.split_tiles * plan.step == inputs, "no step is in vain"
+    ideal = plan.tiles * inputs / plan.step / 132
+    assert ideal / (-(-programs // 132) * plan.split_tiles) > 0.92
+
+
+class Clock:
+    """Says how long calls took, which it makes."""
+
+    def __init__(self, *milliseconds: float) -> None:
+        self.left = list(milliseconds)
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        call()
+        return self.left.pop(0)
+
+
+def test_whose_product_runs_is_measured_once_per_weight_and_use():
+    product = Product(17, 64, 64, torch.float16)
+    torch_s = TorchProjection(Linear(product.weight_OK))
+    clock = Clock(1, 2, 2, 1, 1, 2, *(1, 2) * 3, *(2, 1) * 3, *(1, 2) * 3)  # ours and PyTorch's in turns
+    choice = MeasuredChoice(clock)
+    of = {rows: choice("plain", product.own, torch_s, rows) for rows in (1, 16, 17, 32, 33, 64, 65, 0)}
+    assert of == {1: True, 16: True, 17: False, 32: False, 33: True, 64: True, 65: False, 0: False}
+    assert len(clock.left) == 18
+    chosen = ChosenProjection(product.own, torch_s, choice)
+    sum_NH, left = chosen.added(product.x_NK, product.x_NK, RMSNorm(torch.ones(64).half(), EPS))
+    assert isinstance(left, PendingNorm), "ours added"
+    assert_near(chosen(left), product.exact(left.tensor()))  # and PyTorch's took what ours left to it
+    assert_near(chosen.gated(left, "silu"), gate(product.exact(left.tensor()), "silu"))
+    assert not clock.left
+    assert_near(sum_NH, product.exact(product.x_NK) + product.x_NK)
