@@ -77,7 +77,7 @@ def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
         max_num_seqs=_SEQUENCES,
         max_model_len=min(MAX_LENGTH, plan.max_model_len),
         num_pages=num_pages,
-        num_threads=1,  # which tokens come out is asked, not how soon; beside others, threads wait for each other
+        num_threads=1,  # threads of PyTorch wait for each other where another process takes a core
     )
     return replace(small, **changes)  # type: ignore[arg-type]
 
@@ -162,12 +162,12 @@ class _ExactLogits:
         assert isinstance(runner, StepRunner), "PyTorch's operators are driven from the host"
         self._runner = runner
 
-    @torch.inference_mode()
     def gap(self, tokens: tuple[int, ...], one: int, other: int) -> float:
         """Between the logits of two tokens behind these."""
         logits_V = self._behind(np.array(tokens, dtype=np.int32))
         return float((logits_V[one] - logits_V[other]).abs())
 
+    @torch.inference_mode()
     def _behind(self, tokens: np.ndarray) -> Tensor:
         runner, count = self._runner, len(tokens)
         plan = made_up_plan(

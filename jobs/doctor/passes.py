@@ -25,7 +25,6 @@ from .findings import off_by
 from .subject import Contexts, Requests, Subject
 
 _NUM_LAYERS = 2
-_WINDOW = 64
 
 
 def target_pass(subject: Subject) -> float:
@@ -48,8 +47,9 @@ def target_pass(subject: Subject) -> float:
 def draft_pass(subject: Subject) -> float:
     """Likewise of blocks' rows."""
     requests, of = _requests(subject), subject.attention
+    window = subject.place.context // 2
     contexts = Contexts(subject, requests, _NUM_LAYERS)
-    model = _RandomModel(subject, contexts.length, causal=False, window=_WINDOW)
+    model = _RandomModel(subject, contexts.length, causal=False, window=window)
     known, new = (sum(counts) for counts in zip(*requests, strict=True))
     heads = (2, _NUM_LAYERS, of.num_kv_heads, of.head_dim)
     kv_NO, x_NH = (
@@ -60,7 +60,7 @@ def draft_pass(subject: Subject) -> float:
     norm_LD = torch.stack([layer.head_norm_2D[1] for layer in model.layers])
     write = subject.backend.context_writer(norm_LD, subject.eps, of.num_kv_heads)
     write(kv_NO, model.rope, contexts.known_rows(subject.backend), contexts.cache, 0)
-    found_NH, _ = model.stack()(x_NH.clone(), contexts.rows(subject.backend, _WINDOW), contexts.cache)
+    found_NH, _ = model.stack()(x_NH.clone(), contexts.rows(subject.backend, window), contexts.cache)
     parts = zip(
         _cut(x_NH, requests, 1), _cut(found_NH, requests, 1), _cut(kv_N2LKD, requests, 0), strict=True
     )
