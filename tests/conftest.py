@@ -6,16 +6,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read when they are decorated
 
+import devices
 import pytest
 import torch
 from hypothesis import settings
-from tiny import make_tiny_drafter, make_tiny_target
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,18 +51,31 @@ def _group(item: pytest.Item) -> str:
     return f"{name} {call.params['pair']}" if name == "lossless" and call else name
 
 
+@pytest.fixture(scope="module")
+def on_the_device() -> Iterator[None]:
+    """New tensors are made where kernels' tests run."""
+    with torch.device(devices.DEVICE) if devices.ON_GPU else nullcontext():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_target  # transformers, which kernels' tests do without
+
     return make_tiny_target(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_target
+
     return make_tiny_target(tmp_path_factory.mktemp("tiny-llama"), "llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_drafter
+
     return make_tiny_drafter(tmp_path_factory.mktemp("tiny-drafter"))
 
 

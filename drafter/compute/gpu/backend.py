@@ -1,10 +1,10 @@
 """A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
 
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
-products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are PyTorch's,
-one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind of layers: one
-lists attention's work. Nothing asks the host for a value: a CUDA graph may hold it all. Chosen at load
-(`actors/targets/loading/operators.py`).
+products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind of
+layers: one lists attention's work. Nothing asks the host for a value: a CUDA graph may hold it all. Chosen
+at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
 K kv heads; of a block of a weight, P parts and R rows.
