@@ -2,8 +2,8 @@
 
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
 products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
-PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind of
-layers: one lists attention's work. Nothing asks the host for a value: a CUDA graph may hold it all. Chosen
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind
+of layers: one lists attention's work. Nothing asks the host for a value: a CUDA graph may hold it all. Chosen
 at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
