@@ -7,6 +7,9 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
+KERNEL_TESTS := tests/test_kernels_*.py
+GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_layer_kinds.py
+OLDEST_TRITON := 3.6.0
 TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +17,7 @@ STAMP := $(VENV)/.installed-with
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test lint types floors pytest kernels bench clean
+.PHONY: help install demo test lint types floors pytest kernels versions gpu bench clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile
@@ -54,7 +57,17 @@ pytest: install  ## the tests, in two processes; then those that want the machin
 	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_kernels_*.py -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+
+versions: install  ## the same with the oldest Triton that is supported
+	@test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) \
+	  --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+
+gpu: install  ## on a GPU: its kernels' and its runner's tests, the doctor, a step beside the roofline
+	MANTA_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) -q
+	$(BIN)/manta doctor -o docs/benchmarks/doctor-gpu.json
+	$(BIN)/manta bench step -o docs/benchmarks/step-gpu.json
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg

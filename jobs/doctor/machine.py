@@ -15,6 +15,7 @@ from itertools import permutations
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from ...actors.machine import free_ram_bytes, owned_cores
 from ..bench.provenance import cpu_flags, cpu_model
@@ -85,7 +86,7 @@ def _triton() -> Outcome:
 def _nccl() -> Outcome:
     if not torch.cuda.is_available():
         raise NotHereError(_NO_GPU)
-    return Outcome(".".join(map(str, torch.cuda.nccl.version())))
+    return Outcome(".".join(map(str, nccl.version())))
 
 
 def _peers() -> Outcome:

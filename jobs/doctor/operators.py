@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ...drafter.compute.backend import AttentionShape, Operators
 from ...drafter.compute.layers import Activation, RMSNorm
@@ -107,7 +108,7 @@ def _residual_norm(subject: Subject) -> float:
     x_NI, residual_NH = subject.randn(_ROWS, subject.inner), subject.randn(_ROWS, subject.hidden)
     exact_NH = references.linear(x_NI, weight_HI) + residual_NH.double()
     project = subject.backend.linear(weight_HI)
-    sum_NH, normed_NH = _of(subject).residual_norm(project, x_NI, residual_NH, norm, None)
+    sum_NH, normed_NH = _driven(subject).residual_norm(project, x_NI, residual_NH, norm, None)
     of_sum_NH = references.rms_norm(sum_NH, norm.weight_H, norm.eps)
     return max(off_by(sum_NH, exact_NH), off_by(normed_NH, of_sum_NH))
 
@@ -115,7 +116,7 @@ def _residual_norm(subject: Subject) -> float:
 def _gate(subject: Subject, activation: Activation) -> float:
     gate_up_NI = subject.randn(_ROWS, 2 * subject.inner, scale=3.0)
     exact_NI = references.gate(gate_up_NI, activation)
-    return off_by(_of(subject).gate(gate_up_NI, activation), exact_NI)
+    return off_by(_driven(subject).gate(gate_up_NI, activation), exact_NI)
 
 
 def _attention(subject: Subject, requests: Requests) -> float:
@@ -126,62 +127,55 @@ def _attention(subject: Subject, requests: Requests) -> float:
 def _attend(subject: Subject, requests: Requests, causal: bool, window: int | None) -> float:
     """Head norm, rotation, K/V write and attention.
 
-    Queries are those of fp64, rounded, and keys those that were written: what rounding them does to a score
-    is not the attention's error.
+    Attention is compared over fp64's queries, rounded, and over the keys that were written: what rounding
+    them does to a score is not its error.
     """
-    of, backend = subject.attention, _of(subject)
     contexts = Contexts(subject, requests, num_layers=2)
-    rows = contexts.rows(backend, window)
     contexts.fill(subject, contexts.first_R)
-    shape = AttentionShape(
+    shape, rows = _shape(subject, contexts.length, causal, window), contexts.rows(window)
+    num_q, num_kv = shape.num_heads, shape.num_kv_heads
+    qkv_NJD = subject.randn(len(rows.positions_N), num_q + 2 * num_kv, shape.head_dim)
+    exact_NJD = _exact_heads(qkv_NJD[:, : num_q + num_kv], shape, rows.positions_N)
+    exact_v_NKD = qkv_NJD[:, num_q + num_kv :].double()
+    backend = _driven(subject)
+    found_NO = backend.attention(shape)(qkv_NJD.flatten(1), backend.begin(rows), contexts.cache, 1)
+    written_N2KD = contexts.cache.slots(1)[0, rows.kv_slots[0]]
+    errors = [off_by(written_N2KD[:, 0], exact_NJD[:, num_q:]), off_by(written_N2KD[:, 1], exact_v_NKD)]
+    q_NQD, found_NQD = exact_NJD[:, :num_q].to(subject.dtype), found_NO.unflatten(1, (num_q, -1))
+    for mine, k_TKD, v_TKD in contexts.of_each():
+        exact_NQD = references.attend(q_NQD[mine], k_TKD, v_TKD, shape.scale, causal=causal, window=window)
+        errors.append(off_by(found_NQD[mine], exact_NQD))
+    return max(errors)
+
+
+def _shape(subject: Subject, length: int, causal: bool, window: int | None) -> AttentionShape:
+    of = subject.attention
+    return AttentionShape(
         num_heads=of.num_heads,
         num_kv_heads=of.num_kv_heads,
         head_dim=of.head_dim,
         q_norm_D=subject.norm_weight(of.head_dim),
         k_norm_D=subject.norm_weight(of.head_dim),
         eps=subject.eps,
-        rope=subject.rope(contexts.length),
+        rope=subject.rope(length),
         scale=of.scale,
         causal=causal,
         window=window,
     )
-    head_norm_JD = shape.head_norm()
-    assert head_norm_JD is not None, "it was given"
-    qkv_NO = subject.randn(len(rows.positions_N), (of.num_heads + 2 * of.num_kv_heads) * of.head_dim)
-    q_NQD, k_NKD, v_NKD = qkv_NO.unflatten(1, (-1, of.head_dim)).split(
-        [of.num_heads, of.num_kv_heads, of.num_kv_heads], dim=1
-    )
-    exact_NJD = references.rotate(
-        references.rms_norm(torch.cat((q_NQD, k_NKD), 1), head_norm_JD, shape.eps),
-        shape.rope,
-        rows.positions_N,
-    )
-    v_NKD = v_NKD.clone()
-    found_NQD = backend.attention(shape)(qkv_NO, backend.begin(rows), contexts.cache, 1).unflatten(
-        1, (of.num_heads, of.head_dim)
-    )
-    written_N2KD = contexts.cache.slots(1)[0, rows.kv_slots[0]]
-    errors = [
-        off_by(written_N2KD[:, 0], exact_NJD[:, of.num_heads :]),
-        off_by(written_N2KD[:, 1], v_NKD.double()),
-    ]
-    for mine, kv_T2KD in contexts.of_each():
-        exact_NQD = references.attend(
-            exact_NJD[mine, : of.num_heads].to(subject.dtype),
-            *kv_T2KD.unbind(1),
-            of.scale,
-            causal=causal,
-            window=window,
-        )
-        errors.append(off_by(found_NQD[mine], exact_NQD))
-    return max(errors)
+
+
+def _exact_heads(qk_NJD: Tensor, shape: AttentionShape, positions_N: Tensor) -> Tensor:
+    """Queries and keys, normed and rotated."""
+    norm_JD = shape.head_norm()
+    assert norm_JD is not None, "it was given"
+    return references.rotate(references.rms_norm(qk_NJD, norm_JD, shape.eps), shape.rope, positions_N)
 
 
 def _context(subject: Subject) -> float:
     """K and V of all layers of the drafter, from one product."""
     of, num_layers = subject.attention, subject.place.shape.drafter.num_layers
     contexts = Contexts(subject, subject.place.requests["blocks"], num_layers)
-    rows, rope = contexts.rows(subject.backend), subject.rope(contexts.length)
+    rows, rope = contexts.rows(), subject.rope(contexts.length)
     norm_LD = subject.norm_weight(num_layers, of.head_dim)
     kv_NO = subject.randn(len(rows.positions_N), 2 * num_layers * of.num_kv_heads * of.head_dim)
     k_NLKD, v_NLKD = kv_NO.clone().unflatten(1, (2, num_layers, of.num_kv_heads, of.head_dim)).unbind(1)
@@ -196,6 +190,6 @@ def _context(subject: Subject) -> float:
     return max(off_by(written_LN2KD[:, :, 0], exact_LNKD), values)
 
 
-def _of(subject: Subject) -> Operators:
-    """Its backend, of a kind whose passes Python drives."""
+def _driven(subject: Subject) -> Operators:
+    """Its backend, whose passes are driven from Python."""
     return subject.backend  # type: ignore[return-value]

@@ -39,9 +39,9 @@ REMEDY = (
 )
 _NEAR_TIE = 0.25  # of a logit
 _SAMPLINGS = (
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    SamplingParams(temperature=0.0, ignore_eos=True),
+    SamplingParams(temperature=1.0, ignore_eos=True),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95, ignore_eos=True),
 )
 
 
@@ -60,10 +60,7 @@ class _Asked:
             for i in range(count)
         ]
         kinds = _SAMPLINGS[:1] if greedy else _SAMPLINGS
-        params = [
-            SamplingParams(seed=i, max_tokens=max_tokens, ignore_eos=True, **kinds[i % len(kinds)])
-            for i in range(count)
-        ]
+        params = [replace(kinds[i % len(kinds)], seed=i, max_tokens=max_tokens) for i in range(count)]
         return cls(prompts, params)
 
 

@@ -32,10 +32,10 @@ def target_pass(subject: Subject) -> float:
     requests = _requests(subject)
     contexts = Contexts(subject, requests, _NUM_LAYERS)
     model = _RandomModel(subject, contexts.length, causal=True, window=None)
-    stack, backend = model.stack(), subject.backend
+    stack = model.stack()
     known_NH, new_NH = (subject.randn(sum(counts), subject.hidden) for counts in zip(*requests, strict=True))
-    found_known_NH, _ = stack(known_NH.clone(), contexts.known_rows(backend), contexts.cache)
-    found_new_NH, _ = stack(new_NH.clone(), contexts.rows(backend), contexts.cache)
+    found_known_NH, _ = stack(known_NH.clone(), contexts.known_rows(), contexts.cache)
+    found_new_NH, _ = stack(new_NH.clone(), contexts.rows(), contexts.cache)
     x, found = (
         zip(_cut(known, requests, 0), _cut(new, requests, 1), strict=True)
         for known, new in ((known_NH, new_NH), (found_known_NH, found_new_NH))
@@ -59,8 +59,8 @@ def draft_pass(subject: Subject) -> float:
     kv_N2LKD = kv_NO.clone().unflatten(1, heads)
     norm_LD = torch.stack([layer.head_norm_2D[1] for layer in model.layers])
     write = subject.backend.context_writer(norm_LD, subject.eps, of.num_kv_heads)
-    write(kv_NO, model.rope, contexts.known_rows(subject.backend), contexts.cache, 0)
-    found_NH, _ = model.stack()(x_NH.clone(), contexts.rows(subject.backend, window), contexts.cache)
+    write(kv_NO, model.rope, contexts.known_rows(), contexts.cache, 0)
+    found_NH, _ = model.stack()(x_NH.clone(), contexts.rows(window), contexts.cache)
     parts = zip(
         _cut(x_NH, requests, 1), _cut(found_NH, requests, 1), _cut(kv_N2LKD, requests, 0), strict=True
     )

@@ -247,7 +247,7 @@ def _sinks(place: Place) -> Outcome:
     subject = Subject(place, candidate, candidate.dtypes[0])
     of = subject.attention
     contexts = Contexts(subject, place.requests["blocks"], num_layers=2)
-    rows: PagedRows = contexts.rows(subject.backend).batches[0]
+    rows: PagedRows = contexts.rows().batches[0]
     contexts.fill(subject, contexts.first_R + contexts.rows_R)
     q_NQD = subject.randn(int(contexts.rows_R.sum()) + _PADDING, of.num_heads, of.head_dim)
     q_NQD[-_PADDING:] = torch.nan
@@ -256,9 +256,9 @@ def _sinks(place: Place) -> Outcome:
     if bool(found_NQD[-_PADDING:].any()):
         return Outcome("rows of padding are not zeros", "zeros", passed=False)
     errors: list[float] = []
-    for mine, kv_T2KD in contexts.of_each():
+    for mine, k_TKD, v_TKD in contexts.of_each():
         exact_NQD = references.attend(
-            q_NQD[mine], *kv_T2KD.unbind(1), of.scale, causal=True, window=None, sinks_Q=sinks_Q
+            q_NQD[mine], k_TKD, v_TKD, of.scale, causal=True, window=None, sinks_Q=sinks_Q
         )
         errors.append(off_by(found_NQD[mine], exact_NQD))
     return within(max(errors), 8 if subject.dtype.itemsize == 2 else 64)

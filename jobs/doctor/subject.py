@@ -168,6 +168,7 @@ class Contexts:
 
     def __init__(self, subject: Subject, requests: Requests, num_layers: int) -> None:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
+        self._backend = subject.backend
         self._device, self._page_size = subject.place.device, subject.candidate.page_size
         pages = -(-int((self.first_R + self.rows_R).max()) // self._page_size)
         order = np.random.default_rng(0).permutation(pages * len(requests))
@@ -183,13 +184,13 @@ class Contexts:
         """Of the longest."""
         return int((self.first_R + self.rows_R).max())
 
-    def rows(self, backend: Backend, window: int | None = None) -> PlacedRows:
+    def rows(self, window: int | None = None) -> PlacedRows:
         """This step's."""
-        return self._place(backend, self.first_R, self.rows_R, window)
+        return self._place(self.first_R, self.rows_R, window)
 
-    def known_rows(self, backend: Backend) -> PlacedRows:
+    def known_rows(self) -> PlacedRows:
         """The tokens before it, as a prompt's; every request needs some."""
-        return self._place(backend, np.zeros_like(self.first_R), self.first_R, None)
+        return self._place(np.zeros_like(self.first_R), self.first_R, None)
 
     def fill(self, subject: Subject, lengths_R: np.ndarray) -> None:
         """Random keys and values of layer 1, of each request's first tokens."""
@@ -197,12 +198,12 @@ class Contexts:
             kv_T2KD = subject.randn(length, 2, self.cache.num_kv_heads, self.cache.head_dim)
             self.cache.write(1, self.slots(r, length), kv_T2KD)
 
-    def of_each(self) -> Iterator[tuple[slice, Tensor]]:
-        """Each request's rows among the step's, and its keys and values [T, 2, K, D] in layer 1."""
+    def of_each(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Each request's rows among the step's, and its keys and values [T, K, D] in layer 1."""
         ends_R = np.cumsum(self.rows_R)
         for r, (first, count, end) in enumerate(zip(self.first_R, self.rows_R, ends_R, strict=True)):
             kv_T2KD = self.cache.slots(1)[0, self.slots(r, int(first + count))]
-            yield slice(int(end - count), int(end)), kv_T2KD
+            yield slice(int(end - count), int(end)), kv_T2KD[:, 0], kv_T2KD[:, 1]
 
     def slots(self, request: int, length: int) -> Tensor:
         """K/V slots [length] of its first positions."""
@@ -211,12 +212,10 @@ class Contexts:
             self._pages_RP[request][at // self._page_size] * self._page_size + at % self._page_size
         )
 
-    def _place(
-        self, backend: Backend, first_R: np.ndarray, rows_R: np.ndarray, window: int | None
-    ) -> PlacedRows:
+    def _place(self, first_R: np.ndarray, rows_R: np.ndarray, window: int | None) -> PlacedRows:
         spans = [np.arange(first, first + rows) for first, rows in zip(first_R, rows_R, strict=True)]
         slots = [self.slots(r, int(at[-1]) + 1)[int(at[0]) :] for r, at in enumerate(spans)]
-        batch = backend.attention_batch(
+        batch = self._backend.attention_batch(
             first_R, rows_R, self._pages_RP, self._page_size, self._device, window
         )
         return PlacedRows(self._put(np.concatenate(spans)), (torch.cat(slots),), (batch,))
