@@ -12,7 +12,8 @@ from manta import LLM
 from manta.actors.prompts import Chat
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError
-from manta.jobs.bench.passes import read_prompts
+from manta.jobs.bench import passes
+from manta.jobs.bench.passes import open_engines, read_prompts
 from manta.jobs.bench.speculation import BenchOptions, run_bench
 from text_pair import make_text_pair
 
@@ -35,6 +36,25 @@ def config(pair: tuple[Path, Path], *, speculate: bool = True) -> EngineConfig:
     spec = {"model": str(pair[1]), "adaptive": False} if speculate else None  # some draft is verified
     settings = {"model": str(pair[0]), "speculative_config": spec, "num_threads": 1, "max_model_len": 256}
     return EngineConfig.from_dict({**settings, "dtype": "float32"})
+
+
+def test_engines_that_share_a_gpu_get_a_share_each(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's budget ends at its share of the whole device, and what those before hold counts."""
+    opened: list[EngineConfig] = []
+
+    class Engine:
+        def __init__(self, config: EngineConfig) -> None:
+            opened.append(config)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(passes, "open_llm", Engine)
+    with open_engines(replace(config(pair), gpu_memory_utilization=0.8), 4, ("bfloat16",)) as engines:
+        assert list(engines) == [("on", "bfloat16"), ("off", "bfloat16")]
+    assert [engine.gpu_memory_utilization for engine in opened] == [0.4, 0.8]
+    assert [engine.speculative_config is None for engine in opened] == [False, True]
 
 
 def test_both_modes_are_measured_and_their_outputs_compared(

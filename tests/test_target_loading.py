@@ -15,6 +15,7 @@ from manta.actors.targets.loading import plan as load_plan
 from manta.actors.targets.loading import rank as loading
 from manta.actors.targets.loading.rank import load_runner, plan_load
 from manta.actors.targets.model.weights import TargetWeights
+from manta.actors.targets.runners.host import StepRunner
 from manta.actors.targets.runners.runner import Runner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.compiled import backend as compiled_backend
@@ -296,19 +297,30 @@ def test_a_compiled_pass_that_cannot_be_says_why_before_a_weight_is_read(
     assert auto.attention_backend == "torch", "it is chosen by itself only where it runs"
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_steps_are_measured_by_making_everything_once_and_giving_it_back(
-    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_qwen3: Path, tiny_drafter: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the two readings enclose states, workspaces, the largest prefill and the graphs."""
-    readings, made = iter((100, 175)), []
+    """On a GPU the two readings enclose states, workspaces, prompts, the largest decoding step and graphs."""
+    pytest.importorskip("triton")
+    from manta.actors.targets.runners.device import DeviceRunner
+
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 1}
+    small = {"max_num_seqs": 3, "max_model_len": 6, "max_num_batched_tokens": 9, "num_pages": 3}
+    config = settings(tiny_qwen3, speculative_config=spec, attention_backend=backend, **small)
+    readings, made, steps = iter((100, 175)), [], []
     monkeypatch.setattr(warm_up, "used_gpu_bytes", lambda device: next(readings))
 
     def make_runner() -> Runner:
-        runner = load_runner(settings(tiny_qwen3, max_num_seqs=2))[0]
+        runner = load_runner(config)[0]
         made.append(weakref.ref(runner))
+        steps.clear()  # those of the warm-up
         return runner
 
-    plan = plan_load(settings(tiny_qwen3, max_num_seqs=2))
-    taken = warm_up.measure_step_bytes(make_runner, plan)
-    assert taken == 75
+    for kind in (StepRunner, DeviceRunner):
+        execute = kind.execute
+        monkeypatch.setattr(kind, "execute", lambda *of, do=execute: steps.append(of[1]) or do(*of))
+    assert warm_up.measure_step_bytes(make_runner, plan_load(config)) == 75
+    assert [step.num_rows.tolist() for step in steps] == [[6], [3, 3, 3], [2, 2, 2]]
+    assert [step.num_drafts.max() for step in steps] == [0, 0, 1]
     assert len(made) == 1 and made[0]() is None, "given back"

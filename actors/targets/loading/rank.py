@@ -206,8 +206,8 @@ class _Rank:
         vocab, vocab_size = self._model.vocab_range, plan.target.vocab_size
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         workspace = local = SamplingWorkspace.build(num_rows, vocab_size, plan.device)
-        if self._communicator.world_size > 1:
-            local = SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device)
+        if self._communicator.world_size > 1:  # filters need all of it, so here there are no candidates
+            local = SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device, max_candidates=1)
         models = DeviceModels(
             target=self._model,
             cache=self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), plan.page_size),
