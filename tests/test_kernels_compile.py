@@ -110,13 +110,14 @@ def _choose(dtype: str, *, filters: bool, vocab: int = 151936) -> Variant:
     return Variant("_choose", signature, constexprs, 8)
 
 
-def _lay_out(requests: int, *, is_block: bool, groups: int = 1) -> Variant:
+def _lay_out(*, is_block: bool, groups: int = 1) -> Variant:
     rows = _pointers(
         i32="cu_rows row_slots kv_lengths page_tables",
         i64="row_positions row_kv_slots row_token_ids skip_slots",
     )
-    numbers = dict.fromkeys(("num_rows", "num_requests", "group_stride", "table_stride", "mask_id"), "i32")
-    constexprs = {"PAGE_SIZE": 64, "IS_BLOCK": is_block, "REQUESTS": requests, "ROWS": 32}
+    numbers = dict.fromkeys(("kv_stride", "num_rows", "num_requests"), "i32")
+    numbers |= dict.fromkeys(("group_stride", "table_stride", "mask_id"), "i32")
+    constexprs = {"PAGE_SIZE": 64, "IS_BLOCK": is_block, "REQUESTS": 64, "ROWS": 32}
     constexprs |= {"NUM_GROUPS": groups}
     return Variant("_lay_out_rows", _STEP | rows | numbers, constexprs)
 
@@ -233,9 +234,9 @@ VARIANTS: dict[str, list[Variant]] = {
         _choose("fp32", filters=True),
     ],
     "step.device.rows": [
-        _lay_out(32, is_block=True),
-        _lay_out(512, is_block=False),
-        _lay_out(32, is_block=False, groups=3),
+        _lay_out(is_block=True),
+        _lay_out(is_block=False),
+        _lay_out(is_block=False, groups=3),
         Variant(
             "_place_drafts",
             _STEP | _pointers(i64="chosen positions") | {"num_rows": "i32"},
@@ -246,8 +247,10 @@ VARIANTS: dict[str, list[Variant]] = {
     "step.device.verification": [
         Variant(
             "_accept_and_advance",
-            _STEP | _pointers(i64="chosen", i32="cu_rows first_chosen num_drafts samples outcome"),
-            {"WIDTH": 16, "LANES": 16},
+            _STEP
+            | _pointers(i64="chosen", i32="cu_rows first_chosen num_drafts samples outcome")
+            | {"width": "i32"},
+            {"LANES": 32},
             1,
         ),
     ],

@@ -108,7 +108,7 @@ class DeviceRunner:
             self.execute(largest)
             return 0
         kinds = self._kinds.all()
-        self._graphs.capture(kinds[:2])
+        self._graphs.capture(kinds[:2])  # with filters and without
         return len(kinds) - 2
 
     @torch.inference_mode()

@@ -32,6 +32,7 @@ from ...compute.gpu.tiles import PagedRows
 
 Ints = NDArray[np.int32]
 _ROWS = 32  # rows, and requests, per program
+_REQUESTS = 64  # looked at in one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,8 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
         return torch.empty(size, dtype=dtype, device=slots_R.device)
 
     num_groups = len(tables.page_tables)
-    kv_slots_GN = empty(num_groups * num_rows, torch.int64).view(num_groups, num_rows)
+    kv_stride = (num_rows + 1) // 2 * 2  # every group's begin at a multiple of 16 bytes
+    kv_slots_GN = empty(num_groups * kv_stride, torch.int64).view(num_groups, kv_stride)[:, :num_rows]
     kv_lengths_R = empty(num_requests, torch.int32)
     rows = StepRows(
         positions_N=empty(num_rows, torch.int64),
@@ -186,6 +188,7 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
         kv_slots_GN,
         rows.token_ids_N,
         kv_lengths_R,
+        kv_stride,
         num_rows,
         num_requests,
         tables.token_ids.stride(0),
@@ -193,10 +196,10 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
         tables.page_tables.stride(1),
         tables.skip_slots,
         mask_id or 0,
-        NUM_GROUPS=len(tables.page_tables),
+        NUM_GROUPS=num_groups,
         PAGE_SIZE=tables.page_size,
         IS_BLOCK=mask_id is not None,
-        REQUESTS=triton.next_power_of_2(num_requests),
+        REQUESTS=_REQUESTS,
         ROWS=_ROWS,
     )
     return rows
@@ -224,7 +227,7 @@ def place_drafts(chosen_N: Tensor, rows: StepRows, tables: SlotTables) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests"])
+@triton.jit(do_not_specialize=["kv_stride", "num_rows", "num_requests"])
 def _lay_out_rows(
     slots,
     cu_rows,
@@ -236,6 +239,7 @@ def _lay_out_rows(
     row_kv_slots,
     row_token_ids,
     kv_lengths,
+    kv_stride,
     num_rows,
     num_requests,
     token_stride,
@@ -251,11 +255,11 @@ def _lay_out_rows(
 ):
     """`ROWS` rows, and the lengths of as many requests."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    requests = tl.arange(0, REQUESTS)
-    ends = tl.load(cu_rows + 1 + requests, mask=requests < num_requests, other=2**31 - 1)
-    owner = tl.sum(
-        (ends[None, :] <= rows[:, None]).to(tl.int32), 1
-    )  # requests that lie wholly before the row
+    owner = tl.zeros([ROWS], tl.int32)  # requests that lie wholly before the row
+    for begin in range(0, num_requests, REQUESTS):
+        requests = begin + tl.arange(0, REQUESTS)
+        ends = tl.load(cu_rows + 1 + requests, mask=requests < num_requests, other=2**31 - 1)
+        owner += tl.sum((ends[None, :] <= rows[:, None]).to(tl.int32), 1)
     is_real = (rows < num_rows) & (owner < num_requests)
     slot = tl.load(slots + owner, mask=is_real, other=-1)
     first = tl.load(cu_rows + owner, mask=is_real, other=0)
@@ -273,7 +277,7 @@ def _lay_out_rows(
         page = tl.load(page_tables + group * group_stride + entry, mask=is_real, other=0)
         kv_slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         kv_slot = tl.where(is_real, kv_slot, tl.load(skip_slots + group))
-        tl.store(row_kv_slots + group * num_rows + rows, kv_slot, mask=is_row)
+        tl.store(row_kv_slots + group * kv_stride + rows, kv_slot, mask=is_row)
     tl.store(row_token_ids + rows, token, mask=is_row)
 
     is_request = rows < num_requests

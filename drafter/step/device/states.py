@@ -129,9 +129,8 @@ class DeviceStates:
         groups, _, pages = self.tables.page_tables.shape
         # A sequence may end when its next step is planned already: rows beyond its pages go nowhere.
         rows_GAP = np.repeat(self._no_page_G, len(slots_A) * pages).reshape(groups, -1, pages)
-        rows_GAP[plan.page_groups[enters_M], place_M[enters_M], plan.page_indices[enters_M]] = plan.page_ids[
-            enters_M
-        ]
+        entered = (plan.page_groups[enters_M], place_M[enters_M], plan.page_indices[enters_M])
+        rows_GAP[entered] = plan.page_ids[enters_M]
         whole = (np.arange(groups)[:, None, None], slots_A[:, None], np.arange(pages))
         return [entries, self._arena.entries("page_tables", whole, rows_GAP)]
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .rows import SlotTables, StepRequests
 
+_WARP = 32
+
 
 def accept_and_advance(
     chosen_X: Tensor, requests: StepRequests, tables: SlotTables, outcome_RW1: Tensor
@@ -47,13 +49,13 @@ def accept_and_advance(
         tables.num_computed,
         outcome_RW1,
         tables.token_ids.stride(0),
-        WIDTH=width,
-        LANES=triton.next_power_of_2(width),
+        width,
+        LANES=max(_WARP, triton.next_power_of_2(width)),
         num_warps=1,  # a warp reads all drafts before it writes over them
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _accept_and_advance(
     chosen,
     first_chosen,
@@ -65,17 +67,17 @@ def _accept_and_advance(
     num_computed,
     outcome,
     token_stride,
-    WIDTH: tl.constexpr,
+    width,
     LANES: tl.constexpr,
 ):
     """One request."""
     request = tl.program_id(0)
     lanes = tl.arange(0, LANES)
-    outcome += request * (WIDTH + 1)
+    outcome += request * (width + 1)
     count = tl.load(cu_rows + request + 1) - tl.load(cu_rows + request)
     if count == 0:
-        tl.store(outcome + lanes, -1, mask=lanes < WIDTH)
-        tl.store(outcome + WIDTH, 0)
+        tl.store(outcome + lanes, -1, mask=lanes < width)
+        tl.store(outcome + width, 0)
         return
     slot = tl.load(slots + request)
     drafts = tl.load(num_drafts + request)
@@ -94,5 +96,5 @@ def _accept_and_advance(
     is_new = is_judged & (lanes <= num_accepted)
     tl.store(behind + lanes, verdict, mask=is_new)
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
-    tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < WIDTH)
-    tl.store(outcome + WIDTH, tl.where(is_sampled, num_accepted + 1, 0))
+    tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < width)
+    tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))
