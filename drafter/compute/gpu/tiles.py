@@ -21,7 +21,7 @@ Ints = NDArray[np.integer]
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as registers and shared memory hold of blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4
-_PARTIAL_ROWS, _INVARIANT_PARTIAL_ROWS = 256, 512  # of partial results, for each program
+_PARTIAL_ROWS = 512  # of partial results, for each program
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
 MIN_PIECE_TILES = 2  # a piece of one tile writes and reads back twice the bytes of its own K/V
@@ -95,8 +95,8 @@ class AttentionWorkspace:
     Args:
         num_programs: that a launch has at most; by default as many as the device runs at once.
         batch_invariant: make every sum of the same parts in the same order and keep one tile height, so that
-            a row's bits depend on neither its companions nor its place among them. Costs: twice the room,
-            tiles of 64 rows also for prompts and single rows, and a pause after every 256 keys.
+            a row's bits depend on neither its companions nor its place among them. Costs: tiles of 64 rows
+            also for prompts and single rows, and a pause after every 256 keys.
 
     Attributes:
         max_E, sum_E, out_ED: fp32, the m, l and o of `attention.py`; a tile of block_rows takes as many rows.
@@ -115,7 +115,7 @@ class AttentionWorkspace:
     ) -> None:
         self.batch_invariant = batch_invariant
         self.num_programs = num_programs or _programs_at_once(torch.device(device))
-        num_rows = self.num_programs * (_INVARIANT_PARTIAL_ROWS if batch_invariant else _PARTIAL_ROWS)
+        num_rows = self.num_programs * _PARTIAL_ROWS
         self.max_E = torch.empty(num_rows, dtype=torch.float32, device=device)
         self.sum_E = torch.empty_like(self.max_E)
         self.out_ED = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
