@@ -26,6 +26,7 @@ from manta.drafter.compute.gpu.projections import (
 )
 from manta.drafter.compute.layers import Activation, Linear, RMSNorm, linear_of_blocks
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
 DTYPES = (torch.float32, torch.float16)
 ROWS = (1, 5, 16, 17, 64)
@@ -167,8 +168,16 @@ def test_splits_are_added_in_their_order_by_whoever_comes_last_or_by_one_alone(d
     assert torch.allclose(squares[:16], few_squares, rtol=1e-2)
 
 
-def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it():
-    dtype, rows = torch.float16, 70  # more than a tile
+def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it(monkeypatch: pytest.MonkeyPatch):
+    """Nor does what a kernel is compiled for; the interpreter would not see that a tile's height counts."""
+    dtype, rows, launch = torch.float32, 70, GridExecutor.__call__  # more rows than a tile
+    cuts: set[tuple[object, ...]] = set()
+
+    def launched(grid: GridExecutor, *args: object, **constants: object) -> object:
+        cuts.add(tuple(constants[name] for name in ("OUTPUTS", "GATED", "ROWS", "SPLITS", "SPLIT_TILES")))
+        return launch(grid, *args, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launched)
     down, gate_up = Product(rows, 1100, 136, dtype), Product(rows, 136, 90, dtype, bias=True)
     for product in (down, gate_up):
         product.own = OwnProjection(product.weight_OK[None, None], product.bias_O, WORKSPACE, one_tile=True)
@@ -182,6 +191,7 @@ def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it():
     everything = run(*range(rows))
     assert torch.equal(run(0, 69, 33), everything[[0, 69, 33]])
     assert torch.equal(run(*range(40, 56)), everything[40:56])
+    assert len(cuts) == 3, "one of each product, whatever the rows"
 
 
 @pytest.mark.parametrize("name", QWEN3_8B)
