@@ -71,7 +71,8 @@ class EngineConfig:
         max_num_batched_tokens: most rows in one step; bounds activation memory and a step's duration.
         enable_chunked_prefill: False gives a prompt only whole steps (it must fit the token budget).
         enable_prefix_caching: keep pages of finished requests for prompts that begin alike.
-        page_size: tokens per K/V page.
+        page_size: tokens per K/V page; if absent 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
+            ones are read faster, waste more at sequences' ends, and begin alike in fewer prompts.
         kv_cache_memory_bytes: memory of all K/V pools of a rank together; derived if absent.
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
         num_pages: number of K/V pages in each pool; overrides what memory allows (tests, fairness).
@@ -97,7 +98,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
-    page_size: int = 16
+    page_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None

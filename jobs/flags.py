@@ -87,7 +87,9 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     "enable_prefix_caching": _engine(
         bool, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse pages of equal beginnings."
     ),
-    "page_size": _engine(int, "--block-size", "--page-size", help="Tokens per K/V page."),
+    "page_size": _engine(
+        int, "--block-size", "--page-size", help="Tokens per K/V page; by device if absent."
+    ),
     "num_pages": _engine(int, "--num-gpu-blocks-override", "--num-pages", help="K/V pages of each pool."),
     "kv_cache_memory_bytes": _size("--kv-cache-memory-bytes", help="Memory of all K/V pools of a rank."),
     "gpu_memory_utilization": _engine(float, "--gpu-memory-utilization", help="Share of a GPU to use."),

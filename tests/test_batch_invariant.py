@@ -78,7 +78,7 @@ def test_speculation_and_company_change_no_token_in_half_precision(
     not ON_GPU, reason="the interpreter takes a minute; it checks products and attention apart"
 )
 def test_rows_of_the_fused_passes_are_invariant_on_the_device() -> None:
-    backend = TritonBackend(DEVICE, invariant_rows=2048)
+    backend = TritonBackend(DEVICE, batch_invariant=True)
     assert rows_are_invariant(backend, torch.bfloat16, DEVICE, (64, 128))
 
 

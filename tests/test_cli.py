@@ -63,7 +63,7 @@ def test_every_command_reads_its_engine_from_a_serve_config_and_flags_win(serve_
     settings = merge_settings({"max_num_seqs": 2, "page_size": None}, serve_config)
     assert settings["served_model_name"] == "small"
     config = engine_config(settings)
-    assert (config.model, config.max_num_seqs, config.page_size) == ("models/target", 2, 16)
+    assert (config.model, config.max_num_seqs, config.page_size) == ("models/target", 2, None)
     assert config.speculative_config is not None
     assert config.speculative_config.num_speculative_tokens == 15
 

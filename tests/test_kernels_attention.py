@@ -15,23 +15,22 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from manta.drafter.compute.backend import Machine, StackSpec
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
+from manta.drafter.compute.gpu import attention as attention_module
+from manta.drafter.compute.gpu import work as work_module
 from manta.drafter.compute.gpu.attention import verify_attention
 from manta.drafter.compute.gpu.flash_attention import FlashAttention, why_not
-from manta.drafter.compute.gpu.tiles import (
-    MAX_PARTIALS,
-    AttentionWorkspace,
-    PagedRows,
-    TilePlan,
-    num_splits,
-    plan_tiles,
-)
+from manta.drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, PagedRows, plan_tiles
+from manta.drafter.compute.gpu.work import list_work
 from manta.drafter.compute.kv_cache import PagedKVCache
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 NAN = float("nan")
+MANY = 64  # programs: contexts are cut into pieces as short as there are
+H200_PROGRAMS = 264
 
 
 @dataclass(frozen=True)
@@ -71,30 +70,38 @@ class Case:
         self.sinks = torch.randn(shape.heads)
         self.scale = shape.dim**-0.5
 
-    def plan(self, batch_invariant: bool = False) -> TilePlan:
-        s, max_keys = self.shape, self.rows.page_table.shape[1] * self.shape.page_size
-        shapes = (len(self.num_rows), self.rows.max_rows, s.heads, s.kv_heads, s.dim, s.dtype, max_keys)
-        return plan_tiles(*shapes, batch_invariant=batch_invariant)
+    def kind(self, causal: bool = True, window: int | None = None) -> AttentionKind:
+        s = self.shape
+        return AttentionKind(s.heads, s.kv_heads, s.dim, s.dtype, s.page_size, causal, window)
 
-    def workspace(self, batch_invariant: bool = False) -> AttentionWorkspace:
-        partials = self.plan(batch_invariant).num_partials(len(self.q), self.shape.heads)
-        workspace = AttentionWorkspace(partials, self.shape.dim, "cpu", batch_invariant=batch_invariant)
-        workspace.max_E.fill_(7.0)  # a NaN would pass for an empty split
-        workspace.sum_E.fill_(7.0)
+    def workspace(self, num_programs: int = MANY, batch_invariant: bool = False) -> AttentionWorkspace:
+        workspace = AttentionWorkspace(
+            self.shape.dim, "cpu", num_programs=num_programs, batch_invariant=batch_invariant
+        )
+        workspace.max_E.fill_(NAN)
+        workspace.sum_E.fill_(NAN)
         workspace.out_ED.fill_(NAN)
         return workspace
 
-    def attend(self, *, sinks: bool = False, workspace=None, **kind) -> Tensor:
-        return verify_attention(
+    def pieces(self, workspace: AttentionWorkspace | None = None, **kind) -> list[int]:
+        """Of each request, times its tiles."""
+        work = list_work(self.kind(**kind), self.rows, workspace or self.workspace())
+        return work.values[2 : 3 + len(self.num_rows)].diff().tolist()
+
+    def attend(self, *, sinks: bool = False, workspace: AttentionWorkspace | None = None, **kind) -> Tensor:
+        workspace = workspace or self.workspace()
+        k_PSKD, v_PSKD = self.cache.pages(1).unbind(2)
+        out = verify_attention(
             self.q,
-            self.cache.pages(1)[:, :, 0],
-            self.cache.pages(1)[:, :, 1],
+            k_PSKD,
+            v_PSKD,
             self.rows,
+            list_work(self.kind(**kind), self.rows, workspace),
             self.scale,
             sinks_Q=self.sinks if sinks else None,
-            workspace=workspace or self.workspace(),
-            **kind,
         )
+        assert not workspace.arrived.any(), "counters are zeros between launches"
+        return out
 
     def dense(self, *, sinks=False, causal=True, window=None) -> Tensor:
         """[N, Q * D] in fp64; zeros for padding."""
@@ -126,10 +133,11 @@ class Case:
 @pytest.mark.parametrize("window", [None, 20, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("max_keys", [64, 512])
-def test_ragged_rows_equal_dense_attention_with_one_split_or_several(max_keys, causal, window, sinks):
+def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, causal, window, sinks):
     lengths = [16, 61, 1] if max_keys == 64 else [300, 0, 77]
     case = Case(Shape(), lengths, [16, 7, 1] if max_keys == 64 else [16, 0, 1], max_keys=max_keys)
-    assert (case.plan().num_splits > 1) == (max_keys == 512)
+    if window is None:
+        assert case.pieces() == ([1, 1, 1] if max_keys == 64 else [5, 0, 2])
     case.check(causal=causal, window=window, sinks=sinks)
 
 
@@ -156,8 +164,7 @@ def test_heads_dims_pages_and_dtypes_of_real_models_equal_dense_attention(shape,
 @pytest.mark.parametrize("max_keys", [112, 256])
 def test_a_prompt_longer_than_a_tile_equals_dense_attention(max_keys, causal, window):
     case = Case(Shape(3, 1), [110, 20], [90, 2], max_keys=max_keys)
-    assert case.plan().query_tiles == 3
-    assert (case.plan().num_splits > 1) == (max_keys == 256)
+    assert case.pieces()[0] in (3, 6)  # three tiles
     case.check(causal=causal, window=window, sinks=True)
 
 
@@ -202,8 +209,8 @@ def test_a_page_whose_elements_lie_beyond_32_bits_is_found():
     kv = torch.as_strided(far, (3, *case.cache.pages(1).shape[1:]), (2**30, 64, 32, 16, 1))
     kv[2] = case.cache.pages(1)[case.rows.page_table[case.rows.slots_B[0], 0]]
     rows = replace(case.rows, page_table=torch.full_like(case.rows.page_table, 2))
-    workspace = case.workspace()
-    out = verify_attention(case.q, kv[:, :, 0], kv[:, :, 1], rows, case.scale, workspace=workspace)
+    work = list_work(case.kind(), rows, case.workspace())
+    out = verify_attention(case.q, kv[:, :, 0], kv[:, :, 1], rows, work, case.scale)
     assert torch.equal(out, case.attend())
 
 
@@ -215,22 +222,16 @@ def test_one_workspace_serves_calls_of_any_shape_in_turn():
         assert error < 2e-6
 
 
-def test_a_workspace_that_is_too_small_is_refused():
-    case = Case(Shape(), [300], [16])
-    with pytest.raises(AssertionError, match="partials"):
-        case.attend(workspace=AttentionWorkspace(10, 16, "cpu"))
-
-
 class Alone:
-    """One request's block of a case, in a batch-invariant call whose companions vary."""
+    """Requests' blocks of a case, in batch-invariant calls whose companions and programs vary."""
 
-    def __init__(self, shape: Shape, max_keys: int, **kind) -> None:
-        # The last context passes 16 tiles of 32 keys within its rows: there an even share grows; a window of
-        # 130 begins in another tile of 64 for the first context's last row.
-        self.case = Case(shape, [200, 61, 524], [16, 1, 24], max_keys=max_keys)
+    def __init__(self, shape: Shape, **kind) -> None:
+        # A window of 130 begins in another tile of 64 for the first context's last row.
+        self.case = Case(shape, [200, 61, 524], [16, 1, 24], max_keys=1024)
         self.kind = kind
+        self.piece_keys = 0  # in the last call
 
-    def __call__(self, requests: list[tuple[int, int, int]]) -> Tensor:
+    def __call__(self, requests: list[tuple[int, int, int]], num_programs: int = MANY) -> Tensor:
         """Rows begin..end of requests, each as if they were the last of theirs; [N, Q * D]."""
         case = self.case
         before = case.rows.cu_rows.tolist()
@@ -244,60 +245,147 @@ class Alone:
             case.rows.page_table,
             max(counts),
         )
-        smaller = Case.__new__(Case)
-        smaller.__dict__ = case.__dict__ | {"q": torch.cat(picked), "num_rows": counts, "rows": rows}
-        return smaller.attend(workspace=smaller.workspace(batch_invariant=True), **self.kind)
+        k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
+        workspace = case.workspace(num_programs, batch_invariant=True)
+        work = list_work(case.kind(**self.kind), rows, workspace)
+        self.piece_keys = int(work.values[0])
+        sinks_Q = case.sinks if "window" in self.kind else None
+        return verify_attention(torch.cat(picked), k_PSKD, v_PSKD, rows, work, case.scale, sinks_Q=sinks_Q)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [(torch.float32, {}), (torch.float16, {"sinks": True, "window": 130})]
-)
-def test_in_invariant_mode_a_row_s_bits_depend_on_nothing_beside_it(dtype, kind):
-    attend = Alone(Shape(4, 1, 64, dtype=dtype), 1024, **kind)
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of 64 keys and runs of two, so that short contexts have all of them."""
+    monkeypatch.setattr(work_module, "_SPLIT_KEYS", tl.constexpr(64))
+    monkeypatch.setattr(work_module, "_RUN_SPLITS", tl.constexpr(2))
+    monkeypatch.setattr(attention_module, "_SPLIT_KEYS", tl.constexpr(64))
+    monkeypatch.setattr(attention_module, "_RUN_KEYS", tl.constexpr(128))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, {}), (torch.float16, {"window": 130})])
+def test_in_invariant_mode_a_row_s_bits_depend_on_nothing_beside_it(short_splits, dtype, kind):
+    attend = Alone(Shape(4, 1, 32, dtype=dtype), **kind)
     together = attend([(0, 0, 16), (1, 0, 1), (2, 0, 24)])  # the last in two tiles
     assert torch.equal(attend([(2, 0, 24), (0, 0, 16)]), together[[*range(17, 41), *range(16)]])
-    for row in (0, 7, 15):
+    for row in (0, 7, 15):  # plain steps
         assert torch.equal(attend([(0, row, row + 1)]), together[row : row + 1])
-    assert torch.equal(attend([(2, 0, 11)]), together[17:28])
-    assert torch.equal(attend([(2, 11, 24), (1, 0, 1)]), together[[*range(28, 41), 16]])
+    assert torch.equal(attend([(2, 0, 11)]), together[17:28])  # a prompt in two chunks
+    assert torch.equal(attend([(2, 11, 24), (1, 0, 1)], 1), together[[*range(28, 41), 16]])
 
 
-def test_in_invariant_mode_splits_equal_dense_attention():
+def test_in_invariant_mode_bits_do_not_tell_how_a_context_was_shared(short_splits):
+    attend = Alone(Shape(4, 1, 16))
+    requests = [(0, 0, 16), (2, 0, 24)]
+    by_split = attend(requests)
+    assert attend.piece_keys == 64
+    by_run = attend(requests, 12)
+    assert attend.piece_keys == 128
+    assert torch.equal(by_run, by_split)
+    alone = attend(requests, 1)
+    assert attend.piece_keys > 1024
+    assert torch.equal(alone, by_split)
+
+
+def test_in_invariant_mode_splits_equal_dense_attention(short_splits):
     case = Case(Shape(), [300, 0, 77], [16, 0, 1])
-    assert case.plan(batch_invariant=True).num_splits == 8
+    workspace = case.workspace(batch_invariant=True)
+    assert case.pieces(workspace) == [5, 0, 2]
     for kind in ({}, {"causal": False, "window": 20}):
-        out = case.attend(workspace=case.workspace(batch_invariant=True), **kind)
+        out = case.attend(workspace=workspace, **kind)
         assert (out.double() - case.dense(**kind)).abs().max() < 2e-6
 
 
-def test_the_invariant_cut_follows_from_the_model_and_the_table_alone():
-    def cut(requests, rows):
-        plan = plan_tiles(requests, rows, 32, 8, 128, torch.bfloat16, 8192, batch_invariant=True)
-        return plan.block_rows, plan.block_keys, plan.num_splits, plan.split_tiles, plan.num_warps
-
-    assert len({cut(requests, rows) for requests in (1, 7, 64) for rows in (1, 16, 2048)}) == 1
-    assert cut(1, 16) == (64, 64, 8, 16, 4)
+def test_the_invariant_tiles_follow_from_the_model_alone():
+    kind = AttentionKind(32, 8, 128, torch.bfloat16, 64)
+    plans = {plan_tiles(kind, rows, batch_invariant=True) for rows in (1, 16, 2048)}
+    assert [(plan.block_rows, plan.block_keys, plan.num_warps) for plan in plans] == [(64, 64, 8)]
 
 
-def test_splits_fill_the_gpu_and_stop_where_there_is_nothing_to_share():
-    assert [num_splits(b, 8, 1, 32768, 64) for b in (1, 2, 4, 8, 16, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
-    assert num_splits(1, 1, 1, 131072, 64) == 64
-    assert num_splits(1, 8, 1, 512, 64) == 4
-    assert num_splits(1, 8, 1, 100, 64) == 1
-    assert num_splits(1, 8, 32, 32768, 64) == 1  # prefill: its query tiles fill the GPU
+def test_few_programs_do_the_work_of_many_and_bits_do_not_tell():
+    case = Case(Shape(), [300, 0, 200], [16, 0, 3])
+    bits = []
+    for num_programs in (MANY, 3):  # of three each does several items, and others arrive last
+        workspace = case.workspace()
+        workspace.num_programs = num_programs
+        work = replace(list_work(case.kind(), case.rows, case.workspace()), num_programs=num_programs)
+        k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
+        bits.append(verify_attention(case.q, k_PSKD, v_PSKD, case.rows, work, case.scale))
+    assert torch.equal(*bits)
 
 
-def test_partial_results_of_any_batch_fit_the_largest_workspace():
-    for heads, kv_heads, dim in ((32, 8, 128), (64, 8, 64), (40, 8, 128), (16, 1, 128), (16, 4, 256)):
-        for requests, rows in ((1, 1), (1, 16), (1, 300), (3, 16), (32, 5), (33, 16), (200, 1)):
-            plan = plan_tiles(requests, rows, heads, kv_heads, dim, torch.bfloat16, 131072)
-            assert plan.num_partials(requests * rows, heads) <= MAX_PARTIALS
+class Cut:
+    """How a pass of Qwen3-8B's shape is cut on an H200: pieces per request, and their length."""
+
+    def __init__(self, lengths, rows=16, *, kv_heads=8, window=None, batch_invariant=False, **kind):
+        count = len(lengths)
+        self.kind = AttentionKind(4 * kv_heads, kv_heads, 128, torch.bfloat16, 64, window=window, **kind)
+        self.workspace = AttentionWorkspace(
+            1, "cpu", num_programs=H200_PROGRAMS, batch_invariant=batch_invariant
+        )
+        table = torch.zeros(count, 131072 // 64, dtype=torch.int32)
+        cu_rows = torch.arange(count + 1, dtype=torch.int32) * rows
+        slots = torch.zeros(count, dtype=torch.int32)
+        paged = PagedRows(slots, cu_rows, torch.tensor(lengths, dtype=torch.int32), table, rows)
+        self.work = list_work(self.kind, paged, self.workspace)
+        values = self.work.values
+        self.keys, self.run = values[:2].tolist()
+        self.pieces = values[2 : 3 + count].diff().tolist()
+        self.items = kv_heads * sum(self.pieces)
+        assert values[2] == 0
+        tiles = -(-rows // self.work.plan.tile_tokens)
+        shared = torch.tensor([n * (n > tiles) for n in self.pieces]).cumsum(0).tolist()
+        assert values[3 + count :].tolist() == [0, *shared[:-1]]
+        slots_needed = kv_heads * shared[-1]
+        assert slots_needed <= self.workspace.num_slots(self.work.plan.block_rows), "the workspace holds it"
+        assert slots_needed <= len(self.workspace.arrived)
+
+
+def test_one_long_context_among_short_ones_is_cut_into_as_many_items_as_it_has_keys():
+    cut = Cut([32768] + [1024] * 31)
+    assert cut.keys == 1024 and cut.pieces == [32] + [1] * 31
+    assert cut.items == 504 <= 2 * H200_PROGRAMS  # two rounds, as good as full
+
+
+def test_contexts_are_cut_as_short_as_fills_the_device_and_no_shorter():
+    assert Cut([1024]).keys == 128 and Cut([1024]).items == 64
+    assert [Cut([8192] * b).items for b in (1, 2, 4, 8, 16, 32)] == [256] * 6
+    assert Cut([8192] * 32).pieces == [1] * 32
+    assert Cut([2048], rows=2048).pieces == [64]  # a prompt's 64 tiles of 32 rows fill it
+    assert Cut([8192], rows=1).items == 256
+    assert Cut([131072], kv_heads=1).items == 256 and Cut([131072], kv_heads=1).run == 32
+
+
+def test_any_batch_fits_the_workspace_also_in_invariant_mode():
+    for batch_invariant in (False, True):
+        for lengths, rows in (([300], 1), ([131072] * 3, 16), ([70000, 16, 9000] * 50, 16), ([131072], 2048)):
+            Cut(lengths, rows, batch_invariant=batch_invariant)
+            Cut(lengths, rows, batch_invariant=batch_invariant, window=1000)
+
+
+def test_in_invariant_mode_pieces_are_splits_or_runs_or_whole_contexts():
+    def keys(*lengths):
+        return Cut(lengths, batch_invariant=True).keys
+
+    assert keys(1024) == keys(32768) == keys(*[8192] * 4) == 256
+    assert keys(131072) == keys(*[32768] * 8) == 4096
+    assert keys(*[16384] * 64) > 131072
+
+
+def test_a_window_leaves_no_work_for_what_lies_before_it():
+    assert Cut([32768] * 4, window=128).items == 4 * 8  # the 143 keys that 16 rows see are one piece
+    assert Cut([32768] * 4, window=4096).items <= H200_PROGRAMS
+
+
+def test_programs_are_no_more_than_could_have_work():
+    case = Case(Shape(), [64, 30], [16, 7], max_keys=64)
+    work = list_work(case.kind(), case.rows, case.workspace())
+    assert work.num_programs == 2 * 2  # requests, kv heads: a table of 64 keys is one piece
 
 
 def test_tiles_are_as_high_as_the_rows_of_a_group_need_and_registers_hold():
     def height(rows, heads, kv_heads, dim, dtype=torch.bfloat16):
-        plan = plan_tiles(4, rows, heads, kv_heads, dim, dtype, 8192)
-        return plan.block_rows, plan.query_tiles
+        plan = plan_tiles(AttentionKind(heads, kv_heads, dim, dtype, 64), rows)
+        return plan.block_rows, -(-rows // plan.tile_tokens)
 
     assert height(16, 32, 8, 128) == (64, 1)
     assert height(16, 64, 8, 64) == (128, 1)
@@ -363,8 +451,9 @@ def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, cau
     case = Case(Shape(page_size=256, dtype=torch.float16), [300, 5, 77, 0], rows, max_keys=1024, padding=2)
     case.rows.slots_B[3] = 0
     attend = FlashAttention()
-    kv = case.cache.pages(1)
-    out = attend(case.q, kv[:, :, 0], kv[:, :, 1], case.rows, case.scale, causal=causal, window=window)
+    k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
+    prepared = attend.prepare(case.kind(causal, window), case.rows)
+    out = attend(case.q, k_PSKD, v_PSKD, case.rows, prepared, case.scale)
     assert (out.double() - case.dense(causal=causal, window=window)).abs().max() < 3e-3
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.drafter.compute.gpu.product_tiles import STAGES, plan_product
-from manta.drafter.compute.gpu.tiles import plan_tiles
+from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one program of an H100 or H200 may have
 
@@ -53,30 +53,24 @@ def _attention(
     dim: int,
     *,
     rows: int = 16,
-    requests: int = 1,
     dtype: str = "bf16",
-    page: int = 16,
+    page: int = 64,
     causal: bool = True,
     window: int = 0,
     sinks: bool = False,
     batch_invariant: bool = False,
 ) -> Variant:
-    plan = plan_tiles(
-        requests,
-        rows,
-        heads,
-        kv_heads,
-        dim,
-        {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype],
-        32768,
-        batch_invariant=batch_invariant,
-    )
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    kind = AttentionKind(heads, kv_heads, dim, torch_dtype, page)
+    plan = plan_tiles(kind, rows, batch_invariant=batch_invariant)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
     pointers |= dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr"), "*fp32:16")
-    pointers |= dict.fromkeys(("slots_ptr", "cu_rows_ptr", "kv_lengths_ptr", "page_table_ptr"), "*i32:16")
-    strides = ("q_row", "q_head", "page", "token", "kv_head", "table")
-    signature = pointers | {f"{name}_stride": "i32:16" for name in strides}
-    signature |= {"scale": "fp32", "num_rows": "i32"} | ({"sinks_ptr": "*fp32:16"} if sinks else {})
+    pointers |= dict.fromkeys(("arrived_ptr", "work_ptr"), "*i32:16")
+    pointers |= dict.fromkeys(("slots_ptr", "cu_rows_ptr", "kv_lengths_ptr", "page_table_ptr"), "*i32")
+    strides = ("q_row", "q_head", "page", "token", "kv_head")
+    signature = pointers | {f"{name}_stride": "i32:16" for name in strides} | {"scale": "fp32"}
+    signature |= dict.fromkeys(("num_rows", "num_requests", "table_stride"), "i32")
+    signature |= {"sinks_ptr": "*fp32:16"} if sinks else {}
     constexprs = {
         "HEADS": heads,
         "GROUP": heads // kv_heads,
@@ -84,10 +78,10 @@ def _attention(
         "PAGE": page,
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_KEYS": plan.block_keys,
-        "SPLITS": plan.num_splits,
-        "SPLIT_TILES": plan.split_tiles,
         "CAUSAL": causal,
         "WINDOW": window,
+        "INVARIANT": batch_invariant,
+        "PDL": True,
     } | ({} if sinks else {"sinks_ptr": None})
     return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64)
 
@@ -126,10 +120,11 @@ def _lay_out(requests: int, *, is_block: bool, groups: int = 1) -> Variant:
     return Variant("_lay_out_rows", _STEP | rows | numbers, constexprs)
 
 
-def _combine(dim: int, splits: int) -> Variant:
-    pointers = dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr", "sinks_ptr"), "*fp32:16")
-    signature = pointers | {"out_ptr": "*bf16:16", "cu_rows_ptr": "*i32:16", "num_requests": "i32"}
-    return Variant("_combine", signature, {"HEADS": 64, "DIM": dim, "SPLITS": splits})
+def _work(*, invariant: bool) -> Variant:
+    signature = _pointers(i32="work_ptr") | dict.fromkeys(("cu_rows_ptr", "kv_lengths_ptr"), "*i32")
+    signature |= dict.fromkeys(("num_requests", "num_programs", "num_slots"), "i32")
+    tiles = {"KV_HEADS": 8, "BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "TILE_TOKENS": 16, "WINDOW": 2048}
+    return Variant("_list_work", signature, tiles | {"INVARIANT": invariant, "PDL": True})
 
 
 def _norm(
@@ -141,7 +136,8 @@ def _norm(
     signature |= {"weight_ptr": f"*{weight or dtype}:16"}
     signature |= {"x_stride": "i32:16", "y_stride": "i32:16", "eps": "fp32"}
     block = 1 << (width - 1).bit_length()
-    return Variant("_rms_norm", signature, {"WIDTH": width, "BLOCK": block} | dict.fromkeys(absent), warps)
+    constexprs = {"WIDTH": width, "BLOCK": block, "PDL": True} | dict.fromkeys(absent)
+    return Variant("_rms_norm", signature, constexprs, warps)
 
 
 def _product(
@@ -186,13 +182,14 @@ def _product(
         "ROWS": rows,
         "COLUMNS": 64,
         "STEP": plan.step,
+        "PDL": True,
     } | {name: None for name in optional if name not in given}
     return Variant("_multiply", given, constexprs, 4, STAGES, wgmma)
 
 
 def _gate(inner: int, dtype: str = "bf16", *, gelu: bool = False) -> Variant:
     signature = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16") | {"row_stride": "i32:16"}
-    return Variant("_gate_mul", signature, {"INNER": inner, "BLOCK": 1024, "GELU": gelu})
+    return Variant("_gate_mul", signature, {"INNER": inner, "BLOCK": 1024, "GELU": gelu, "PDL": True})
 
 
 def _write(
@@ -209,20 +206,20 @@ def _write(
     given = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_ptr", "v_ptr")
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
-    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group}
+    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group, "PDL": True}
     return Variant("_norm_rotate_write", signature, constexprs | ({} if normed else dict.fromkeys(norms)), 1)
 
 
 def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
     signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16"}
-    constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group}
+    constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group, "PDL": True}
     return Variant("_write_context", signature, constexprs, 1)
 
 
 _ROW_ARGUMENTS = {
-    "positions_ptr": "*i32:16",
-    "slots_ptr": "*i32:16",
+    "positions_ptr": "*i64",
+    "slots_ptr": "*i64",
     "eps": "fp32",
     "row_stride": "i32:16",
 }
@@ -279,16 +276,16 @@ VARIANTS: dict[str, list[Variant]] = {
         ),
     ],
     "compute.gpu.attention": [
-        _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows: 32 splits
-        _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128, no splits
-        _attention(32, 8, 128, requests=32, causal=False, window=2048, page=64),  # its drafter
+        _attention(32, 8, 128),  # Qwen3-8B, a block of 16 rows
+        _attention(32, 8, 128, rows=2048),  # a prompt: tiles of 128
+        _attention(32, 8, 128, causal=False, window=2048),  # its drafter
         _attention(32, 8, 128, batch_invariant=True),
         _attention(32, 8, 128, rows=1),  # plain decoding
         _attention(64, 8, 64, window=128, sinks=True),  # gpt-oss
-        _attention(16, 4, 256, requests=64, page=256),
+        _attention(16, 4, 256, page=256),
         _attention(32, 8, 128, dtype="fp32"),
-        _combine(128, 64),
     ],
+    "compute.gpu.work": [_work(invariant=False), _work(invariant=True)],
     "compute.gpu.norms": [
         _norm(4096, 16),
         _norm(4096, 16, add=False),
@@ -336,12 +333,12 @@ def test_kernels_compile_for_hopper_without_spills(module: str, tmp_path: Path):
         assert found["spilled_bytes"] == 0, (variant, found)
         assert found["shared_bytes"] <= SHARED_MEMORY_BYTES, (variant, found)
         assert found["wgmma"] == variant.wgmma, (variant, found)
+        assert found["waits_first"] == bool(variant.constexprs.get("PDL")), (variant, found)
 
 
 def test_blocks_and_prompts_of_qwen3_8b_use_hopper_s_matrix_instructions():
     block, prompt = VARIANTS["compute.gpu.attention"][:2]
-    assert (block.constexprs["BLOCK_ROWS"], block.constexprs["SPLITS"]) == (64, 32)
-    assert (prompt.constexprs["BLOCK_ROWS"], prompt.constexprs["SPLITS"]) == (128, 1)
+    assert (block.constexprs["BLOCK_ROWS"], prompt.constexprs["BLOCK_ROWS"]) == (64, 128)
     assert block.wgmma and prompt.wgmma
 
 
@@ -368,7 +365,15 @@ def _compile(module: str, variant: Variant) -> dict[str, int | bool]:
         "registers": int(re.findall(r"Used (\d+) registers", log.getvalue())[-1]),
         "shared_bytes": compiled.metadata.shared,
         "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+        "waits_first": _waits_first(compiled.asm["ptx"]),
     }
+
+
+def _waits_first(ptx: str) -> bool:
+    """Whether a kernel touches memory only behind its wait for the kernel before it."""
+    touched = re.search(r"\b(ld|st|atom|red|cp)\.(?!param)", ptx)
+    assert touched is not None, "a kernel that does nothing"
+    return -1 < ptx.find("griddepcontrol.wait") < touched.start()
 
 
 if __name__ == "__main__":

@@ -216,6 +216,20 @@ def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
     assert plan_load(settings(tiny_qwen3, device="cpu")).dtype is torch.float32
 
 
+def test_pages_are_as_large_as_the_device_reads_best(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def page_size(**changes: object) -> int:
+        return plan_load(settings(tiny_qwen3, **changes)).page_size
+
+    assert (page_size(device="cpu"), page_size(device="cpu", page_size=32)) == (16, 32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert (page_size(), page_size(page_size=32)) == (64, 32)
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    assert page_size(attention_backend="flash_attn", dtype="bfloat16") == 256
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_device_is_refused(tiny_qwen3: Path) -> None:
     with pytest.raises(ConfigError, match=r'device="cuda".*no CUDA device') as caught:

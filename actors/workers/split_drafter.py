@@ -82,8 +82,8 @@ class DrafterRunner:
         num_pages = tuple(self._link.broadcast(told).tolist())
         _check_pages_fit(plan, num_pages)
         mine = pages_of(plan.pages, plan.pages.drafter, num_pages)
-        self._proposer = Proposer(drafter, drafter.new_cache(mine, config.page_size), operators)
-        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        self._proposer = Proposer(drafter, drafter.new_cache(mine, plan.page_size), operators)
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         self._states = RequestStates(*size, plan.device, backend.attention_batch, operators, plan.pages)
 
     @torch.inference_mode()

@@ -59,7 +59,15 @@ def step(
             help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
         ),
     ] = "auto",
-    page_size: Annotated[int, typer.Option("--block-size", "--page-size", help="Tokens per K/V page.")] = 16,
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            "--block-size",
+            "--page-size",
+            show_default=False,
+            help="Tokens per K/V page; if absent 64 on a GPU, 16 on a CPU.",
+        ),
+    ] = None,
     device_rates: Annotated[
         str | None,
         typer.Option(

@@ -53,7 +53,7 @@ class StepOptions:
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
-    page_size: int = 16
+    page_size: int | None = None
     device_rates: str | None = None
     output: Path | None = None
 
@@ -107,6 +107,7 @@ def bench_step(options: StepOptions) -> Figures:
         "drafter": shape.drafter_json,
         "num_drafts": plan.num_speculative_tokens,
         "attention_backend": plan.attention_backend,
+        "page_size": plan.page_size,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "device": asdict(roofline.device),
         "acceptance": {

@@ -63,7 +63,7 @@ class Memory:
     """What the device holds: weights, and pages for one point at a time."""
 
     def __init__(self, plan: LoadPlan, shape: PairShape) -> None:
-        self._page_size, self._num_drafts = plan.config.page_size, plan.num_speculative_tokens
+        self._page_size, self._num_drafts = plan.page_size, plan.num_speculative_tokens
         on_gpu = plan.device.type == "cuda"
         free = torch.cuda.mem_get_info(plan.device)[0] if on_gpu else free_ram_bytes()
         left = int(free * MEMORY_SHARE) - shape.num_params() * plan.dtype.itemsize

@@ -35,7 +35,7 @@ def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> 
     for places, kv_heads, head_dim in models:
         for pool in range(pages.num_pools):
             planes = pages.num_planes(places, pool)
-            shape = (planes, plan.config.page_size, kv_heads, head_dim)
+            shape = (planes, plan.page_size, kv_heads, head_dim)
             sizes[pool] += PagedKVCache.bytes_per_page(*shape, plan.dtype)
     return tuple(sizes)
 
@@ -57,7 +57,7 @@ def affordable_pages(plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int |
 
     def bytes_of(num_tokens: int) -> int:
         """Of a sequence, at most."""
-        held = pages.pages_per_sequence(num_tokens, config.page_size, rows)
+        held = pages.pages_per_sequence(num_tokens, plan.page_size, rows)
         return sum(count * size for count, size in zip(held, sizes, strict=True))
 
     needed = bytes_of(max_model_len)
@@ -73,7 +73,7 @@ def affordable_pages(plan: LoadPlan, sizes: tuple[int, ...], budget_bytes: int |
             "(or, on a GPU, gpu_memory_utilization).",
             param="max_model_len",
         )
-    shape = (config.page_size, rows, config.max_num_seqs, max_model_len)
+    shape = (plan.page_size, rows, config.max_num_seqs, max_model_len)
     return share_pages(pages, *shape, sizes, budget_bytes)
 
 

@@ -35,7 +35,7 @@ def make_backend(plan: LoadPlan) -> Backend:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if plan.attention_backend == "triton":
-        return TritonBackend(plan.device, invariant_rows=plan.invariant_rows)
+        return TritonBackend(plan.device, batch_invariant=plan.config.batch_invariant)
     from ....drafter.compute.gpu.flash_attention import FlashAttention
 
     return TritonBackend(plan.device, FlashAttention())

@@ -36,6 +36,7 @@ class LoadPlan:
         facts: what the drafter must fit.
         num_speculative_tokens: most drafts per request and step.
         attention_backend: of target and drafter.
+        page_size: tokens per K/V page.
         pages: which layers' K and V share pages, and where they lie.
     """
 
@@ -49,6 +50,7 @@ class LoadPlan:
     dtype: torch.dtype
     num_speculative_tokens: int
     attention_backend: BackendName
+    page_size: int
     pages: PagePlan
 
     @property
@@ -58,15 +60,7 @@ class LoadPlan:
 
     @property
     def machine(self) -> Machine:
-        return Machine(self.device, self.dtype, self.config.page_size, self.config.tensor_parallel_size)
-
-    @property
-    def invariant_rows(self) -> int | None:
-        """Most rows of a step, padding of graphs included, if their bits must not depend on each other."""
-        if not self.config.batch_invariant:
-            return None
-        decoding = self.config.max_num_seqs * (1 + self.num_speculative_tokens)
-        return max(self.config.max_num_batched_tokens, decoding)
+        return Machine(self.device, self.dtype, self.page_size, self.config.tensor_parallel_size)
 
     @property
     def max_model_len(self) -> int:
@@ -112,7 +106,8 @@ def plan_models(
     """The plan for models whose shapes are known; of the folders nothing is read."""
     device = _device(config)
     models = _of_backend(target, drafter)
-    liked = Machine(device, torch.bfloat16, config.page_size, config.tensor_parallel_size)
+    page_size = config.page_size or _page_size(config, device)
+    liked = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     dtype = choose_dtype(config, models, target.dtype, liked)
     machine = replace(liked, dtype=dtype)
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
@@ -127,6 +122,7 @@ def plan_models(
         dtype=dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
         attention_backend=choose_backend(config, models, machine),
+        page_size=page_size,
         pages=plan_pages(target.windows, draft_windows, max_model_len),
     )
 
@@ -196,6 +192,13 @@ def _num_speculative_tokens(config: EngineConfig, drafter: DrafterConfig | None)
             param="speculative_config.num_speculative_tokens",
         )
     return wanted
+
+
+def _page_size(config: EngineConfig, device: torch.device) -> int:
+    """A GPU reads a tile of keys from one page; on a CPU smaller ones waste less and are shared by more."""
+    if config.attention_backend == "flash_attn":
+        return 256  # the package reads no other
+    return 64 if device.type == "cuda" else 16
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -133,7 +133,7 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
     return ExecutorInfo(
         num_pages=num_pages,
         page_groups=plan.pages.groups,
-        page_size=plan.config.page_size,
+        page_size=plan.page_size,
         max_model_len=plan.max_model_len,
         vocab_size=plan.target.vocab_size,
         eos_token_ids=plan.target.eos_token_ids,
@@ -204,10 +204,10 @@ class _Rank:
         plan, config = self._plan, self._plan.config
         num_rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
         vocab = self._model.vocab_range
-        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         models = DeviceModels(
             target=self._model,
-            cache=self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), config.page_size),
+            cache=self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), plan.page_size),
             drafter=self._drafter,
             draft_cache=self._draft_cache(num_pages),
             states=DeviceStates(*size, plan.device, plan.pages),
@@ -219,7 +219,7 @@ class _Rank:
         return DeviceRunner(models, plan.num_speculative_tokens, sizes)
 
     def _step_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> StepRunner:
-        plan, page_size = self._plan, self._plan.config.page_size
+        plan, page_size = self._plan, self._plan.page_size
         operators = make_step_operators(plan)
         drafts: DraftSource | None = None
         if remote_drafts is not None:
@@ -235,7 +235,7 @@ class _Rank:
         return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
 
     def _draft_cache(self, num_pages: tuple[int, ...]) -> PagedKVCache | None:
-        pages, page_size = self._plan.pages, self._plan.config.page_size
+        pages, page_size = self._plan.pages, self._plan.page_size
         if self._drafter is None:
             return None
         return self._drafter.new_cache(pages_of(pages, pages.drafter, num_pages), page_size)

@@ -25,7 +25,7 @@ _PROMPT_TOKENS = 8
 def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     """A small prefill, a step with drafts and one without."""
     pools = [group.pool for group in plan.pages.groups]
-    room = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.config.page_size
+    room = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
     most = min(room, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
     prompt = min(_PROMPT_TOKENS, most - 2)
     if prompt < 1:
@@ -43,7 +43,7 @@ def largest_prefill(config: EngineConfig, max_model_len: int) -> list[int]:
 
 def pages_of_prefill(plan: LoadPlan, lengths: list[int]) -> tuple[int, ...]:
     """Pages of each pool that such a step uses."""
-    count = sum(pages_for(n, plan.config.page_size) for n in lengths)
+    count = sum(pages_for(n, plan.page_size) for n in lengths)
     pools = [group.pool for group in plan.pages.groups]
     return tuple(count * pools.count(pool) for pool in range(plan.pages.num_pools))
 
@@ -73,6 +73,6 @@ def _prefill(plan: LoadPlan, lengths: list[int], rooms: list[int]) -> SchedulerO
         lengths,
         none,
         prompts=[np.zeros(n, np.int32) for n in lengths],
-        num_pages=[pages_for(room, plan.config.page_size) for room in rooms],
+        num_pages=[pages_for(room, plan.page_size) for room in rooms],
         groups=plan.pages.groups,
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layers import Activation
+from .launch import dependent_launch, wait_for_predecessor
 
 _BLOCK = 1024  # 8 elements per thread of 4 warps; 16 rows of 12288 make 192 programs
 
@@ -40,14 +41,22 @@ def gate(gate_up_NI2: Tensor, activation: Activation) -> Tensor:
         BLOCK=block,
         GELU=activation == "gelu_tanh",
         num_warps=4,
+        **dependent_launch(gate_up_NI2.device),
     )
     return product_NI
 
 
 @triton.jit
 def _gate_mul(
-    gate_up_ptr, product_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+    gate_up_ptr,
+    product_ptr,
+    row_stride,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     columns_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

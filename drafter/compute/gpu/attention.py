@@ -1,22 +1,29 @@
-"""Attention over paged K/V, in one launch or, where contexts are split, two: verify, draft and prefill.
+"""Attention over paged K/V in one launch per layer: verify, draft and prefill.
 
 Means what `drafter/compute/eager/attention.py` means (causality, window), plus sinks. Plans nothing on the
 host but tile sizes (`tiles.py`): lengths, page ids and row offsets are read from memory, so a CUDA graph may
 hold a call. Not the K/V write: a call's own rows are in the cache before. Called by the target's and the
 drafter's layers.
 
-A program serves one request, one kv head and one tile of rows; GQA heads are rows too, so a block of 16 rows
-of 4 heads each is one tile of 64 that reads its K and V once. Several programs share a long context:
+As many programs as the device runs at once walk a list of items (`work.py`): one request, one kv head, one
+tile of rows, one piece of its keys. GQA heads are rows too, so a block of 16 rows of 4 heads each is one tile
+of 64 that reads its K and V once. Where a context is more than one piece, the last to finish adds them up:
 
-    rows of a tile (R)                 key tiles of a context         split 0  split 1  split 2
+    rows of a tile (R)                 key tiles of a context         piece 0  piece 1  piece 2
     token 0: head 0 1 2 3  ┐           |----|----|----|----|----|----|  m,l,o    m,l,o    m,l,o
     token 1: head 0 1 2 3  ├── x K^T ─►  lo ►  ► hi                        └────────┴────────┘
-    ...                    ┘             (one split's loop)                   _combine ──► out
+    ...                    ┘            (one program's loop)           whoever is last ──► out
 
-with m the greatest score so far (in powers of two), l the sum of 2^(score - m), o the sum weighted by V.
+with m the greatest score so far (in powers of two), l the sum of 2^(score - m), o the sum weighted by V. Of
+many pieces runs are added first, each by its last, then the runs' sums by the last of those: one program
+would read 32 parts of 32 KB for as long as it reads their keys.
+
+In batch-invariant mode a sum is always made so: a split of 256 keys at a time, begun anew; splits of a run
+added in order; runs added in order, whether one program does all this or many. All boundaries are absolute
+positions, and a tile that a row sees nothing of changes none of its bits.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S page size; in the kernels R rows
-of a tile (tokens x heads of a group), T keys of a tile, C splits.
+of a tile (tokens x heads of a group), T keys of a tile.
 """
 
 # Type checkers know neither Triton's launch options nor what its functions take and return.
@@ -29,11 +36,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import MIN_SPLIT_TILES, AttentionWorkspace, PagedRows, TilePlan, plan_tiles
+from .launch import dependent_launch, wait_for_predecessor
+from .partials import add_parts, add_slots, is_last, no_part, store_part
+from .tiles import INVARIANT_RUN_SPLITS, INVARIANT_SPLIT_KEYS, AttentionKind, PagedRows
+from .work import HEADER, WorkList, count_pieces, find_request, first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MIN_TILES = tl.constexpr(MIN_SPLIT_TILES)
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
+_SPLIT_KEYS = tl.constexpr(INVARIANT_SPLIT_KEYS)
+_RUN_KEYS = tl.constexpr(INVARIANT_SPLIT_KEYS * INVARIANT_RUN_SPLITS)
 
 
 def verify_attention(
@@ -41,119 +52,95 @@ def verify_attention(
     k_PSKD: Tensor,
     v_PSKD: Tensor,
     rows: PagedRows,
+    work: WorkList,
     scale: float,
     *,
-    causal: bool = True,
-    window: int | None = None,
     sinks_Q: Tensor | None = None,
-    workspace: AttentionWorkspace,
 ) -> Tensor:
     """Attend from every row to its request's keys (the rows' own must be written already).
+
+    With a window a row at p sees keys p - window < key < p + window; if causal none behind p.
 
     Args:
         q_NQD: fp16, bf16 or fp32; N >= rows.cu_rows[B].
         k_PSKD, v_PSKD: a layer's keys and values by page, of q's dtype; any strides but the last.
-        causal: whether a row sees only keys up to its own position.
-        window: with it a row at p sees keys p - window < key < p + window; None sees all.
+        work: `list_work` of these rows and of this layer's kind.
+        scale: of scores.
         sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
-        workspace: holds at least the plan's `num_partials`.
 
     Returns:
         [N, Q * D] of q's dtype; zeros where rows are padding.
     """
-    num_rows, num_heads, head_dim = q_NQD.shape
-    _, page_size, num_kv_heads, _ = k_PSKD.shape
-    _check_shapes(q_NQD, k_PSKD, v_PSKD, window)
-    plan = plan_tiles(
-        len(rows.slots_B),
-        rows.max_rows,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        q_NQD.dtype,
-        rows.page_table.shape[1] * page_size,
-        batch_invariant=workspace.batch_invariant,
-    )
-    needed = plan.num_partials(num_rows, num_heads)
-    assert needed <= len(workspace.max_E), f"the workspace holds {len(workspace.max_E)} partials of {needed}"
+    _check_shapes(q_NQD, k_PSKD, v_PSKD, work.kind)
     out_NQD = torch.empty(q_NQD.shape, dtype=q_NQD.dtype, device=q_NQD.device)
-    _launch(q_NQD, k_PSKD, v_PSKD, out_NQD, rows, scale, causal, window, sinks_Q, workspace, plan)
-    return out_NQD.view(num_rows, -1)
-
-
-def _check_shapes(q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, window: int | None) -> None:
-    _, num_heads, head_dim = q_NQD.shape
-    _, page_size, num_kv_heads, kv_dim = k_PSKD.shape
-    assert k_PSKD.shape == v_PSKD.shape and k_PSKD.stride() == v_PSKD.stride(), "K and V are laid out alike"
-    assert q_NQD.dtype is k_PSKD.dtype is v_PSKD.dtype, "q, K and V have one dtype"
-    assert kv_dim == head_dim and head_dim in (16, 32, 64, 128, 256), f"head_dim {head_dim} is no tile"
-    assert num_heads % num_kv_heads == 0, "query heads come in groups of one size"
-    assert page_size >= 16 and page_size & (page_size - 1) == 0, f"page size {page_size} is no power of two"
-    assert q_NQD.stride(2) == 1 and k_PSKD.stride(3) == 1, "the last dimension is contiguous"
-    assert window is None or window > 0, "a row sees itself at least"
-
-
-def _launch(
-    q_NQD: Tensor,
-    k_PSKD: Tensor,
-    v_PSKD: Tensor,
-    out_NQD: Tensor,
-    rows: PagedRows,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    sinks_Q: Tensor | None,
-    workspace: AttentionWorkspace,
-    plan: TilePlan,
-) -> None:
-    num_rows, num_heads, head_dim = q_NQD.shape
-    _, page_size, num_kv_heads, _ = k_PSKD.shape
-    partials = (workspace.max_E, workspace.sum_E, workspace.out_ED)
-    _attend[(plan.query_tiles * plan.num_splits, num_kv_heads, len(rows.slots_B))](
+    kind, plan, workspace = work.kind, work.plan, work.workspace
+    _attend[(work.num_programs,)](
         q_NQD,
         k_PSKD,
         v_PSKD,
         out_NQD,
         sinks_Q,
-        *partials,
+        workspace.max_E,
+        workspace.sum_E,
+        workspace.out_ED,
+        workspace.arrived,
+        work.values,
         rows.slots_B,
         rows.cu_rows,
         rows.kv_lengths_B,
         rows.page_table,
         scale,
-        num_rows,
+        len(q_NQD),
+        len(rows.slots_B),
         q_NQD.stride(0),
         q_NQD.stride(1),
         k_PSKD.stride(0),
         k_PSKD.stride(1),
         k_PSKD.stride(2),
         rows.page_table.stride(0),
-        HEADS=num_heads,
-        GROUP=num_heads // num_kv_heads,
-        DIM=head_dim,
-        PAGE=page_size,
+        HEADS=kind.num_heads,
+        GROUP=kind.num_heads // kind.num_kv_heads,
+        DIM=kind.head_dim,
+        PAGE=kind.page_size,
         BLOCK_ROWS=plan.block_rows,
         BLOCK_KEYS=plan.block_keys,
-        SPLITS=plan.num_splits,
-        SPLIT_TILES=plan.split_tiles,
-        CAUSAL=causal,
-        WINDOW=window or 0,
+        CAUSAL=kind.causal,
+        WINDOW=kind.window or 0,
+        INVARIANT=workspace.batch_invariant,
         num_warps=plan.num_warps,
+        # A product and a sum may not become one where bits are promised: which do is up to the compiler.
+        enable_fp_fusion=not workspace.batch_invariant,
+        **dependent_launch(q_NQD.device),
     )
-    if plan.num_splits > 1:
-        _combine[(num_rows * num_heads,)](
-            *partials,
-            out_NQD,
-            sinks_Q,
-            rows.cu_rows,
-            len(rows.slots_B),
-            HEADS=num_heads,
-            DIM=head_dim,
-            SPLITS=plan.num_splits,
-        )
+    return out_NQD.view(len(q_NQD), -1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+def _check_shapes(q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, kind: AttentionKind) -> None:
+    _, num_heads, head_dim = q_NQD.shape
+    _, page_size, num_kv_heads, kv_dim = k_PSKD.shape
+    assert (num_heads, num_kv_heads, head_dim) == (kind.num_heads, kind.num_kv_heads, kind.head_dim)
+    assert k_PSKD.shape == v_PSKD.shape and k_PSKD.stride() == v_PSKD.stride(), "K and V are laid out alike"
+    assert q_NQD.dtype is k_PSKD.dtype is v_PSKD.dtype is kind.dtype, "q, K and V have one dtype"
+    assert kv_dim == head_dim and head_dim in (16, 32, 64, 128, 256), f"head_dim {head_dim} is no tile"
+    assert num_heads % num_kv_heads == 0, "query heads come in groups of one size"
+    assert page_size == kind.page_size >= 16, f"page size {page_size} is none"
+    assert page_size & (page_size - 1) == 0, f"page size {page_size} is no power of two"
+    assert q_NQD.stride(2) == 1 and k_PSKD.stride(3) == 1, "the last dimension is contiguous"
+    assert kind.window is None or kind.window > 0, "a row sees itself at least"
+
+
+@triton.jit(
+    do_not_specialize=[
+        # Views into a step's buffer, aligned or not, of which single numbers are read.
+        "slots_ptr",
+        "cu_rows_ptr",
+        "kv_lengths_ptr",
+        "page_table_ptr",
+        "num_rows",
+        "num_requests",
+        "table_stride",
+    ]
+)
 def _attend(
     q_ptr,
     k_ptr,
@@ -163,12 +150,15 @@ def _attend(
     max_ptr,
     sum_ptr,
     partial_ptr,
+    arrived_ptr,
+    work_ptr,
     slots_ptr,
     cu_rows_ptr,
     kv_lengths_ptr,
     page_table_ptr,
     scale,
     num_rows,
+    num_requests,
     q_row_stride,
     q_head_stride,
     page_stride,
@@ -181,53 +171,253 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INVARIANT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """This program's share of the items."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
+    wait_for_predecessor(PDL)
+    _zero_padding(out_ptr, tl.load(cu_rows_ptr + num_requests), num_rows, HEADS, DIM)
+    piece_keys = tl.load(work_ptr)
+    run_pieces = tl.load(work_ptr + 1)
+    before_ptr = work_ptr + HEADER
+    shared_before_ptr = before_ptr + num_requests + 1
+    place_R = tl.arange(0, BLOCK_ROWS)
+    dim_D = tl.arange(0, DIM)
+    num_items = tl.load(before_ptr + num_requests) * KV_HEADS
+    # Nothing of an item is computed before the loop: what it would hold for all of them spills.
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
+        pair = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        request = find_request(before_ptr, pair, num_requests)
+        row_begin = tl.load(cu_rows_ptr + request)
+        request_rows = tl.load(cu_rows_ptr + request + 1) - row_begin
+        num_keys = tl.load(kv_lengths_ptr + request)
+        first = num_keys - request_rows  # the first row's position
+        first_key = first_seen(first, WINDOW)
+        pieces = count_pieces(first_key, num_keys - 1, piece_keys)
+        place = pair - tl.load(before_ptr + request)
+        # Late rows first: they see more, and what takes long should not come last.
+        first_token = (tl.cdiv(request_rows, TILE_TOKENS) - 1 - place // pieces) * TILE_TOKENS
+        piece = first_key // piece_keys + place % pieces
+        tile_lo, tile_hi = _key_tiles(first + first_token, TILE_TOKENS, num_keys, BLOCK_KEYS, CAUSAL, WINDOW)
+        piece_tiles = piece_keys // BLOCK_KEYS
+        lo = tl.maximum(tile_lo, piece * piece_tiles)
+        hi = tl.minimum(tile_hi, piece * piece_tiles + piece_tiles)
+        if lo < hi:
+            token_R = first_token + place_R // GROUP
+            head_R = kv_head * GROUP + place_R % GROUP
+            real_R = (place_R < TILE_TOKENS * GROUP) & (token_R < request_rows)
+            row_R = (row_begin + token_R).to(tl.int64)
+            at_R = row_R * q_row_stride + head_R * q_head_stride
+            q_RD = tl.load(q_ptr + at_R[:, None] + dim_D[None, :], mask=real_R[:, None], other=0.0)
+            table_ptr = page_table_ptr + tl.load(slots_ptr + request).to(tl.int64) * table_stride
+            m_R, l_R, o_RD = _attend_piece(
+                q_RD,
+                k_ptr + kv_head * kv_head_stride,
+                v_ptr + kv_head * kv_head_stride,
+                table_ptr,
+                first + token_R,
+                lo,
+                hi,
+                num_keys,
+                scale * _LOG2_E,
+                page_stride,
+                token_stride,
+                PAGE,
+                BLOCK_KEYS,
+                CAUSAL,
+                WINDOW,
+                INVARIANT,
+            )
+            begin = tile_lo // piece_tiles
+            end = tl.cdiv(tile_hi, piece_tiles)
+            out_R = (row_R * HEADS + head_R) * DIM
+            if end - begin == 1:
+                _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RD, real_R, DIM)
+            else:
+                # A tile's pieces lie behind each other; in shared pairs this is where its piece 0 would be.
+                origin = (tl.load(shared_before_ptr + request) + place - piece) * KV_HEADS + kv_head
+                slot = origin + piece * KV_HEADS
+                store_part(max_ptr, sum_ptr, partial_ptr, slot, m_R, l_R, o_RD, real_R, BLOCK_ROWS, DIM)
+                _finish_tile(
+                    max_ptr,
+                    sum_ptr,
+                    partial_ptr,
+                    arrived_ptr,
+                    origin,
+                    piece,
+                    begin,
+                    end,
+                    run_pieces,
+                    out_ptr,
+                    out_R,
+                    sinks_ptr,
+                    head_R,
+                    real_R,
+                    KV_HEADS,
+                    BLOCK_ROWS,
+                    DIM,
+                )
+
+
+@triton.jit
+def _finish_tile(
+    max_ptr,
+    sum_ptr,
+    partial_ptr,
+    arrived_ptr,
+    origin,
+    piece,
+    begin,
+    end,
+    run_pieces,
+    out_ptr,
+    out_R,
+    sinks_ptr,
+    head_R,
+    real_R,
+    KV_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Add up what is complete by this piece: its run, and by that perhaps the tile of pieces begin..end-1."""
+    run_begin = tl.maximum(begin, piece // run_pieces * run_pieces)
+    run_end = tl.minimum(end, piece // run_pieces * run_pieces + run_pieces)
+    run_slot = origin + run_begin * KV_HEADS
+    if is_last(arrived_ptr + 2 * run_slot, run_end - run_begin):
+        run_m_R, run_l_R, run_o_RD = add_slots(
+            max_ptr, sum_ptr, partial_ptr, origin, run_begin, run_end, 1, real_R, KV_HEADS, BLOCK_ROWS, DIM
+        )
+        if run_end - run_begin == end - begin:
+            _write_out(out_ptr, out_R, sinks_ptr, head_R, run_m_R, run_l_R, run_o_RD, real_R, DIM)
+        else:
+            tl.debug_barrier()  # all threads have read the part that the run's sum replaces
+            store_part(
+                max_ptr, sum_ptr, partial_ptr, run_slot, run_m_R, run_l_R, run_o_RD, real_R, BLOCK_ROWS, DIM
+            )
+            runs = tl.cdiv(end, run_pieces) - begin // run_pieces
+            if is_last(arrived_ptr + 2 * (origin + begin * KV_HEADS) + 1, runs):
+                all_m_R, all_l_R, all_o_RD = add_slots(
+                    max_ptr,
+                    sum_ptr,
+                    partial_ptr,
+                    origin,
+                    begin,
+                    end,
+                    run_pieces,
+                    real_R,
+                    KV_HEADS,
+                    BLOCK_ROWS,
+                    DIM,
+                )
+                _write_out(out_ptr, out_R, sinks_ptr, head_R, all_m_R, all_l_R, all_o_RD, real_R, DIM)
+
+
+@triton.jit
+def _attend_piece(
+    q_RD,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    position_R,
+    lo,
+    hi,
+    num_keys,
+    scale,
+    page_stride,
+    token_stride,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INVARIANT: tl.constexpr,
+):
+    """Key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits."""
+    if not INVARIANT:
+        return _attend_tiles(
+            q_RD,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            position_R,
+            lo,
+            hi,
+            num_keys,
+            scale,
+            page_stride,
+            token_stride,
+            PAGE,
+            BLOCK_KEYS,
+            CAUSAL,
+            WINDOW,
+        )
+    else:
+        SPLIT: tl.constexpr = _SPLIT_KEYS // BLOCK_KEYS
+        RUN: tl.constexpr = _RUN_KEYS // BLOCK_KEYS
+        m_R, l_R, o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
+        for run in range(lo // RUN, tl.cdiv(hi, RUN)):
+            run_m_R, run_l_R, run_o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
+            run_lo = tl.maximum(lo, run * RUN)
+            run_hi = tl.minimum(hi, run * RUN + RUN)
+            for split in range(run_lo // SPLIT, tl.cdiv(run_hi, SPLIT)):
+                split_m_R, split_l_R, split_o_RD = _attend_tiles(
+                    q_RD,
+                    k_ptr,
+                    v_ptr,
+                    table_ptr,
+                    position_R,
+                    tl.maximum(run_lo, split * SPLIT),
+                    tl.minimum(run_hi, split * SPLIT + SPLIT),
+                    num_keys,
+                    scale,
+                    page_stride,
+                    token_stride,
+                    PAGE,
+                    BLOCK_KEYS,
+                    CAUSAL,
+                    WINDOW,
+                )
+                run_m_R, run_l_R, run_o_RD = add_parts(
+                    run_m_R, run_l_R, run_o_RD, split_m_R, split_l_R, split_o_RD
+                )
+            m_R, l_R, o_RD = add_parts(m_R, l_R, o_RD, run_m_R, run_l_R, run_o_RD)
+        return m_R, l_R, o_RD
+
+
+@triton.jit
+def _attend_tiles(
+    q_RD,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    position_R,
+    lo,
+    hi,
+    num_keys,
+    scale,
+    page_stride,
+    token_stride,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """One tile of a request's rows against one split of its keys."""
-    TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
-    split = tl.program_id(0) % SPLITS
-    kv_head = tl.program_id(1)
-    request = tl.program_id(2)
-    before = tl.load(cu_rows_ptr + request)
-    request_rows = tl.load(cu_rows_ptr + request + 1) - before
-    first_token = tl.program_id(0) // SPLITS * TILE_TOKENS
-    if SPLITS == 1 and tl.program_id(0) == 0:
-        _zero_padding(out_ptr, cu_rows_ptr, num_rows, HEADS, GROUP, DIM)
-    if first_token >= request_rows:
-        return
-    num_keys = tl.load(kv_lengths_ptr + request)
-    first = num_keys - request_rows
-    place_R = tl.arange(0, BLOCK_ROWS)
-    token_R = first_token + place_R // GROUP
-    head_R = kv_head * GROUP + place_R % GROUP
-    real_R = (place_R < TILE_TOKENS * GROUP) & (token_R < request_rows)
-    row_R = (before + token_R).to(tl.int64)
-    dim_D = tl.arange(0, DIM)
-    lo, hi = _key_tiles(
-        first + first_token, TILE_TOKENS, num_keys, split, BLOCK_KEYS, SPLITS, SPLIT_TILES, CAUSAL, WINDOW
-    )
-    used_R = real_R & (lo < hi)
-    q_RD = tl.load(
-        q_ptr + (row_R * q_row_stride + head_R * q_head_stride)[:, None] + dim_D[None, :],
-        mask=used_R[:, None],
-        other=0.0,
-    )
-    table_ptr = page_table_ptr + tl.load(slots_ptr + request).to(tl.int64) * table_stride
-    m_R = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
-    l_R = tl.zeros([BLOCK_ROWS], tl.float32)
-    o_RD = tl.zeros([BLOCK_ROWS, DIM], tl.float32)
+    """One loop over key tiles lo..hi-1, from nothing: (m, l, o)."""
+    dim_D = tl.arange(0, q_RD.shape[1])
+    m_R, l_R, o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
     for tile in range(lo, hi):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
         page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
-        at_T = page_T * page_stride + (key_T % PAGE) * token_stride + kv_head * kv_head_stride
+        at_T = page_T * page_stride + (key_T % PAGE) * token_stride
         k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_T[None, :], other=0.0)
         v_TD = tl.load(v_ptr + at_T[:, None] + dim_D[None, :], mask=there_T[:, None], other=0.0)
-        x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT) * (scale * _LOG2_E)
-        seen_RT = _visible(key_T[None, :], (first + token_R)[:, None], there_T[None, :], CAUSAL, WINDOW)
+        x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT) * scale
+        seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW)
         x_RT = tl.where(seen_RT, x_RT, -float("inf"))
         new_m_R = tl.maximum(m_R, tl.max(x_RT, 1))
         base_R = tl.where(new_m_R == -float("inf"), 0.0, new_m_R)  # nothing seen yet: inf - inf is no number
@@ -236,68 +426,25 @@ def _attend(
         l_R = l_R * shrink_R + tl.sum(p_RT, 1)
         o_RD = tl.dot(p_RT.to(v_TD.dtype), v_TD, o_RD * shrink_R[:, None], input_precision=_FP32_PRODUCT)
         m_R = new_m_R
-    if SPLITS == 1:
-        if sinks_ptr is not None:
-            sink_R = tl.load(sinks_ptr + head_R, mask=real_R, other=0.0) * _LOG2_E
-            base_R = tl.maximum(m_R, sink_R)
-            shrink_R = tl.exp2(m_R - base_R)
-            l_R = l_R * shrink_R + tl.exp2(sink_R - base_R)
-            o_RD = o_RD * shrink_R[:, None]
-        out_RD = o_RD / tl.where(l_R > 0, l_R, 1.0)[:, None]
-        at_RD = ((row_R * HEADS + head_R) * DIM)[:, None] + dim_D[None, :]
-        tl.store(out_ptr + at_RD, out_RD.to(out_ptr.dtype.element_ty), mask=real_R[:, None])
-    else:
-        partial_R = (row_R * HEADS + head_R) * SPLITS + split
-        tl.store(max_ptr + partial_R, m_R, mask=real_R)
-        tl.store(sum_ptr + partial_R, l_R, mask=real_R)
-        tl.store(partial_ptr + partial_R[:, None] * DIM + dim_D[None, :], o_RD, mask=used_R[:, None])
-
-
-@triton.jit
-def _zero_padding(
-    out_ptr, cu_rows_ptr, num_rows, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr
-):
-    """Requests' programs share the rows behind the last request, where no second kernel writes them."""
-    num_requests = tl.num_programs(2)
-    end = tl.load(cu_rows_ptr + num_requests).to(tl.int64)
-    dim_D = tl.arange(0, DIM)
-    zero_D = tl.zeros([DIM], out_ptr.dtype.element_ty)
-    for row in range(end + tl.program_id(2), num_rows, num_requests):
-        for head in range(0, GROUP):
-            at = (row * HEADS + tl.program_id(1) * GROUP + head) * DIM
-            tl.store(out_ptr + at + dim_D, zero_D)
+    return m_R, l_R, o_RD
 
 
 @triton.jit
 def _key_tiles(
     position,
-    tokens,
+    TOKENS: tl.constexpr,
     num_keys,
-    split,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Key tiles (from, to) of a split for query rows at position..position+tokens-1; empty if to <= from."""
+    """Key tiles (from, to) that query rows at position..position+TOKENS-1 see."""
     end = num_keys
     if CAUSAL:
-        end = tl.minimum(end, position + tokens)
+        end = tl.minimum(end, position + TOKENS)
     elif WINDOW > 0:
-        end = tl.minimum(end, position + tokens - 1 + WINDOW)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_KEYS
-    end = tl.cdiv(end, BLOCK_KEYS)
-    if SPLIT_TILES > 0:
-        lo = tl.maximum(begin, split * SPLIT_TILES)
-        hi = tl.minimum(end, split * SPLIT_TILES + SPLIT_TILES)
-    else:
-        share = tl.maximum(tl.cdiv(end - begin, SPLITS), _MIN_TILES)
-        lo = begin + split * share
-        hi = tl.minimum(end, lo + share)
-    return lo, hi
+        end = tl.minimum(end, position + TOKENS - 1 + WINDOW)
+    return first_seen(position, WINDOW) // BLOCK_KEYS, tl.cdiv(end, BLOCK_KEYS)
 
 
 @triton.jit
@@ -313,38 +460,25 @@ def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     return seen
 
 
-@triton.jit(do_not_specialize=["num_requests"])
-def _combine(
-    max_ptr,
-    sum_ptr,
-    partial_ptr,
-    out_ptr,
-    sinks_ptr,
-    cu_rows_ptr,
-    num_requests,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """One row's head: its splits brought to one scale, and the sink's share of the sum."""
-    row_head = tl.program_id(0).to(tl.int64)
-    split_C = tl.arange(0, SPLITS)
-    dim_D = tl.arange(0, DIM)
-    real = row_head // HEADS < tl.load(cu_rows_ptr + num_requests)
-    partial_C = row_head * SPLITS + split_C
-    m_C = tl.load(max_ptr + partial_C, mask=real, other=0.0)
-    l_C = tl.load(sum_ptr + partial_C, mask=real, other=0.0)
-    base = tl.max(m_C, 0)
-    total = 0.0
+@triton.jit
+def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RD, real_R, DIM: tl.constexpr):
+    """Finished rows; a sink takes its share of the sum."""
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + row_head % HEADS) * _LOG2_E
-        base = tl.maximum(base, sink)
-        total = tl.exp2(sink - base)
-    weight_C = tl.where(l_C > 0, tl.exp2(m_C - base), 0.0)
-    total += tl.sum(weight_C * l_C, 0)
-    # Splits without keys stored no o: what stands there is an earlier layer's.
-    o_CD = tl.load(
-        partial_ptr + partial_C[:, None] * DIM + dim_D[None, :], mask=(l_C > 0)[:, None], other=0.0
-    )
-    out_D = tl.sum(o_CD * weight_C[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row_head * DIM + dim_D, out_D.to(out_ptr.dtype.element_ty))
+        sink_R = tl.load(sinks_ptr + head_R, mask=real_R, other=0.0) * _LOG2_E
+        base_R = tl.maximum(m_R, sink_R)
+        shrink_R = tl.exp2(m_R - base_R)
+        l_R = l_R * shrink_R + tl.exp2(sink_R - base_R)
+        o_RD = o_RD * shrink_R[:, None]
+    o_RD = o_RD / tl.where(l_R > 0, l_R, 1.0)[:, None]
+    at_RD = out_R[:, None] + tl.arange(0, DIM)[None, :]
+    tl.store(out_ptr + at_RD, o_RD.to(out_ptr.dtype.element_ty), mask=real_R[:, None])
+
+
+@triton.jit
+def _zero_padding(out_ptr, end, num_rows, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """All programs share the rows behind the last request's."""
+    dim_D = tl.arange(0, DIM)
+    zero_D = tl.zeros([DIM], out_ptr.dtype.element_ty)
+    first_ptr = out_ptr + end.to(tl.int64) * HEADS * DIM
+    for head in range(tl.program_id(0), (num_rows - end) * HEADS, tl.num_programs(0)):
+        tl.store(first_ptr + head * DIM + dim_D, zero_D)

@@ -1,19 +1,20 @@
 """A layer's small operations in fused kernels: what `TritonBackend` offers is what `TorchBackend` means.
 
-Per layer: four products, one launch that norms and rotates q and k and writes K/V, one or two that attend.
-Where products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
-PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Nothing asks the
-host for a value: a CUDA graph may hold it all. Chosen at load (`actors/targets/loading/operators.py`).
+Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
+products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind
+of layers: one lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
+all. Chosen at load (`actors/targets/loading/operators.py`).
 
-Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size; P parts and R rows of a block of a
-weight.
+Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
+K kv heads; of a weight P parts and R rows of a block.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,25 +36,47 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
-from .tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows, invariant_partials, rows_from_host
+from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
+from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
 
 
 class PagedAttention(Protocol):
-    """`attention.verify_attention`, or what stands in its place (`flash_attention.FlashAttention`)."""
+    """What attends: `SplitAttention`, or what stands in its place (`flash_attention.FlashAttention`)."""
+
+    def prepare(self, kind: AttentionKind, rows: PagedRows) -> Any:  # Any: it is handed to `__call__` alone
+        """Once per pass: what layers of a kind share."""
+        ...
 
     def __call__(
-        self,
-        q_NQD: Tensor,
-        k_PSKD: Tensor,
-        v_PSKD: Tensor,
-        rows: PagedRows,
-        scale: float,
-        *,
-        causal: bool,
-        window: int | None,
-        workspace: AttentionWorkspace,
-    ) -> Tensor: ...
+        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: Any, scale: float
+    ) -> Tensor:
+        """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
+        ...
+
+
+class SplitAttention:
+    """`attention.verify_attention` and its workspaces, one per head dim: layers take turns.
+
+    Args:
+        batch_invariant: see `AttentionWorkspace`.
+    """
+
+    def __init__(self, device: torch.device | str, *, batch_invariant: bool = False) -> None:
+        self._device, self._batch_invariant = device, batch_invariant
+        self._workspaces: dict[int, AttentionWorkspace] = {}
+
+    def prepare(self, kind: AttentionKind, rows: PagedRows) -> WorkList:
+        workspace = self._workspaces.get(kind.head_dim)
+        if workspace is None:
+            workspace = AttentionWorkspace(kind.head_dim, self._device, batch_invariant=self._batch_invariant)
+            self._workspaces[kind.head_dim] = workspace
+        return list_work(kind, rows, workspace)
+
+    def __call__(
+        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: WorkList, scale: float
+    ) -> Tensor:
+        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -71,10 +94,9 @@ class TritonBackend(OperatorBackend):
 
     Args:
         device: of the workspaces.
-        attend: what attends.
-        invariant_rows: most rows of a step in which a row's bits must not depend on its batch: products are
-            ours for any number of rows, in tiles of one height, and attention is cut by position. None is
-            not batch-invariant, and faster.
+        attend: what attends; by default our own kernel.
+        batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
+            tiles of one height, and attention is as `AttentionWorkspace` says.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -82,16 +104,13 @@ class TritonBackend(OperatorBackend):
     def __init__(
         self,
         device: torch.device | str,
-        attend: PagedAttention = verify_attention,
+        attend: PagedAttention | None = None,
         *,
-        invariant_rows: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        self._device = torch.device(device)
-        self._attend = attend
-        self._invariant_rows = invariant_rows
-        self._workspaces: dict[tuple[int, int], AttentionWorkspace] = {}  # by heads; layers take turns
-        self._choice = MeasuredChoice()
-        self._sums = ProductWorkspace(device)
+        self._device, self._batch_invariant = torch.device(device), batch_invariant
+        self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
+        self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
         return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
@@ -105,27 +124,18 @@ class TritonBackend(OperatorBackend):
         bias_O: Tensor | None,
         make_linear: Callable[[], Linear | BlockLinear],
     ) -> LayerProjection:
-        if self._invariant_rows is not None:
+        if self._batch_invariant:
             return OwnProjection(weight_PLRH, bias_O, self._sums, one_tile=True)
         other = TorchProjection(make_linear())
         if self._device.type == "cpu":
             return other
         return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
 
-    def begin(self, rows: PlacedRows) -> PlacedRows:
-        return rows
+    def begin(self, rows: PlacedRows) -> _Pass:
+        return _Pass(rows, self._attend)
 
     def attention(self, shape: AttentionShape) -> Attention:
-        heads = (shape.num_heads, shape.head_dim)
-        workspace = self._workspaces.get(heads)
-        if workspace is None:
-            rows = self._invariant_rows
-            most = MAX_PARTIALS if rows is None else invariant_partials(rows, shape.num_heads)
-            workspace = AttentionWorkspace(
-                most, shape.head_dim, self._device, batch_invariant=rows is not None
-            )
-            self._workspaces[heads] = workspace
-        return _TritonAttention(shape, self._attend, workspace)
+        return _TritonAttention(shape, self._attend)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
@@ -151,16 +161,32 @@ class TritonBackend(OperatorBackend):
         return as_tensor(normed_NH)
 
 
-class _TritonAttention:
-    __slots__ = ("_attend", "_heads", "_shape", "_workspace")
+class _Pass:
+    """A pass's rows, and what attention has prepared for layers of a kind: when the first of them asks."""
 
-    def __init__(self, shape: AttentionShape, attend: PagedAttention, workspace: AttentionWorkspace) -> None:
-        self._shape = shape
-        self._attend, self._workspace = attend, workspace
+    __slots__ = ("_attend", "_prepared", "rows")
+
+    def __init__(self, rows: PlacedRows, attend: PagedAttention) -> None:
+        self.rows = rows
+        self._attend = attend
+        self._prepared: dict[tuple[int, AttentionKind], Any] = {}  # by page group and kind
+
+    def prepared(self, group: int, kind: AttentionKind) -> Any:
+        key = group, kind
+        if key not in self._prepared:
+            self._prepared[key] = self._attend.prepare(kind, self.rows.batches[group])
+        return self._prepared[key]
+
+
+class _TritonAttention:
+    __slots__ = ("_attend", "_heads", "_shape")
+
+    def __init__(self, shape: AttentionShape, attend: PagedAttention) -> None:
+        self._shape, self._attend = shape, attend
         self._heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
 
-    def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, group, rope = self._shape, cache.group(layer), self._shape.rope
+    def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
         norm_rotate_write(
@@ -170,21 +196,23 @@ class _TritonAttention:
             shape.eps,
             rope.cos_TD,
             rope.sin_TD,
-            step.positions_N,
-            step.kv_slots[group],
+            rows.positions_N,
+            rows.kv_slots[group],
             k_PSKD,
             v_PSKD,
         )
-        return self._attend(
-            qkv_NJD[:, : shape.num_heads],
-            k_PSKD,
-            v_PSKD,
-            step.batches[group],
-            shape.scale,
+        kind = AttentionKind(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=qkv_NO.dtype,
+            page_size=cache.page_size,
             causal=shape.causal,
             window=shape.window,
-            workspace=self._workspace,
         )
+        prepared = step.prepared(group, kind)
+        q_NQD = qkv_NJD[:, : shape.num_heads]
+        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale)
 
 
 class _TritonContextWriter:

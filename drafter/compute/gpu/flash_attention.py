@@ -1,7 +1,7 @@
 """The `flash_attn` package (FlashAttention 2) in our kernel's place: optional, imported only if chosen.
 
 Not for gpt-oss (no sinks), fp32 or batch invariance; and no context is split while blocks are verified, so
-that few long requests leave most of a GPU idle. Called like `attention.verify_attention`.
+that few long requests leave most of a GPU idle. A `backend.PagedAttention`.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S page size.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from ..backend import Machine, StackSpec
 from . import backend
-from .tiles import AttentionWorkspace, PagedRows
+from .tiles import AttentionKind, PagedRows
 
 _PAGE_MULTIPLE = 256
 _MAX_HEAD_DIM = 256
@@ -39,11 +40,29 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
     return backend.why_not(spec, machine)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the package wants to know of a pass, for layers of one kind.
+
+    Attributes:
+        cu_keys: int32 [B + 1], keys before each request.
+        pages_BP: int32, the requests' rows of the page table.
+    """
+
+    kind: AttentionKind
+    cu_keys: Tensor
+    pages_BP: Tensor
+
+
 class FlashAttention:
-    """`flash_attn_varlen_func` over pages; an instance is called in `verify_attention`'s place."""
+    """`flash_attn_varlen_func` over pages."""
 
     def __init__(self) -> None:
         self._attend = _load()
+
+    def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared:
+        cu_keys = F.pad(rows.kv_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
+        return _Prepared(kind, cu_keys, rows.page_table.index_select(0, rows.slots_B))
 
     def __call__(
         self,
@@ -51,33 +70,27 @@ class FlashAttention:
         k_PSKD: Tensor,
         v_PSKD: Tensor,
         rows: PagedRows,
+        prepared: _Prepared,
         scale: float,
-        *,
-        causal: bool = True,
-        window: int | None = None,
-        sinks_Q: Tensor | None = None,
-        workspace: AttentionWorkspace | None = None,
     ) -> Tensor:
-        """See `verify_attention`; `workspace` is not used. [N, Q * D], zeros for padding."""
-        assert sinks_Q is None, "refused when the backend was chosen"
-        ends = rows.cu_rows[-1]
-        cu_keys = F.pad(rows.kv_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
+        """See `attention.verify_attention`: [N, Q * D], zeros for padding."""
+        kind, window = prepared.kind, prepared.kind.window
         beside = -1 if window is None else window - 1  # the package counts neighbours, -1 for all
         out_NQD = self._attend(
             q_NQD,
             k_PSKD,
             v_PSKD,
             cu_seqlens_q=rows.cu_rows,
-            cu_seqlens_k=cu_keys,  # with a block table only the differences count
+            cu_seqlens_k=prepared.cu_keys,  # with a block table only the differences count
             # At 1 it takes row b for request b's, whatever cu_seqlens_q says; padding has none.
             max_seqlen_q=max(rows.max_rows, 2),
             max_seqlen_k=rows.page_table.shape[1] * k_PSKD.shape[1],
             softmax_scale=scale,
-            causal=causal,
-            window_size=(beside, 0 if causal and window is not None else beside),
-            block_table=rows.page_table.index_select(0, rows.slots_B),
+            causal=kind.causal,
+            window_size=(beside, 0 if kind.causal and window is not None else beside),
+            block_table=prepared.pages_BP,
         )
-        padding_N = torch.arange(len(q_NQD), device=q_NQD.device) >= ends
+        padding_N = torch.arange(len(q_NQD), device=q_NQD.device) >= rows.cu_rows[-1]
         return out_NQD.masked_fill_(padding_N[:, None, None], 0.0).view(len(q_NQD), -1)
 
 

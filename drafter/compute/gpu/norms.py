@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import dependent_launch, wait_for_predecessor
+
 _WIDTH_PER_WARP = 256  # 8 elements per thread: one load of 16 bytes in bf16
 _MAX_WARPS = 16
 
@@ -62,11 +64,12 @@ def _launch(
         sum_NH,
         normed_NH,
         x_NH.stride(0),
-        0 if y_NH is None else y_NH.stride(0),
+        (x_NH if y_NH is None else y_NH).stride(0),
         eps,
         WIDTH=width,
         BLOCK=block,
         num_warps=warps_for(block),
+        **dependent_launch(x_NH.device),
     )
 
 
@@ -87,7 +90,9 @@ def _rms_norm(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = normed_ptr.dtype.element_ty
     columns_H = tl.arange(0, BLOCK)

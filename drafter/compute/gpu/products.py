@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..layers import Activation
 from .activations import activate
+from .launch import dependent_launch, wait_for_predecessor
 from .product_tiles import COLUMNS, STAGES, ProductPlan, ProductWorkspace
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
@@ -117,6 +118,7 @@ def multiply(
         STEP=plan.step,
         num_warps=4,
         num_stages=STAGES,
+        **dependent_launch(x_NK.device),
     )
     return y_NO
 
@@ -153,8 +155,10 @@ def _multiply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of y, or a split of one. Rows and columns behind the last repeat it, and are not written."""
+    wait_for_predecessor(PDL)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
     row_M = row_tile * ROWS + tl.arange(0, ROWS)

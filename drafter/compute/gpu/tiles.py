@@ -1,10 +1,11 @@
-"""How an attention call is cut into tiles and splits, and the tensors it shares: host arithmetic, no Triton.
+"""How an attention call is cut into tiles, and the tensors it shares: host arithmetic, no Triton.
 
-All of it follows from shapes that a CUDA graph freezes; lengths and page ids stay on the device. Called by
-`attention.py` and by whoever sizes its workspace.
+All of it follows from shapes that a CUDA graph freezes; what follows from lengths, how contexts are cut into
+pieces, is decided on the device (`work.py`). Called by `work.py` and `attention.py`, and by whoever makes a
+step's rows.
 
-Legend: B requests, N rows, Q query heads, K kv heads, D head dim, P pages of a request, S page size, E
-partial results.
+Legend: B requests, N rows, Q query heads, K kv heads, D head dim, P pages of a request, S page size, E rows
+of partial results.
 """
 
 from __future__ import annotations
@@ -18,19 +19,14 @@ from torch import Tensor
 
 Ints = NDArray[np.integer]
 
-_PROGRAMS_WANTED = 264  # two per multiprocessor of an H100 or H200: fewer leave memory bandwidth unused
-_MAX_SPLITS = 64  # the reduction holds all splits of a head at once
-MIN_SPLIT_TILES = 2  # a split of one tile writes and reads back twice the bytes of its own K/V
-_MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 128, 64
-# No call cut by shape needs more whose rows are at most B * max_rows: so many programs, so many rows each.
-MAX_PARTIALS = _PROGRAMS_WANTED * _MAX_BLOCK_ROWS
+_PROGRAMS_PER_PROCESSOR = 2  # as many as registers and shared memory hold of blocks of 64 rows
+_PROGRAMS_INTERPRETED = 4
+_PARTIAL_ROWS, _INVARIANT_PARTIAL_ROWS = 256, 512  # of partial results, for each program
+_MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
-_INVARIANT_SPLITS = 8
-
-
-def invariant_partials(num_rows: int, num_heads: int) -> int:
-    """Partial results that calls of so many rows need at most where they are batch-invariant."""
-    return num_rows * num_heads * _INVARIANT_SPLITS
+MIN_PIECE_TILES = 2  # a piece of one tile writes and reads back twice the bytes of its own K/V
+# In batch-invariant mode sums are made of splits of so many keys, and these of runs of so many splits.
+INVARIANT_SPLIT_KEYS, INVARIANT_RUN_SPLITS = 256, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,100 +70,106 @@ def rows_from_host(
     )
 
 
-class AttentionWorkspace:
-    """Room for partial results of split contexts: allocated once, used by every layer in turn.
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What layers have in common that cut a pass alike.
 
-    Args:
-        num_partials: the largest `TilePlan.num_partials` of the calls to come; 0 if none is split.
-        batch_invariant: cut by absolute position and keep one tile height, so that a row's bits depend on
-            neither its companions nor its place among them. Costs: contexts are cut into at most 8, long
-            ones unevenly filled, and prefill needs a workspace too.
+    Attributes:
+        dtype: of q, K and V.
+        page_size: tokens of a page.
+        causal, window: as in `attention.verify_attention`.
     """
 
-    __slots__ = ("batch_invariant", "max_E", "out_ED", "sum_E")
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    page_size: int
+    causal: bool = True
+    window: int | None = None
+
+
+class AttentionWorkspace:
+    """Room for partial results of shared contexts: allocated once, used by every layer in turn.
+
+    Args:
+        num_programs: that a launch has at most; by default as many as the device runs at once.
+        batch_invariant: make every sum of the same parts in the same order and keep one tile height, so that
+            a row's bits depend on neither its companions nor its place among them. Costs: twice the room,
+            tiles of 64 rows also for prompts and single rows, and a pause after every 256 keys.
+
+    Attributes:
+        max_E, sum_E, out_ED: fp32, the m, l and o of `attention.py`; a tile of block_rows takes as many rows.
+        arrived: int32, how many parts of a sum are there; zeros between launches.
+    """
+
+    __slots__ = ("arrived", "batch_invariant", "max_E", "num_programs", "out_ED", "sum_E")
 
     def __init__(
         self,
-        num_partials: int,
         head_dim: int,
         device: torch.device | str,
         *,
+        num_programs: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self.batch_invariant = batch_invariant
-        self.max_E = torch.empty(num_partials, dtype=torch.float32, device=device)
+        self.num_programs = num_programs or _programs_at_once(torch.device(device))
+        num_rows = self.num_programs * (_INVARIANT_PARTIAL_ROWS if batch_invariant else _PARTIAL_ROWS)
+        self.max_E = torch.empty(num_rows, dtype=torch.float32, device=device)
         self.sum_E = torch.empty_like(self.max_E)
-        self.out_ED = torch.empty(num_partials, head_dim, dtype=torch.float32, device=device)
+        self.out_ED = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(num_rows // _MIN_BLOCK_ROWS, 2, dtype=torch.int32, device=device)
+
+    def num_slots(self, block_rows: int) -> int:
+        """Partial results of tiles of such a height that it holds."""
+        return len(self.max_E) // block_rows
+
+
+def _programs_at_once(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _PROGRAMS_INTERPRETED
+    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """One call's cut.
+    """One call's tiles.
 
     Attributes:
         block_rows, block_keys: a tile: query rows times the heads of a group, and keys.
-        query_tiles: tiles that the longest request's rows need.
-        num_splits: programs that share a context; a power of two.
-        split_tiles: tiles of each split, counted from position 0; 0 shares what is visible evenly.
+        tile_tokens: rows of a request in a tile.
         num_warps: of a program.
     """
 
     block_rows: int
     block_keys: int
-    query_tiles: int
-    num_splits: int
-    split_tiles: int
+    tile_tokens: int
     num_warps: int
 
-    def num_partials(self, num_rows: int, num_heads: int) -> int:
-        """Partial results that a call with so many rows (padding included) needs in its workspace."""
-        return 0 if self.num_splits == 1 else num_rows * num_heads * self.num_splits
+    def num_programs(self, num_requests: int, max_rows: int, num_kv_heads: int, max_keys: int) -> int:
+        """Programs that can have work, were every context as long as the page table allows."""
+        query_tiles = -(-max_rows // self.tile_tokens)
+        pieces = -(-max_keys // (self.block_keys * MIN_PIECE_TILES))
+        return num_requests * query_tiles * num_kv_heads * pieces
 
 
-def plan_tiles(
-    num_requests: int,
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    max_keys: int,
-    *,
-    batch_invariant: bool = False,
-) -> TilePlan:
-    """Cut a call by its shapes alone.
+def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = False) -> TilePlan:
+    """Tiles for a call by its shapes alone: of a kind at most four plans, in invariant mode one.
 
     Args:
-        num_requests: B, requests of padding included.
         max_rows: as in `PagedRows`.
-        max_keys: P * S.
     """
-    group = num_heads // num_kv_heads
-    block_keys = 64 if dtype.itemsize == 2 and head_dim <= 128 else 32
-    most_rows = min(_MAX_BLOCK_ROWS, _BLOCK_VALUES[dtype.itemsize] // head_dim)
-    wanted_rows = _INVARIANT_BLOCK_ROWS if batch_invariant else max_rows * group
-    block_rows = max(16, _power_of_two_above(max(min(wanted_rows, most_rows), group)))
-    query_tiles = -(-max_rows // (block_rows // group))
-    splits = num_splits(num_requests, num_kv_heads, query_tiles, max_keys, block_keys)
-    split_tiles = 0
-    if batch_invariant:
-        key_tiles = -(-max_keys // block_keys)
-        splits = min(_INVARIANT_SPLITS, _power_of_two_below(key_tiles))
-        split_tiles = -(-key_tiles // splits)
-    num_warps = 8 if block_rows > 64 or block_rows * head_dim > 8192 else 4
-    return TilePlan(block_rows, block_keys, query_tiles, splits, split_tiles, num_warps)
-
-
-def num_splits(num_requests: int, num_kv_heads: int, query_tiles: int, max_keys: int, block_keys: int) -> int:
-    """Programs that share a context: enough to fill the GPU, no more than a full table has work for."""
-    programs = num_requests * num_kv_heads * query_tiles
-    wanted = _PROGRAMS_WANTED // programs
-    useful = max_keys // (block_keys * MIN_SPLIT_TILES)
-    return _power_of_two_below(min(wanted, useful, _MAX_SPLITS))
-
-
-def _power_of_two_below(number: int) -> int:
-    return 1 << (max(number, 1).bit_length() - 1)
+    group = kind.num_heads // kind.num_kv_heads
+    block_keys = 64 if kind.dtype.itemsize == 2 and kind.head_dim <= 128 else 32
+    values = _BLOCK_VALUES[kind.dtype.itemsize]
+    if batch_invariant:  # three sums under way at once: half the rows where heads are wide, and more warps
+        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // kind.head_dim
+    else:
+        wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // kind.head_dim)
+    block_rows = max(_MIN_BLOCK_ROWS, _power_of_two_above(max(min(wanted_rows, most_rows), group)))
+    wide = block_rows > 64 or block_rows * kind.head_dim > 8192 or kind.dtype.itemsize == 4
+    return TilePlan(block_rows, block_keys, block_rows // group, 8 if wide or batch_invariant else 4)
 
 
 def _power_of_two_above(number: int) -> int:

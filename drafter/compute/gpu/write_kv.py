@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import dependent_launch, wait_for_predecessor
+
 _ELEMENTS_PER_PROGRAM = 512  # 8 of each half of a head per thread of a warp: 16 bytes a load in bf16
 
 
@@ -81,6 +83,7 @@ def norm_rotate_write(
         HALF=head_dim // 2,
         GROUP=group,
         num_warps=1,
+        **dependent_launch(qkv_NJD.device),
     )
 
 
@@ -126,6 +129,7 @@ def write_context(
         HALF=head_dim // 2,
         GROUP=group,
         num_warps=1,
+        **dependent_launch(kv_NJD.device),
     )
 
 
@@ -151,7 +155,7 @@ def _check_rows(heads_NJD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> None:
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous(), "tables must be contiguous"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])  # views, aligned or not
 def _norm_rotate_write(
     qkv_ptr,
     q_norm_ptr,
@@ -169,7 +173,9 @@ def _norm_rotate_write(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     Q_GROUPS: tl.constexpr = (NUM_Q + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (NUM_KV + GROUP - 1) // GROUP
     row = tl.program_id(0).to(tl.int64)
@@ -191,7 +197,7 @@ def _norm_rotate_write(
         _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, HALF, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _write_context(
     kv_ptr,
     k_norm_ptr,
@@ -207,7 +213,9 @@ def _write_context(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     WIDTH: tl.constexpr = NUM_KV * 2 * HALF  # elements of one layer's keys
     KV_GROUPS: tl.constexpr = (NUM_KV + GROUP - 1) // GROUP
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

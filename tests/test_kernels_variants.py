@@ -1,0 +1,151 @@
+"""How often kernels would be compiled: Triton's own keys of what is launched, for steps of many shapes.
+
+A kernel is compiled once for each key: the values of its compile-time arguments, the types of the others,
+whether an integer is 1 or divisible by 16, whether a pointer is. A step that brings a new key waits seconds
+for the compiler. The keys are computed by Triton's code for sm_90; the kernels themselves do not run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ["TRITON_INTERPRET"] != "1":
+    pytest.skip("these tests run no kernels", allow_module_level=True)
+
+from manta.actors.targets.loading.rank import load_runner
+from manta.cluster.made_up_plans import made_up_plan
+from manta.cluster.plan import AdmittedRequest, SlotSampling
+from manta.drafter.compute.gpu.attention import verify_attention
+from manta.drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, rows_from_host
+from manta.drafter.compute.gpu.work import list_work
+from steps import settings
+from tiny import make_tiny_drafter, make_tiny_target
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+FILTERED = SlotSampling(0.6, 20, 0.95, 0.01, 0, 0, ())
+MOST_REQUESTS, MOST_ROWS = 9, 16  # of a request that decodes
+NOT_GIVEN = str(("constexpr", None))
+# Different in target and drafter, the same in every step.
+OF_A_MODEL = {("_lay_out_rows", "mask_id")}
+# Not yet out of the keys: integers that follow a step's shape, and views into its buffer.
+KNOWN = {
+    *(("_lay_out_rows", name) for name in ("cu_rows", "num_rows", "num_requests")),
+    *(("_accept_and_advance", name) for name in ("cu_rows", "samples")),
+    ("_place_drafts", "num_rows"),
+}
+
+Key = tuple[tuple[str, str], ...]
+
+
+class Keys:
+    """The keys of all launches, by kernel: a value for each argument and option."""
+
+    def __init__(self) -> None:
+        self._backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._binders: dict[InterpretedFunction, Callable[..., Any]] = {}
+        self.found: dict[str, set[Key]] = defaultdict(set)
+        self.first: dict[str, set[Key]] = {}
+
+    def take(self, kernel: InterpretedFunction, *args: object, **kwargs: Any) -> None:
+        """In the place of `InterpretedFunction.run`."""
+        del kwargs["grid"], kwargs["warmup"]
+        if kernel not in self._binders:
+            jitted = JITFunction(kernel.fn, **kernel.kwargs)
+            self._binders[kernel] = create_function_from_signature(
+                jitted.signature, jitted.params, self._backend
+            )
+        bound, key, options = self._binders[kernel](*args, **kwargs)
+        pairs = [*zip(bound, key, strict=True), *options.items()]
+        self.found[kernel.__name__].add(tuple((name, str(value)) for name, value in pairs))
+
+    def mark_first(self) -> None:
+        self.first = {kernel: set(keys) for kernel, keys in self.found.items()}
+
+    def values(self, kernel: str, name: str) -> set[str]:
+        return {dict(key)[name] for key in self.found[kernel]} - {NOT_GIVEN}
+
+    def wavering(self) -> set[tuple[str, str]]:
+        """(kernel, argument at run time) of which keys say different things."""
+        return {
+            (kernel, name)
+            for kernel, keys in self.found.items()
+            for name, _ in next(iter(keys))
+            if name.islower() and len(self.values(kernel, name)) > 1
+        }
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
+    """Of a target with two kinds of layers and a drafter with a window: `first` few steps, then many."""
+    folder, keys = tmp_path_factory.mktemp("variants"), Keys()
+    target = make_tiny_target(folder / "target", "gemma3")
+    drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: keys.take(kernel, *a, **k))
+        # What a kernel would have written is read by PyTorch's operators between them.
+        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty_like", torch.zeros_like)
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        config = settings(target, drafter, attention_backend="triton", max_num_seqs=MOST_REQUESTS)
+        runner, _ = load_runner(config)
+
+        def step(rows: list[int], drafts: list[int]) -> None:
+            runner.execute(made_up_plan([20] * len(rows), rows, drafts))
+
+        prompt = np.ones(20, dtype=np.int32)
+        for sampling in (None, FILTERED):
+            if sampling is not None:
+                admitted = AdmittedRequest(0, "filtered", prompt, sampling)
+                runner.execute(replace(made_up_plan([0], [20], [0]), admitted=(admitted,)))
+            for rows in (1, 4, MOST_ROWS, 30, 60):  # each tile height, the drafter too
+                step([rows], [rows - 1 if rows <= MOST_ROWS else 0])
+        keys.mark_first()
+        for requests in range(1, MOST_REQUESTS + 1):
+            for rows in range(1, MOST_ROWS + 1, 3):
+                step([rows] * requests, [rows - 1] * requests)
+            mixed = [1 + 7 * i % 47 for i in range(requests)]
+            step(mixed, [0] * requests)
+        yield keys
+
+
+def test_what_changes_from_step_to_step_is_no_part_of_a_key(keys: Keys):
+    assert {"_attend", "_lay_out_rows", "_score_chunks", "_settle_floors"} <= keys.found.keys()
+    assert keys.wavering() - OF_A_MODEL <= KNOWN
+
+
+def test_no_shape_of_a_step_brings_a_key_that_few_steps_did_not(keys: Keys):
+    of_others = {kernel for kernel, _ in KNOWN}
+    new = {kernel: found - keys.first[kernel] for kernel, found in keys.found.items()}
+    assert not {kernel for kernel, found in new.items() if found} - of_others
+
+
+def test_attention_has_a_key_for_each_kind_of_layer_and_tile_height(keys: Keys):
+    heights, windows = keys.values("_attend", "BLOCK_ROWS"), keys.values("_attend", "WINDOW")
+    assert len(heights) <= 4 and len(windows) == 3  # all keys, the target's window, the drafter's
+    assert len(keys.found["_list_work"]) <= len(keys.found["_attend"]) <= len(heights) * len(windows)
+
+
+def test_rows_that_the_host_lays_out_bring_no_further_key(keys: Keys):
+    """Their page table is as wide as the step's longest request needs."""
+    kind, workspace = AttentionKind(4, 2, 16, torch.float32, 16), AttentionWorkspace(16, "cpu")
+    q_NQD, kv_PS2KD = torch.zeros(3, 4, 16), torch.zeros(2, 16, 2, 2, 16)
+    known = set(keys.found["_attend"])
+    for pages in (1, 3, 4, 16):
+        rows = rows_from_host(np.array([9]), np.array([3]), np.zeros((1, pages)), 16, "cpu")
+        work = list_work(kind, rows, workspace)
+        verify_attention(q_NQD, *kv_PS2KD.unbind(2), rows, work, 1.0)
+    assert len(keys.found["_attend"] - known) <= 1
