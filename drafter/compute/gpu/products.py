@@ -29,7 +29,7 @@ from torch import Tensor
 from ..layers import Activation
 from .activations import activate
 from .launch import dependent_launch, wait_for_predecessor
-from .product_tiles import COLUMNS, STAGES, ProductPlan, ProductWorkspace
+from .product_tiles import COLUMNS, ProductPlan, ProductWorkspace
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
 
@@ -84,6 +84,7 @@ def multiply(
     row_tiles = -(-num_rows // tile)
     if row_tiles == 0:
         return y_NO
+    step, split_tiles, stages = plan.stepping(tile)
     programs = plan.splits if row_tiles == 1 else 1  # of a tile of y
     _multiply[(row_tiles, plan.tiles * programs)](
         x_NK,
@@ -111,13 +112,13 @@ def multiply(
         GELU=activation == "gelu_tanh",
         SQUARES=1 if norm is None else norm.squares_NT.shape[1],
         SPLITS=plan.splits,
-        SPLIT_TILES=plan.split_tiles,
+        SPLIT_TILES=split_tiles,
         PROGRAMS=programs,
         ROWS=tile,
         COLUMNS=COLUMNS,
-        STEP=plan.step,
+        STEP=step,
         num_warps=4,
-        num_stages=STAGES,
+        num_stages=stages,
         **dependent_launch(x_NK.device),
     )
     return y_NO
