@@ -8,6 +8,7 @@ Legend: N rows, H hidden, m taps.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+if os.environ.get("MANTA_TEST_DEVICE") == "cuda":
+    pytest.skip("launches are counted in the interpreter", allow_module_level=True)
 
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
@@ -104,7 +107,7 @@ def test_fused_passes_are_those_of_pytorch(tiny_qwen3: Path, tiny_drafter: Path)
 def test_a_step_s_passes_take_six_launches_per_layer_and_few_besides(
     tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Qwen3-8B and its drafter of 5 layers: 6 * (36 + 5) + 13 = 259, where it was 10 * (36 + 5) + 13."""
+    """Qwen3-8B and its drafter of 5 layers: 6 * (36 + 5) + 15 = 261, where it was 10 * (36 + 5) + 13."""
     target, drafter = load(tiny_qwen3, tiny_drafter, OURS)
     launches, token_ids_N, placed = Launches(monkeypatch), torch.arange(ROWS), rows(OURS)
     cache, draft_cache = target.new_cache(1, PAGE_SIZE), drafter.new_cache(1, PAGE_SIZE)
@@ -112,7 +115,8 @@ def test_a_step_s_passes_take_six_launches_per_layer_and_few_besides(
     assert taps_NmH is not None
     verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
     layers = target.spec.num_layers
-    besides = {"_rms_norm": 2, "index_select": 1, "stack": 1}  # of the embedding and the last; taps
+    # The norms of the embedding and of the last layer; where attention's work is; taps.
+    besides = {"_rms_norm": 2, "_list_work": 1, "index_select": 1, "stack": 1}
     assert verify == {"_multiply": 4 * layers, "_norm_rotate_write": layers, "_attend": layers} | besides
     head = launches.of(lambda: target.logits(hidden_NH))
     assert head == {"_multiply": 1}
@@ -124,7 +128,7 @@ def test_a_step_s_passes_take_six_launches_per_layer_and_few_besides(
     assert context == {"_multiply": 2, "_rms_norm": 1, "_write_context": 1}
     draft = launches.of(lambda: drafter.forward(drafter.embed_block(token_ids_N), placed, draft_cache))
     layers = drafter.config.num_layers
-    besides = {"_rms_norm": 2, "index_select": 1}
+    besides = {"_rms_norm": 2, "_list_work": 1, "index_select": 1}
     assert draft == {"_multiply": 4 * layers, "_norm_rotate_write": layers, "_attend": layers} | besides
-    fixed = [4, 3, *(sum(part.values()) for part in (head, head, context))]
-    assert 6 * (36 + 5) + sum(fixed) == 259
+    fixed = [5, 4, *(sum(part.values()) for part in (head, head, context))]
+    assert 6 * (36 + 5) + sum(fixed) == 261

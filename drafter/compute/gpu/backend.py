@@ -3,11 +3,11 @@
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
 products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
 PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind
-of layers: one lists attention's work. Nothing asks the host for a value: a CUDA graph may hold it all. Chosen
-at load (`actors/targets/loading/operators.py`).
+of layers: one lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
+all. Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
-K kv heads; of a block of a weight, P parts and R rows.
+K kv heads; of a weight P parts and R rows of a block.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TritonBackend(OperatorBackend):
         device: of the workspaces.
         attend: what attends; by default our own kernel.
         batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
-            tiles of one height, and attention is cut by position. Slower.
+            tiles of one height, and attention is as `AttentionWorkspace` says.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -108,11 +108,9 @@ class TritonBackend(OperatorBackend):
         *,
         batch_invariant: bool = False,
     ) -> None:
-        self._device = torch.device(device)
+        self._device, self._batch_invariant = torch.device(device), batch_invariant
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
-        self._batch_invariant = batch_invariant
-        self._choice = MeasuredChoice()
-        self._sums = ProductWorkspace(device)
+        self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
         return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))

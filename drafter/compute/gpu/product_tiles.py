@@ -16,7 +16,7 @@ _MOST_PROGRAMS = 8 * _MULTIPROCESSORS  # of products that are split: bounds the 
 _MOST_SPLITS, _LEAST_SPLIT_TILES = 16, 4
 COLUMNS = 64  # rows of a weight per program: what a matrix instruction takes
 _STEPS = {2: 128, 4: 32}  # inputs at a time, by bytes of a value
-STAGES = 3  # steps under way: of 16 KiB of weights each, in three programs side by side
+_TALL = 64  # rows, from which on x takes as much room as the weights: steps are half as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,15 @@ class ProductPlan:
     step: int
     splits: int
     split_tiles: int
+
+    def stepping(self, tile: int) -> tuple[int, int, int]:
+        """(inputs at a time, steps of a split, steps under way) for a tile of so many rows.
+
+        A multiprocessor has room for three programs, each with 32 or 24 KiB of weights under way.
+        """
+        if tile < _TALL:
+            return self.step, self.split_tiles, 3
+        return self.step // 2, 2 * self.split_tiles, 4
 
 
 def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> ProductPlan:

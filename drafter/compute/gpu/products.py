@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ..layers import Activation
 from .activations import activate
-from .product_tiles import COLUMNS, STAGES, ProductPlan, ProductWorkspace
+from .launch import dependent_launch, wait_for_predecessor
+from .product_tiles import COLUMNS, ProductPlan, ProductWorkspace
 
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
 
@@ -83,6 +84,7 @@ def multiply(
     row_tiles = -(-num_rows // tile)
     if row_tiles == 0:
         return y_NO
+    step, split_tiles, stages = plan.stepping(tile)
     programs = plan.splits if row_tiles == 1 else 1  # of a tile of y
     _multiply[(row_tiles, plan.tiles * programs)](
         x_NK,
@@ -110,13 +112,14 @@ def multiply(
         GELU=activation == "gelu_tanh",
         SQUARES=1 if norm is None else norm.squares_NT.shape[1],
         SPLITS=plan.splits,
-        SPLIT_TILES=plan.split_tiles,
+        SPLIT_TILES=split_tiles,
         PROGRAMS=programs,
         ROWS=tile,
         COLUMNS=COLUMNS,
-        STEP=plan.step,
+        STEP=step,
         num_warps=4,
-        num_stages=STAGES,
+        num_stages=stages,
+        **dependent_launch(x_NK.device),
     )
     return y_NO
 
@@ -153,8 +156,10 @@ def _multiply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A tile of y, or a split of one. Rows and columns behind the last repeat it, and are not written."""
+    wait_for_predecessor(PDL)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
     row_M = row_tile * ROWS + tl.arange(0, ROWS)
