@@ -137,8 +137,8 @@ DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
     (TorchBackend, "linear", lambda self, weight, bias=None: Linear(weight * 1.0001), ("product",)),
     (TorchBackend, "norm", lambda self, norm, x: norm(x) * 1.0001, ("norm", "target's pass")),
     (TorchBackend, "residual_norm", _without_residual, ("residual and norm", "drafter's pass")),
-    (TorchBackend, "gate", lambda self, x, _: gate(x, "silu"), ("GELU product",)),
-    (TorchBackend, "gate", lambda self, x, _: gate(x, "gelu_tanh"), ("SiLU product", "target's pass")),
+    (eager, "gate", lambda x, _: gate(x, "silu"), ("GELU product",)),
+    (eager, "gate", lambda x, _: gate(x, "gelu_tanh"), ("SiLU product", "target's pass")),
     (eager, "paged_attention", _whatever_is_seen, ("attention of blocks", "target's pass")),
     (eager, "paged_attention", _one_key_too_many, ("attention of blocks", "drafter's pass")),
     (RotaryEmbedding, "at", _one_position_late, ("attention of prompts", "drafter's context K/V")),
@@ -177,9 +177,9 @@ def test_a_steps_kernels_pass_and_wrong_ones_do_not(monkeypatch: pytest.MonkeyPa
         ids_N, scores_N = choose(logits_NV, *arguments, **more)
         return (ids_N + 1) % logits_NV.shape[1], scores_N
 
-    def one_more(*arguments: Any) -> tuple[Tensor, Tensor]:
-        tokens_RW, counts_R = verdicts(*arguments)
-        return tokens_RW, counts_R + 1
+    def one_more(chosen_X: Tensor, requests: Any, tables: Any, outcome_RW1: Tensor) -> None:
+        verdicts(chosen_X, requests, tables, outcome_RW1)
+        outcome_RW1[:, -1] += 1
 
     def elsewhere(*arguments: Any) -> Any:
         found = rows(*arguments)
@@ -191,6 +191,55 @@ def test_a_steps_kernels_pass_and_wrong_ones_do_not(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_kernels, "accept_and_advance", one_more)
     for name in names:
         assert examine(lines[name]).status == "failed", name
+
+
+def test_filters_that_keep_a_token_too_many_are_found(monkeypatch: pytest.MonkeyPatch):
+    from manta.jobs.doctor import step_kernels
+
+    choose = step_kernels._choose
+
+    def lower(*arguments: Any) -> Any:
+        ids_N, floor_N = choose(*arguments)
+        return ids_N, floor_N - 0.1
+
+    (line,) = (
+        one
+        for one in step_kernels.step_checks(Place.here(), quick=True)
+        if one.name.startswith("tokens, top-p")
+    )
+    monkeypatch.setattr(step_kernels, "_choose", lower)
+    assert "tokens' fates differ" in examine(line).measured
+
+
+# What our own products are asked wrongly, and which checks must see it.
+WRONG_PRODUCTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"residual_NO": None}, ("residual, then norm",)),
+    ({"norm": None}, ("norm, then product", "norm, then SiLU product")),
+    ({"activation": "silu"}, ("norm, then GELU product",)),
+    ({"activation": "gelu_tanh"}, ("norm, then SiLU product",)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there
+@pytest.mark.parametrize(("wrong", "seen_by"), WRONG_PRODUCTS, ids=["residual", "norm", "silu", "gelu"])
+def test_a_fused_product_that_leaves_something_out_is_found(
+    wrong: dict[str, Any], seen_by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    from manta.drafter.compute.gpu import projections
+    from manta.jobs.doctor.product_kernels import product_checks
+
+    multiply = projections.multiply
+
+    def forgetful(*arguments: Any, **asked: Any) -> Tensor:
+        return multiply(*arguments, **{**asked, **{k: v for k, v in wrong.items() if asked[k] is not None}})
+
+    lines = {one.name: one for one in product_checks(Place.here(), quick=True)}
+    for sound in (True, False):
+        if not sound:
+            monkeypatch.setattr(projections, "multiply", forgetful)
+        for name in seen_by:
+            found = examine(lines[f"{name}, float32"])
+            assert found.status == ("ok" if sound else "failed") and found.trace is None, found
 
 
 @pytest.fixture
@@ -247,7 +296,7 @@ def test_a_part_that_cannot_say_what_it_looks_at_ends_nothing(monkeypatch: pytes
     def broken(*_: object, **__: object) -> Iterator[Check]:
         raise ImportError("libtriton.so is not for this machine")
 
-    for part in ("machine_checks", "operator_checks", "_step_checks", "_captured_checks", "rate_checks"):
+    for part in ("machine_checks", "operator_checks", "_kernel_checks", "_captured_checks", "rate_checks"):
         monkeypatch.setattr(run, part, broken)
     report = run.run_doctor(run.DoctorOptions(model="nowhere/at all", spec_model="models/drafter"))
     assert [finding["status"] for finding in report["findings"]] == ["failed"] * 6

@@ -1,6 +1,7 @@
 """Decoding steps captured in CUDA graphs against the same steps launched kernel by kernel: tokens and K/V.
 
-The pair's own steps in fp32, with all drafts and with none. Imports what steps on a GPU: `run.py` imports
+The pair's own steps in fp32, with all drafts and with none; K and V of the drafter, too, for wrong drafts
+change no token. Imports what steps on a GPU: `run.py` imports
 this file where there is one.
 """
 
@@ -40,7 +41,10 @@ def _captured(plan: LoadPlan, drafts: int) -> Outcome:
     """A prompt step, then some decoding steps in each way, over the same pages."""
     runner, info = load_runner(settings_of(plan, dtype="float32", attention_backend="triton"))
     assert isinstance(runner, DeviceRunner), "Triton's kernels step on the device"
-    launched = DeviceRunner(runner.models, plan.num_speculative_tokens)  # the same models; captures nothing
+    # The same models; captures nothing.
+    launched = DeviceRunner(
+        runner.models, len(_PROMPTS), plan.num_speculative_tokens, plan.config.max_num_batched_tokens
+    )
     random = np.random.default_rng(0)
     prompts = [random.integers(0, plan.target.vocab_size, n, dtype=np.int32) for n in _PROMPTS]
     admission = made_up_plan(
@@ -61,7 +65,7 @@ def _captured(plan: LoadPlan, drafts: int) -> Outcome:
         int((a.token_ids != b.token_ids).sum() + (a.num_tokens != b.num_tokens).sum())
         for a, b in zip(replayed, expected, strict=True)
     )
-    units = off_by(replayed_kv, expected_kv.double())
+    units = max(off_by(a, b.double()) for a, b in zip(replayed_kv, expected_kv, strict=True))
     return Outcome(
         f"{differing} tokens differ, K/V by {units:.3g} ulp",
         f"0, {_BOUND} ulp",
@@ -71,13 +75,16 @@ def _captured(plan: LoadPlan, drafts: int) -> Outcome:
 
 def _run(
     runner: DeviceRunner, admission: SchedulerOutput, step: SchedulerOutput
-) -> tuple[list[StepResult], Tensor]:
-    """What the steps brought, and the K/V pages behind them but for the one that swallows."""
+) -> tuple[list[StepResult], list[Tensor]]:
+    """What the steps brought, and the models' K/V pages behind them but for the one that swallows."""
+    models = runner.models
+    caches = [cache.kv for cache in (models.cache, models.draft_cache) if cache is not None]
     with torch.inference_mode():
-        runner.cache.kv.zero_()
+        for kv in caches:
+            kv.zero_()
     runner.execute(admission)
     results = [runner.execute(step) for _ in range(_STEPS)]
-    return results, runner.cache.kv[:, :-1].clone()
+    return results, [kv[:, :-1].clone() for kv in caches]
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class _Asked:
 
 def settings_of(plan: LoadPlan, **changes: object) -> EngineConfig:
     """The plan's pair in a few pages; all drafts in every step."""
-    num_pages = _SEQUENCES * pages_for(MAX_LENGTH, plan.config.page_size) * len(plan.pages.groups)
+    num_pages = _SEQUENCES * pages_for(MAX_LENGTH, plan.page_size) * len(plan.pages.groups)
     spec = plan.config.speculative_config
     small = replace(
         plan.config,

@@ -3,6 +3,7 @@
     machine       what there is                                          machine.py
     Manta uses    what the pair will run on, and why not on the rest     choice.py
     a backend     its operators and passes against fp64                  operators.py, passes.py
+    own products  ours alone, with what is fused to them                 product_kernels.py
     steps         a step's kernels; captured steps                       step_kernels.py, capture.py
     pair          answers, token by token                                pair.py
     rates         bandwidth and FLOP rate                                rates.py
@@ -108,7 +109,7 @@ def _checks(options: DoctorOptions) -> Iterator[Check]:
         ("pair", lambda: _plan_check(options, found)),
         ("Manta uses", lambda: _of_plan(found, choice_checks)),
         ("backends", lambda: operator_checks(place, quick=quick)),
-        ("steps", lambda: _step_checks(place, quick=quick)),
+        ("kernels", lambda: _kernel_checks(place, quick=quick)),
         ("captured steps", lambda: _captured_checks(found)),
         ("pair", lambda: _of_plan(found, partial(pair_checks, quick=quick))),
         ("rates", lambda: rate_checks(place)),
@@ -142,15 +143,18 @@ def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
     return Outcome(", ".join(pair))
 
 
-def _step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """Of kernels, where they run."""
+def _kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    """Of those that no backend's operators show, where they run."""
     machine = Machine(place.device, torch.float32, 16, num_ranks=1)
     reason = why_not("triton", [place.shape.target.of_backend()], machine)
     if reason is not None:
-        yield _raising("steps", "kernels", NotHereError(f"triton {reason}"))
+        for group in ("own products", "steps"):
+            yield _raising(group, "kernels", NotHereError(f"triton {reason}"))
         return
+    from .product_kernels import product_checks
     from .step_kernels import step_checks
 
+    yield from product_checks(place, quick=quick)
     yield from step_checks(place, quick=quick)
 
 

@@ -20,11 +20,20 @@ from torch import Tensor
 from ...cluster.made_up_plans import made_up_plan
 from ...cluster.plan import SchedulerOutput, SlotSampling
 from ...drafter.compute.gpu.attention import verify_attention
-from ...drafter.compute.gpu.tiles import MAX_PARTIALS, AttentionWorkspace, PagedRows
-from ...drafter.step.device.rows import StepRequests, lay_out_block, lay_out_rows, pack, place_drafts
+from ...drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, PagedRows
+from ...drafter.compute.gpu.work import list_work
+from ...drafter.step.device.rows import (
+    NUM_LISTS,
+    StepRequests,
+    lay_out_block,
+    lay_out_rows,
+    pack,
+    place_drafts,
+)
 from ...drafter.step.device.rows import StepRows as DeviceRows
 from ...drafter.step.device.sampling import SamplingWorkspace, sample_rows
 from ...drafter.step.device.states import DeviceStates
+from ...drafter.step.device.upload import Upload
 from ...drafter.step.device.verification import accept_and_advance
 from ...drafter.step.noise import noise_bits, noise_keys
 from ...drafter.step.rows import StepRows, by_request
@@ -83,50 +92,55 @@ class _Twins:
             page_order=rng.permutation(num_pages).astype(np.int32),
         )
         self.step = made_up_plan([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
+        room = StepRequests.room(requests + _PADDING)
+        upload = Upload(self.device.arena, NUM_LISTS * room, self.device.most_changes)
         for plan in (admission, self.step):
             self.host.apply(plan)
-            self.device.apply(plan)
+            lists_LW = pack(plan.slots, plan.num_rows, plan.num_drafts, plan.samples, room)
+            upload.send(lists_LW.ravel(), self.device.changes(plan))
+        self.requests = StepRequests.decoding(
+            upload.values.view(NUM_LISTS, room),
+            requests + _PADDING,
+            width=1 + max(_DRAFTS),
+            num_rows=self.step.num_batched_tokens + _PADDING,
+        )
 
     def words(self, count: int) -> Tensor:
         """Random choices, int64 [count]."""
         return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
 
     def draft(self) -> tuple[int, int, Tensor]:
-        """Lay out blocks and place proposals: integers that differ, all integers, the drafts [R, K]."""
-        plan = self.step
-        block = lay_out_block(self._requests(np.flatnonzero(plan.num_drafts)), self.device.tables, _MASK)
+        """Lay out blocks and place proposals: integers that differ, all integers, the drafts [R, K].
+
+        On the device requests without drafts have a row, too, that of their newest token.
+        """
+        plan, tables = self.step, self.device.tables
+        block = lay_out_block(self.requests, tables, _MASK)
         expected = self.host.lay_out_block(plan, _MASK)
         assert expected is not None, "somebody drafts"
         chosen_N = self.words(len(block.slots_N))
-        place_drafts(chosen_N, block, self.device.tables)
-        drafts_RK = by_request(chosen_N[expected.sampled_X], expected.counts_R, expected.max_count)
+        place_drafts(chosen_N, block, tables)
+        drafting_N = np.flatnonzero(np.repeat(plan.num_drafts > 0, plan.num_rows))
+        drafting_N = torch.from_numpy(drafting_N).to(self._device)
+        proposed_X = chosen_N[drafting_N][expected.sampled_X]
+        drafts_RK = by_request(proposed_X, expected.counts_R, expected.max_count)
         self.host.place_drafts(plan, drafts_RK)
-        return *self._differing(block, expected), drafts_RK
+        return *self._differing(block, drafting_N, expected), drafts_RK
 
     def rows(self) -> tuple[int, int]:
         """Lay out the target's rows: integers that differ, and all."""
-        found = lay_out_rows(self.requests(), self.device.tables)
-        return self._differing(found, self.host.lay_out_rows(self.step))
+        found = lay_out_rows(self.requests, self.device.tables)
+        everything_N = torch.arange(self.step.num_batched_tokens, device=self._device)
+        return self._differing(found, everything_N, self.host.lay_out_rows(self.step))
 
-    def requests(self) -> StepRequests:
-        """All of the step."""
-        return self._requests(np.arange(self.step.num_requests))
-
-    def _requests(self, who: np.ndarray) -> StepRequests:
-        plan, width = self.step, len(who) + _PADDING
-        numbers = (plan.slots[who], plan.num_rows[who], plan.num_drafts[who])
-        values = torch.from_numpy(pack(*numbers, plan.samples[who], width)).to(self._device)
-        num_rows, max_rows = int(numbers[1].sum()) + _PADDING, int(numbers[1].max())
-        return StepRequests.over(values, width, num_rows, max_rows, int(numbers[2].max()))
-
-    def _differing(self, found: DeviceRows, expected: StepRows) -> tuple[int, int]:
-        """Padding included, whose K and V go to the slot that nobody reads."""
-        used = len(expected.positions_N)
-        nowhere = self.device.tables.skip_slots.expand(_PADDING)
+    def _differing(self, found: DeviceRows, theirs_N: Tensor, expected: StepRows) -> tuple[int, int]:
+        """Of the rows that the host has, too; and of padding, whose K and V go to the slot nobody reads."""
+        padding_slots = found.kv_slots[0][-_PADDING:]
         pairs = [
-            (found.positions_N[:used], expected.positions_N),
-            (found.token_ids_N[:used], expected.token_ids_N),
-            (found.kv_slots[0], torch.cat((expected.kv_slots[0], nowhere))),
+            (found.positions_N[theirs_N], expected.positions_N),
+            (found.token_ids_N[theirs_N], expected.token_ids_N),
+            (found.kv_slots[0][theirs_N], expected.kv_slots[0]),
+            (padding_slots, self.device.tables.skip_slots.expand_as(padding_slots)),
         ]
         return _count(pairs)
 
@@ -147,17 +161,19 @@ def _verdicts(place: Place) -> Outcome:
     """What comes of a step, and the states behind it."""
     twins = _Twins(place)
     *_, drafts_RK = twins.draft()
-    plan, tables, requests = twins.step, twins.device.tables, twins.requests()
+    plan, tables, requests = twins.step, twins.device.tables, twins.requests
     chosen_N = twins.words(requests.num_rows)
     counts_R = torch.from_numpy(1 + plan.num_drafts).to(chosen_N)
     expected_RW, expected_R = accept(chosen_N[: plan.num_batched_tokens], counts_R, drafts_RK)
     twins.host.advance(plan, expected_RW, expected_R)
-    found_RW, found_R = accept_and_advance(chosen_N, requests, tables)
-    real = plan.num_requests
+    outcome_RW1 = torch.full((len(requests.slots_R), requests.max_drafts + 2), 99).to(requests.slots_R)
+    accept_and_advance(chosen_N, requests, tables, outcome_RW1)
+    real, found_RW, found_R = plan.num_requests, outcome_RW1[:, :-1], outcome_RW1[:, -1]
     stands_R = torch.from_numpy(plan.num_computed).to(chosen_N) + expected_R
     pairs = [
         (found_RW[:real], expected_RW),
         (found_R[:real], expected_R),
+        (found_RW[real:], torch.full_like(found_RW[real:], -1)),
         (found_R[real:], torch.zeros_like(found_R[real:])),
         (tables.token_ids[:, :_LENGTH], twins.host.token_ids[:, :_LENGTH]),
         (tables.num_computed, stands_R),
@@ -166,44 +182,53 @@ def _verdicts(place: Place) -> Outcome:
 
 
 def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome:
-    """Each row's token must be the best of what its filters keep, but for what lies within `_NEAR`."""
+    """The filters keep what they should, and each row's token is the best of it; but for `_NEAR`."""
     num_rows = 6 if place.interpreted else 32
     random = torch.Generator(place.device).manual_seed(0)
     logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device)
     logits_NV = logits_NV.mul_(3).to(dtype)
     seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
-    ids_N = _choose(logits_NV, sampling, seeds_N, positions_N)
+    ids_N, floor_N = _choose(logits_NV, sampling, seeds_N, positions_N)
     z_NV = logits_NV.double()
-    scores_NV, sure_NV, possible_NV = z_NV, torch.ones_like(z_NV, dtype=torch.bool), None
+    scores_NV, kept_NV = z_NV, torch.ones_like(z_NV, dtype=torch.bool)
     if sampling.temperature > 0:
         scores_NV = z_NV - sampling.temperature * _negative_gumbel(seeds_N, positions_N, z_NV)
+    if floor_N is not None:
+        temperature_N = torch.full_like(floor_N, sampling.temperature)
+        kept_NV = logits_NV.float() / temperature_N[:, None] >= floor_N[:, None]
         scaled_NV = z_NV / sampling.temperature
         sure_NV, possible_NV = (_kept(scaled_NV, sampling, near) for near in (-_NEAR, _NEAR))
-    if possible_NV is not None and not bool(possible_NV.gather(1, ids_N[:, None]).all()):
+        wrong = int((sure_NV & ~kept_NV | kept_NV & ~possible_NV).sum())
+        if wrong:
+            return none_differ(wrong, kept_NV.numel(), "tokens' fates")
+    chosen_N1 = ids_N[:, None]
+    if not bool(kept_NV.gather(1, chosen_N1).all()):
         return Outcome("a token was chosen that the filters cut", "none", passed=False)
-    best_N = scores_NV.masked_fill(~sure_NV, -torch.inf).amax(-1)
-    short = float((best_N - scores_NV.gather(1, ids_N[:, None])[:, 0]).clamp_(min=0).max())
+    best_N1 = scores_NV.masked_fill(~kept_NV, -torch.inf).amax(-1, keepdim=True)
+    short = float((best_N1 - scores_NV.gather(1, chosen_N1)).clamp_(min=0).max())
     return Outcome(f"{short:.1e} below the best score", f"{_NEAR:.0e}", short <= _NEAR)
 
 
 def _choose(
     logits_NV: Tensor, sampling: SlotSampling, seeds_N: np.ndarray, positions_N: np.ndarray
-) -> Tensor:
-    """The kernels' choices, int64 [N]; row i is slot i's."""
+) -> tuple[Tensor, Tensor | None]:
+    """The kernels' choices, int64 [N], and the floors that filters left; row i is slot i's."""
     num_rows, vocab_size = logits_NV.shape
     plan = _admission(sampling, seeds_N)
     states = DeviceStates(num_rows, _PAGE, (num_rows,), _PAGE, logits_NV.device)
-    states.apply(plan)
-    slots_N = torch.arange(num_rows, dtype=torch.int32, device=logits_NV.device)
+    upload = Upload(states.arena, NUM_LISTS, states.most_changes)
+    upload.send(np.zeros(NUM_LISTS, np.int32), states.changes(plan))
+    filters = states.filters(plan.slots)
+    workspace = SamplingWorkspace.build(num_rows, vocab_size, logits_NV.device)
     ids_N, _ = sample_rows(
         logits_NV,
-        slots_N,
+        torch.from_numpy(plan.slots).to(logits_NV.device),
         torch.from_numpy(positions_N).to(logits_NV.device),
         states.sampling,
-        filters=states.filters(plan),
-        workspace=SamplingWorkspace.build(num_rows, vocab_size, logits_NV.device),
+        filters=filters,
+        workspace=workspace,
     )
-    return ids_N
+    return ids_N, workspace.filters.floor_N if filters else None
 
 
 def _admission(sampling: SlotSampling, seeds_N: np.ndarray) -> SchedulerOutput:
@@ -261,7 +286,7 @@ def _sinks(place: Place) -> Outcome:
             q_NQD[mine], k_TKD, v_TKD, of.scale, causal=True, window=None, sinks_Q=sinks_Q
         )
         errors.append(off_by(found_NQD[mine], exact_NQD))
-    return within(max(errors), 8 if subject.dtype.itemsize == 2 else 64)
+    return within(max(errors), 8 if subject.dtype.itemsize == 2 else 128)
 
 
 def _attend_with_sinks(
@@ -269,6 +294,8 @@ def _attend_with_sinks(
 ) -> Tensor:
     """The kernel's result, [N, Q, D]."""
     k_PSKD, v_PSKD = contexts.cache.pages(1).unbind(2)
-    workspace = AttentionWorkspace(MAX_PARTIALS, q_NQD.shape[2], q_NQD.device)
-    out_NO = verify_attention(q_NQD, k_PSKD, v_PSKD, rows, scale, sinks_Q=sinks_Q, workspace=workspace)
-    return out_NO.view_as(q_NQD)
+    _, num_heads, head_dim = q_NQD.shape
+    _, page_size, num_kv_heads, _ = k_PSKD.shape
+    kind = AttentionKind(num_heads, num_kv_heads, head_dim, q_NQD.dtype, page_size)
+    work = list_work(kind, rows, AttentionWorkspace(head_dim, q_NQD.device))
+    return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, work, scale, sinks_Q=sinks_Q).view_as(q_NQD)
