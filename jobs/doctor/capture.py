@@ -41,7 +41,7 @@ def _captured(plan: LoadPlan, drafts: int) -> Outcome:
     """A prompt step, then some decoding steps in each way, over the same pages."""
     runner, info = load_runner(settings_of(plan, dtype="float32", attention_backend="triton"))
     assert isinstance(runner, DeviceRunner), "Triton's kernels step on the device"
-    launched = DeviceRunner(runner.models, plan.num_speculative_tokens)  # the same models; captures nothing
+    launched = _without_graphs(runner, plan)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, plan.target.vocab_size, n, dtype=np.int32) for n in _PROMPTS]
     admission = made_up_plan(
@@ -58,6 +58,11 @@ def _captured(plan: LoadPlan, drafts: int) -> Outcome:
     if not count:
         return Outcome("no graph was replayed", "replays", passed=False)
     return _compare(replayed, _run(launched, admission, step))
+
+
+def _without_graphs(runner: DeviceRunner, plan: LoadPlan) -> DeviceRunner:
+    """One over the same models, states and pages that captures nothing."""
+    return DeviceRunner(runner.models, plan.num_speculative_tokens)
 
 
 def _compare(replayed: _Seen, launched: _Seen) -> Outcome:

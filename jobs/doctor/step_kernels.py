@@ -85,7 +85,7 @@ class _Twins:
         self.step = made_up_plan([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
         for plan in (admission, self.step):
             self.host.apply(plan)
-            self.device.apply(plan)
+            _take_in(self.device, plan)
 
     def words(self, count: int) -> Tensor:
         """Random choices, int64 [count]."""
@@ -129,6 +129,11 @@ class _Twins:
             (found.kv_slots[0], torch.cat((expected.kv_slots[0], nowhere))),
         ]
         return _count(pairs)
+
+
+def _take_in(states: DeviceStates, plan: SchedulerOutput) -> None:
+    """Admissions and pages."""
+    states.apply(plan)
 
 
 def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
@@ -193,7 +198,7 @@ def _choose(
     num_rows, vocab_size = logits_NV.shape
     plan = _admission(sampling, seeds_N)
     states = DeviceStates(num_rows, _PAGE, (num_rows,), _PAGE, logits_NV.device)
-    states.apply(plan)
+    _take_in(states, plan)
     slots_N = torch.arange(num_rows, dtype=torch.int32, device=logits_NV.device)
     ids_N, _ = sample_rows(
         logits_NV,
