@@ -10,7 +10,7 @@ PIP_ARGS ?=
 KERNEL_TESTS := tests/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_layer_kinds.py
 OLDEST_TRITON := 3.6.0
-TESTS ?= tests --ignore-glob='*/test_kernels_*'
+TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
@@ -40,12 +40,7 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-# Types and kernels need one core, and neither Ray nor ports: they run beside the other tests.
-test: install lint floors  ## every check and every test; CI runs this
-	@$(MAKE) --no-print-directory types kernels > $(VENV)/beside.log 2>&1 & beside=$$!; \
-	$(MAKE) --no-print-directory pytest; others=$$?; \
-	echo "== types and the kernels' tests, which ran beside these"; wait $$beside; ours=$$?; \
-	cat $(VENV)/beside.log; exit $$((others > ours ? others : ours))
+test: install lint floors types pytest  ## every check and every test; CI runs this
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -57,8 +52,9 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, but for the kernels'
-	$(BIN)/python -m pytest $(TESTS) --durations=15
+pytest: install  ## the tests, in two processes; then those that want the machine for themselves
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --dist=loadgroup --no-loadscope-reorder --durations=15
+	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
