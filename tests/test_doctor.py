@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from absent import NEITHER_RAY_NOR_HTTP, run_without
 from manta.actors.targets.loading.plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
+from manta.cluster.plan import StepResult
 from manta.drafter.compute.eager import backend as eager
 from manta.drafter.compute.eager.attention import paged_attention
 from manta.drafter.compute.eager.backend import TorchBackend
@@ -315,3 +317,17 @@ def test_neither_ray_nor_http_is_needed_and_a_healthy_cpu_passes(tmp_path: Path)
     assert lines["steps", "kernels"]["measured"] == "triton runs on GPUs"
     assert lines["pair", "speculation on = off, float32"]["status"] == "ok"
     assert {"loops", "torch", "rates", "Manta uses"} <= {group for group, _ in lines}
+
+
+def test_captured_steps_must_bring_the_tokens_and_the_pages_of_launched_ones():
+    """The steps themselves take a GPU."""
+    from manta.jobs.doctor.capture import _compare
+
+    def seen(token: int, count: int = 2, value: float = 0.3) -> tuple[list[StepResult], list[Tensor]]:
+        step = StepResult(0, np.array([[5, token], [7, -1]], np.int32), np.array([count, 1], np.int32))
+        return [step, step], [torch.ones(2, 3), torch.full((2, 3), value)]
+
+    assert _compare(seen(6), seen(6)).passed
+    assert _compare(seen(6), seen(8)).measured == "2 tokens differ, K/V by 0 ulp"
+    for other in (seen(8), seen(6, count=1), seen(6, value=0.301)):
+        assert not _compare(seen(6), other).passed

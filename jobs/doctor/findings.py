@@ -91,6 +91,15 @@ def examine(check: Check) -> Finding:
     return Finding(check.group, check.name, status, outcome.measured, outcome.bound, remedy, seconds, trace)
 
 
+def raising(group: str, name: str, error: Exception) -> Check:
+    """A line that says what stood in the way of looking."""
+
+    def look() -> Outcome:
+        raise error
+
+    return Check(group, name, look, "report the line with its trace (-o FILE)")
+
+
 def _status(outcome: Outcome) -> Status:
     if outcome.passed is None:
         return "fact"

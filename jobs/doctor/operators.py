@@ -20,7 +20,7 @@ from torch import Tensor
 from ...drafter.compute.backend import AttentionShape, Operators
 from ...drafter.compute.layers import Activation, RMSNorm
 from . import references
-from .findings import Check, Outcome, off_by, within
+from .findings import Check, NotHereError, Outcome, off_by, raising, within
 from .passes import draft_pass, target_pass
 from .subject import Candidate, Contexts, Place, Requests, Subject, candidates
 
@@ -60,12 +60,15 @@ def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         for dtype in candidate.dtypes:
             if quick and dtype is torch.float16 and torch.bfloat16 in candidate.dtypes:
                 continue
+            kind, reason = str(dtype).removeprefix("torch."), candidate.why_not(place, dtype)
+            if reason is not None:
+                yield raising(candidate.name, kind, NotHereError(f"{candidate.name} {reason}"))
+                continue
             for operator in _operators(place):
                 if operator.alone and candidate.setting == "compiled":
                     continue
-                name = f"{operator.name}, {str(dtype).removeprefix('torch.')}"
                 look = partial(_examine, place, candidate, dtype, operator)
-                yield Check(candidate.name, name, look, REMEDY)
+                yield Check(candidate.name, f"{operator.name}, {kind}", look, REMEDY)
 
 
 def _examine(place: Place, candidate: Candidate, dtype: torch.dtype, operator: _Operator) -> Outcome:

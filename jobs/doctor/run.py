@@ -31,9 +31,9 @@ from ..bench.provenance import provenance
 from ..files import write_json
 from ..tables import print_table
 from .choice import choice_checks
-from .findings import Check, Finding, NotHereError, Outcome, examine
+from .findings import Check, Finding, NotHereError, Outcome, examine, raising
 from .machine import machine_checks
-from .operators import REMEDY, operator_checks
+from .operators import operator_checks
 from .pair import NO_GPU, pair_checks
 from .rates import rate_checks
 from .subject import Place
@@ -118,7 +118,7 @@ def _checks(options: DoctorOptions) -> Iterator[Check]:
         try:
             yield from checks()
         except Exception as error:
-            yield _raising(name, "what to look at", error)
+            yield raising(name, "what to look at", error)
 
 
 def _of_plan(found: list[LoadPlan], checks: Callable[[LoadPlan], Iterator[Check]]) -> Iterator[Check]:
@@ -149,7 +149,7 @@ def _kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     reason = why_not("triton", [place.shape.target.of_backend()], machine)
     if reason is not None:
         for group in ("own products", "steps"):
-            yield _raising(group, "kernels", NotHereError(f"triton {reason}"))
+            yield raising(group, "kernels", NotHereError(f"triton {reason}"))
         return
     from .product_kernels import product_checks
     from .step_kernels import step_checks
@@ -161,20 +161,11 @@ def _kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 def _captured_checks(found: list[LoadPlan]) -> Iterator[Check]:
     """Where graphs are captured."""
     if not torch.cuda.is_available():
-        yield _raising("steps", "captured = launched", NotHereError(NO_GPU))
+        yield raising("steps", "captured = launched", NotHereError(NO_GPU))
     elif found and found[0].attention_backend == "triton":
         from .capture import capture_checks
 
         yield from capture_checks(found[0])
     else:
         reason = "no pair, or not Triton's backend for it"
-        yield _raising("steps", "captured = launched", NotHereError(reason))
-
-
-def _raising(group: str, name: str, error: Exception) -> Check:
-    """A line that says what stood in the way."""
-
-    def look() -> Outcome:
-        raise error
-
-    return Check(group, name, look, REMEDY)
+        yield raising("steps", "captured = launched", NotHereError(reason))
