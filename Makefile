@@ -8,7 +8,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 KERNEL_TESTS := tests/test_kernels_*.py
-GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_layer_kinds.py
+GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_launches.py tests/test_batch_invariant.py \
+  tests/test_layer_kinds.py
 OLDEST_TRITON := 3.6.0
 TESTS ?= tests
 VENV := .venv

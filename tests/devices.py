@@ -9,6 +9,7 @@ Imported by `conftest.py` before any kernel is: Triton reads TRITON_INTERPRET wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -56,3 +57,21 @@ ON_GPU = KIND == "cuda"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Dtypes of 16 bits that products are computed in.
 HALVES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
+
+
+# What is called in a launch's place: with a kernel's name, arguments by name and what launches it.
+Watch = Callable[[str, Mapping[str, object], Callable[[], object]], object]
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Call `watch` in the place of every launch."""
+    from triton import JITFunction
+    from triton.runtime.interpreter import GridExecutor
+
+    owner, method = (JITFunction, "run") if ON_GPU else (GridExecutor, "__call__")
+    launch = getattr(owner, method)
+
+    def watched(kernel: Any, *args: object, **kwargs: object) -> object:
+        return watch(kernel.fn.__name__, kwargs, lambda: launch(kernel, *args, **kwargs))
+
+    monkeypatch.setattr(owner, method, watched)

@@ -1,12 +1,11 @@
 """`batch_invariant`: in half precision, too, no token depends on speculation or company; else refused.
 
 In Triton's interpreter in fp16 (its bf16 products are broken) with few short requests; on a GPU
-(MANTA_TEST_DEVICE=cuda) in bf16, with all knobs and block lengths.
+(`devices.py`) in bf16, with all knobs and block lengths.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from devices import DEVICE, HALVES, ON_GPU
 from manta.actors.llm import LLM
 from manta.actors.targets.loading.backends import choose_backend
 from manta.actors.targets.loading.invariance import check_invariance
@@ -30,8 +30,7 @@ from test_lossless import KNOBS, tokens_of
 from tiny import TINY_VOCAB
 from torch import Tensor
 
-ON_GPU = os.environ.get("MANTA_TEST_DEVICE") == "cuda"
-DEVICE, DTYPE = ("cuda", "bfloat16") if ON_GPU else ("cpu", "float16")
+DTYPE = HALVES[0]
 NAMES, DRAFTS, LENGTHS, TOKENS = (
     (tuple(KNOBS), (1, 3, 15), (1, 14, 40, 89), 24) if ON_GPU else (("greedy", "plain"), (3,), (14, 3), 3)
 )
@@ -45,8 +44,8 @@ def open_llm(target: Path, drafter: Path | None, num_drafts: int = 0, **changes:
         str(target),
         speculative_config=spec if drafter else None,
         skip_tokenizer_init=True,
-        dtype=DTYPE,
-        device=DEVICE,
+        dtype=str(DTYPE).removeprefix("torch."),
+        device=DEVICE.type,
         attention_backend="triton",
         batch_invariant=True,
         num_threads=1,
@@ -79,7 +78,7 @@ def test_speculation_and_company_change_no_token_in_half_precision(
 )
 def test_rows_of_the_fused_passes_are_invariant_on_the_device() -> None:
     backend = TritonBackend(DEVICE, batch_invariant=True)
-    assert rows_are_invariant(backend, torch.bfloat16, DEVICE, (64, 128))
+    assert rows_are_invariant(backend, DTYPE, DEVICE, (64, 128))
 
 
 class _SummedAlone(TorchBackend):
@@ -98,7 +97,7 @@ class _SummedAlone(TorchBackend):
 
 
 def test_what_does_not_hold_is_seen_at_start_and_refused(tiny_qwen3: Path) -> None:
-    plan = plan_load(settings(tiny_qwen3, batch_invariant=True, attention_backend="torch"))
+    plan = plan_load(settings(tiny_qwen3, batch_invariant=True, attention_backend="torch", device="cpu"))
     with pytest.raises(ConfigError, match=r"batch_invariant does not hold here.*dtype to float32") as caught:
         check_invariance(plan, _SummedAlone())
     assert caught.value.param == "batch_invariant"

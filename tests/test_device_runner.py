@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE
+from devices import DEVICE, ON_GPU
 from families import FAMILIES
 from manta.actors.llm import LLM
 from manta.actors.targets.runners.device import DeviceRunner
@@ -38,6 +38,7 @@ CASES = [
     np.random.default_rng(i).integers(1, TINY_VOCAB - 1, length).tolist()
     for i, length in enumerate((15, 14, 3))
 ]
+PLACE = {"device": DEVICE.type, "page_size": 16}  # so small that short sequences have several pages
 PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=4 + i) for i, name in enumerate(KNOB_NAMES)]
 
 
@@ -47,13 +48,12 @@ def generate(
     spec = None
     if drafter is not None:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
-    settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **changes}
+    settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **PLACE, **changes}
     with LLM(
         str(target),
         skip_tokenizer_init=True,
         dtype="float32",
         num_threads=1,
-        device=DEVICE.type,
         attention_backend=backend,
         **settings,
     ) as llm:
@@ -85,7 +85,7 @@ def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) ->
     assert stats.num_drafts > 0 and stats.preemptions > 0
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="one GPU is no two ranks; ray_session has none")
+@pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
 @pytest.mark.parametrize(
     ("ranks", "placement"), [(2, "colocated"), (1, "split")], ids=["two ranks", "a drafter split off"]
 )
@@ -113,7 +113,7 @@ class Twins:
     @classmethod
     def open(cls, target: Path, drafter: Path, prompts: list[list[int]]) -> Twins:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
-        small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48}
+        small = {"speculative_config": spec, "max_num_seqs": 6, "max_model_len": 48, **PLACE}
         device, host = (
             open_runner(target, attention_backend=backend, **small)[0] for backend in ("triton", "torch")
         )
@@ -182,7 +182,7 @@ def test_the_best_choice_of_two_ranks_wins_and_of_equal_ones_the_first() -> None
 
 @pytest.mark.parametrize("wait", ["from_numpy", "tensor", "item", "tolist", "nonzero"])
 def test_what_waits_is_counted(wait: str) -> None:
-    if torch.cuda.is_available():
+    if ON_GPU:
         pytest.skip("PyTorch counts")
     values, ways = (
         torch.ones(3),

@@ -1,6 +1,4 @@
-"""Products of few rows, with all that is fused to them, against PyTorch in fp64.
-
-In Triton's interpreter, or with MANTA_TEST_DEVICE=cuda on a GPU, and then in bf16, too.
+"""Products of few rows, with all that is fused to them, against PyTorch in fp64; where, says `devices.py`.
 
 Where half precision rounds within a product's neighbourhood (the normed input, the product before gate and
 residual), so does the reference: nearly all elements are equal bit by bit, and none is far.
@@ -10,12 +8,12 @@ Legend: N rows, K inputs, O outputs, I inner size, T tiles of outputs, H hidden.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
+from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from manta.drafter.compute.gpu.activations import gate
 from manta.drafter.compute.gpu.choice import MeasuredChoice
 from manta.drafter.compute.gpu.product_tiles import ProductWorkspace, plan_product
@@ -29,11 +27,11 @@ from manta.drafter.compute.gpu.projections import (
 )
 from manta.drafter.compute.layers import Activation, Linear, RMSNorm, linear_of_blocks
 from torch import Tensor
-from triton.runtime.interpreter import GridExecutor
 
-ON_GPU = os.environ.get("MANTA_TEST_DEVICE") == "cuda"
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
+pytestmark = pytest.mark.usefixtures("on_the_device")
+DTYPES = (torch.float32, *HALVES)
+# A GPU's products of fp32 are three of tf32.
+TOLERANCE = {torch.float32: 1e-5 if ON_GPU else 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 ROWS = (1, 5, 16, 17, 64)
 EPS = 1e-6
 WORKSPACE = ProductWorkspace(DEVICE)
@@ -49,18 +47,14 @@ QWEN3_8B = {  # outputs, inputs, gated
 
 
 @pytest.fixture(autouse=True)
-def seeded_on_the_device() -> Iterator[None]:
+def seeded():
     torch.manual_seed(0)
-    with DEVICE:
-        yield
 
 
 def assert_near(actual: Tensor, expected: Tensor):
     """Of `expected` in fp64, rounded as `actual` is."""
     assert actual.shape == expected.shape
-    tolerance = {torch.float32: 1e-5 if ON_GPU else 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[
-        actual.dtype
-    ]
+    tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
     if actual.dtype is not torch.float32:
         assert (actual == expected.to(actual.dtype)).float().mean() > 0.98
@@ -177,16 +171,19 @@ def test_splits_are_added_in_their_order_by_whoever_comes_last_or_by_one_alone(d
     assert torch.allclose(squares[:16], few_squares, rtol=1e-2)
 
 
-def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
+def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     """Nor does what a kernel is compiled for; the interpreter would not see that a tile's height counts."""
-    dtype, rows, launch = torch.float32, 70, GridExecutor.__call__  # more rows than a tile
+    rows = 70  # more than a tile
     cuts: set[tuple[object, ...]] = set()
 
-    def launched(grid: GridExecutor, *args: object, **constants: object) -> object:
+    def watch(_: str, constants: Mapping[str, object], launch: Callable[[], object]) -> object:
         cuts.add(tuple(constants[name] for name in ("OUTPUTS", "GATED", "ROWS", "SPLITS", "SPLIT_TILES")))
-        return launch(grid, *args, **constants)
+        return launch()
 
-    monkeypatch.setattr(GridExecutor, "__call__", launched)
+    watch_launches(monkeypatch, watch)
     down, gate_up = Product(rows, 1100, 136, dtype), Product(rows, 136, 90, dtype, bias=True)
     for product in (down, gate_up):
         product.own = OwnProjection(product.weight_OK[None, None], product.bias_O, WORKSPACE, one_tile=True)
@@ -200,7 +197,7 @@ def test_in_one_tile_a_row_s_bits_depend_on_nothing_beside_it(monkeypatch: pytes
     everything = run(*range(rows))
     assert torch.equal(run(0, 69, 33), everything[[0, 69, 33]])
     assert torch.equal(run(*range(40, 56)), everything[40:56])
-    assert ON_GPU or len(cuts) == 3, "one of each product, whatever the rows"
+    assert len(cuts) == 3, "one of each product, whatever the rows"
 
 
 @pytest.mark.parametrize("name", QWEN3_8B)

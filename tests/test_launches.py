@@ -1,4 +1,4 @@
-"""How many kernels the passes of a decoding step launch, counted in Triton's interpreter.
+"""How many kernels the passes of a decoding step launch; where, says `devices.py`.
 
 A launch costs a GPU about a microsecond whatever it computes, and a pass of few rows has hundreds. Counted
 are Triton's kernels and PyTorch's operators that would launch one; views and allocations are none.
@@ -8,7 +8,6 @@ Legend: N rows, H hidden, m taps.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-if os.environ.get("MANTA_TEST_DEVICE") == "cuda":
-    pytest.skip("launches are counted in the interpreter", allow_module_level=True)
 
+from devices import DEVICE, ON_GPU, watch_launches
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.decoder import Decoder
 from manta.actors.targets.model.parallel import Sharding, SingleRank
@@ -32,10 +30,11 @@ from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.features import TargetFacts
 from manta.drafter.dflash.model import DFlashDrafter
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import GridExecutor
 
+pytestmark = pytest.mark.usefixtures("on_the_device")
 ROWS, PAGE_SIZE = 16, 16
-OURS = TritonBackend("cpu", batch_invariant=True)  # whose products are ours on a CPU, too
+OURS = TritonBackend(DEVICE, batch_invariant=True)  # whose products are ours in the interpreter, too
+ATOL = 1e-4 if ON_GPU else 1e-5  # a GPU's products of fp32 are three of tf32
 NO_LAUNCH = ("view", "empty", "slice", "select.", "expand", "permute", "transpose", "squeeze", "alias")
 NO_LAUNCH += ("unbind", "detach", "as_strided", "split", "lift_fresh")
 
@@ -47,17 +46,15 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self._inside = False
-        launch = GridExecutor.__call__
+        watch_launches(monkeypatch, self._count)
 
-        def counted(grid: GridExecutor, *args: object, **kwargs: object) -> object:
-            self.counts[grid.fn.__name__] += 1
-            self._inside = True
-            try:
-                return launch(grid, *args, **kwargs)
-            finally:
-                self._inside = False
-
-        monkeypatch.setattr(GridExecutor, "__call__", counted)
+    def _count(self, kernel: str, _: object, launch: Callable[[], object]) -> object:
+        self.counts[kernel] += 1
+        self._inside = True
+        try:
+            return launch()
+        finally:
+            self._inside = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().removeprefix("aten::")
@@ -74,16 +71,16 @@ class Launches(TorchDispatchMode):
 
 def load(target: Path, drafter: Path, backend: Backend) -> tuple[Decoder, DFlashDrafter]:
     spec = read_model(target)
-    weights = TargetWeights(target, spec, Sharding(spec, 0, 1), torch.float32, torch.device("cpu"))
+    weights = TargetWeights(target, spec, Sharding(spec, 0, 1), torch.float32, DEVICE)
     decoder = Decoder(weights, (0, 1, 2), 64, SingleRank(), backend)
     facts = TargetFacts(spec.hidden_size, spec.num_layers, spec.vocab_size, 64)
-    return decoder, load_drafter(drafter, facts, decoder, torch.float32, "cpu", backend)
+    return decoder, load_drafter(drafter, facts, decoder, torch.float32, DEVICE, backend)
 
 
 def rows(backend: Backend) -> PlacedRows:
     """A block of the first request, in the first page."""
     places = np.zeros(1, np.int32), np.full(1, ROWS), np.zeros((1, 1), np.int32)
-    batch = backend.attention_batch(*places, PAGE_SIZE, "cpu")
+    batch = backend.attention_batch(*places, PAGE_SIZE, DEVICE)
     return PlacedRows(torch.arange(ROWS), (torch.arange(ROWS),), (batch,))
 
 
@@ -100,7 +97,7 @@ def test_fused_passes_are_those_of_pytorch(tiny_qwen3: Path, tiny_drafter: Path)
         block_NH = drafter.forward(drafter.embed_block(torch.arange(ROWS)), placed, cache)
         found.append((hidden_NH, taps_NmH, target.logits(hidden_NH), context, block_NH))
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=ATOL)
 
 
 @torch.no_grad()  # in inference mode operators come uncut

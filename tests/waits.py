@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from devices import ON_GPU
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -92,7 +93,7 @@ class _Operators(TorchDispatchMode):
 @contextmanager
 def counting_waits() -> Iterator[list[str]]:
     """Names of what would wait, as they are found; on a GPU the first one is an error."""
-    if torch.cuda.is_available():
+    if ON_GPU:
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield []
