@@ -66,9 +66,9 @@ versions: install  ## the same with the oldest Triton that is supported
 	PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 
 gpu: install  ## on a GPU: its kernels' and its runner's tests, the doctor, a step beside the roofline
-	MANTA_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) -q
-	$(BIN)/manta doctor -o docs/benchmarks/doctor-gpu.json
-	$(BIN)/manta bench step -o docs/benchmarks/step-gpu.json
+	@MANTA_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) -q; tests=$$?; \
+	$(BIN)/manta doctor -o docs/benchmarks/doctor-gpu.json; doctor=$$?; \
+	$(BIN)/manta bench step -o docs/benchmarks/step-gpu.json; bench=$$?; exit $$((tests + doctor + bench > 0))
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
