@@ -8,14 +8,16 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 KERNEL_TESTS := tests/test_kernels_*.py
-TESTS ?= tests --ignore-glob='*/test_kernels_*'
+GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_layer_kinds.py
+OLDEST_TRITON := 3.6.0
+TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test lint types floors pytest kernels bench clean
+.PHONY: help install demo test lint types floors pytest kernels versions gpu bench clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile
@@ -38,12 +40,7 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-# Types and kernels need one core, and neither Ray nor ports: they run beside the other tests.
-test: install lint floors  ## every check and every test; CI runs this
-	@$(MAKE) --no-print-directory types kernels > $(VENV)/beside.log 2>&1 & beside=$$!; \
-	$(MAKE) --no-print-directory pytest; others=$$?; \
-	echo "== types and the kernels' tests, which ran beside these"; wait $$beside; ours=$$?; \
-	cat $(VENV)/beside.log; exit $$((others > ours ? others : ours))
+test: install lint floors types pytest  ## every check and every test; CI runs this
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -55,11 +52,22 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, but for the kernels'
-	$(BIN)/python -m pytest $(TESTS) --durations=15
+pytest: install  ## the tests, in two processes; then those that want the machine for themselves
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --dist=loadgroup --no-loadscope-reorder --durations=15
+	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+
+versions: install  ## the same with the oldest Triton that is supported
+	@test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) \
+	  --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+
+gpu: install  ## on a GPU: its kernels' and its runner's tests, the doctor, a step beside the roofline
+	@MANTA_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) -q; tests=$$?; \
+	$(BIN)/manta doctor -o docs/benchmarks/doctor-gpu.json; doctor=$$?; \
+	$(BIN)/manta bench step -o docs/benchmarks/step-gpu.json; bench=$$?; exit $$((tests + doctor + bench > 0))
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg

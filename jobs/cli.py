@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from ..cluster.errors import MantaError
 from .bench.cli import bench
+from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
 from .settings import engine_config, sampling_params
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.command()(doctor)
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
 
 

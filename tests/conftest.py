@@ -6,35 +6,76 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; read when they are decorated
 
+import devices
 import pytest
+import torch
 from hypothesis import settings
-from tiny import make_tiny_drafter, make_tiny_target
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Which tests share a process where several run them (pytest -n): Ray's, since a machine has one cluster; of
+# the losslessness grid those of a pair, which share its plain decoding; else those of a file.
+_RAYS = ("batch", "demo", "lossless_topologies", "ray_executor", "room", "serve")
+_LONG = ("lossless", "device_runner")
 
 # A busy machine must not fail a property: no test asserts a time.
 settings.register_profile("manta", deadline=None)
 settings.load_profile("manta")
 
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)  # its idle threads would wait on the cores of the other process
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group the tests; the longest groups first, so that no process is left with one at the end."""
+    if config.getoption("dist", "no") == "no":
+        return
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    order = {"ray": 0} | dict.fromkeys(_LONG, 1)
+    items.sort(key=lambda item: order.get(_group(item).partition(" ")[0], 2))
+
+
+def _group(item: pytest.Item) -> str:
+    name = item.path.stem.removeprefix("test_")
+    if name.startswith(_RAYS) or "ray_session" in getattr(item, "fixturenames", ()):
+        return "ray"
+    call = getattr(item, "callspec", None)
+    return f"{name} {call.params['pair']}" if name == "lossless" and call else name
+
+
+@pytest.fixture(scope="module")
+def on_the_device() -> Iterator[None]:
+    """New tensors are made where kernels' tests run."""
+    with torch.device(devices.DEVICE) if devices.ON_GPU else nullcontext():
+        yield
+
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_target  # transformers, which kernels' tests do without
+
     return make_tiny_target(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_target
+
     return make_tiny_target(tmp_path_factory.mktemp("tiny-llama"), "llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_drafter
+
     return make_tiny_drafter(tmp_path_factory.mktemp("tiny-drafter"))
 
 

@@ -75,7 +75,7 @@ CASES = {
         f"compiled with {feature}": Case(
             compiled, f"has no {feature}, which the target needs", with_features(feature)
         )
-        for feature in GEMMA
+        for feature in sorted(GEMMA)
     },
     "triton": Case(triton, None, machine=GPU),
     "triton knows every feature": Case(triton, None, with_features(*GEMMA), replace(GPU, num_ranks=8)),

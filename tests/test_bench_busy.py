@@ -16,6 +16,8 @@ from manta.jobs.bench.busy import BusyOptions, Company, run_busy
 from manta.jobs.bench.passes import EngineRun
 from text_pair import make_text_pair
 
+pytestmark = pytest.mark.quiet
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

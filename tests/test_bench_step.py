@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from absent import NEITHER_RAY_NOR_HTTP, run_without
 from manta.actors.targets.runners.host import StepRunner
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.cluster.plan import SchedulerOutput, StepResult, StepTimings
@@ -74,6 +75,17 @@ def test_a_config_without_weights_gives_steps_beside_their_floors(
         assert point["idleness"]["seconds"] > 0
     said = capsys.readouterr().out
     assert "a step with 15 drafts" in said and "no draft is accepted" in said
+
+
+def test_neither_ray_nor_http_nor_transformers_is_needed(config_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "step.json"
+    flags = f"bench step --model {config_file} --batch 1 --context 20 --steps 1 --device cpu --dtype float32"
+    more = f"--device-rates {RATES} -o {output}"
+    done = run_without(NEITHER_RAY_NOR_HTTP, [*flags.split(), *more.split()], TRITON_INTERPRET="")
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(output.read_text())
+    versions = figures["provenance"]["versions"]
+    assert figures["points"] and versions["torch"] and versions["ray"] is versions["transformers"] is None
 
 
 def test_steps_are_the_engines_own_behind_whole_contexts(

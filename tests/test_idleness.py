@@ -21,6 +21,8 @@ from manta.jobs.bench.busy_processes import busy_processes
 from manta.jobs.bench.cpu_quota import quota_group
 from manta.jobs.bench.idleness import IDLE_SHARE, Idleness, Watch, print_warning
 
+pytestmark = pytest.mark.quiet
+
 TICKS_S = 0.1  # clocks of 10 ms, two readings, some processes
 ORPHAN = """
 import subprocess, sys

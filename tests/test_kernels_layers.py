@@ -1,7 +1,7 @@
-"""Fused elementwise kernels in Triton's interpreter, against the classes that do their work on a CPU.
+"""Fused elementwise kernels against the classes that do their work on a CPU; where, says `devices.py`.
 
 In fp16 they must round where those classes round: nearly all elements are equal bit by bit, and none is far.
-The interpreter cuts bf16 instead of rounding it, so that bf16 is held to a few ulp only.
+Triton's interpreter cuts bf16 instead of rounding it, so that bf16 is held to a few ulp only.
 
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE, ON_GPU
 from manta.drafter.compute.gpu.activations import gate
 from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
 from manta.drafter.compute.gpu.write_kv import heads_per_program, norm_rotate_write, write_context
@@ -20,10 +21,12 @@ from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
 from torch import Tensor
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.usefixtures("on_the_device")
 EPS = 1e-6
 MAX_POSITIONS = 300
 NUM_PAGES, PAGE_SIZE = 5, 16
 FP32 = torch.float32
+FP32_TOLERANCE = 4e-6 if ON_GPU else 1e-6  # a GPU's exponentials are coarser
 DTYPES = (FP32, torch.float16, torch.bfloat16)
 
 
@@ -32,7 +35,9 @@ def assert_same(actual: Tensor, expected: Tensor):
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     if actual.numel() == 0:
         return
-    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}[actual.dtype]
+    tolerance = {torch.float32: 4e-6 if ON_GPU else 1e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}[
+        actual.dtype
+    ]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     if actual.dtype is torch.float16:
         assert (actual == expected).float().mean() > 0.99
@@ -133,7 +138,7 @@ def test_the_gated_product_survives_large_gates_and_sliced_rows(activation: Acti
 
 def rotary(head_dim: int, dtype: torch.dtype) -> RotaryEmbedding:
     rope = RopeConfig.read({"rope_theta": 1e4}, head_dim, "config.json")
-    return RotaryEmbedding(rope, MAX_POSITIONS, dtype, "cpu")
+    return RotaryEmbedding(rope, MAX_POSITIONS, dtype, DEVICE)
 
 
 def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -144,7 +149,7 @@ def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> list[PagedKVCache]:
     """Two caches with the same garbage in them."""
-    caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu") for _ in range(2)]
+    caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, DEVICE) for _ in range(2)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape))
     caches[1].kv.copy_(caches[0].kv)
     return caches

@@ -1,17 +1,15 @@
-"""The GPU's choice of tokens, in Triton's interpreter, against `sample_rows` and `filter_logits`."""
+"""The GPU's choice of tokens against `sample_rows` and `filter_logits`; where, says `devices.py`."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from devices import DEVICE
 from manta.drafter.step.device.filters import find_floors
 from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_in_kernel
 from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
@@ -21,8 +19,11 @@ from manta.drafter.step.noise import negative_gumbel, noise_keys
 from manta.drafter.step.sampling import filter_logits, sample_rows
 from manta.drafter.step.sampling_batch import SamplingBatch
 
-if os.environ["TRITON_INTERPRET"] != "1":
-    pytest.skip("these tests run kernels on the CPU", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("on_the_device")
+
+
+def on_device(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values).to(DEVICE)
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Requests:
 
     def state(self) -> SamplingState:
         def put(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(values).to(dtype)
+            return on_device(values).to(dtype)
 
         return SamplingState(
             temperature=put(self.temperature, torch.float32),
@@ -77,6 +78,7 @@ class Requests:
             seed=self.seed[at],
             position=self.positions.astype(np.int64),
             forbidden=np.array(pairs, dtype=np.int64).T if pairs else None,
+            device=DEVICE,
         )
 
     def choose(
@@ -84,8 +86,8 @@ class Requests:
     ):
         return sample_rows_in_kernels(
             logits,
-            torch.from_numpy(self.slots).to(torch.int32),
-            torch.from_numpy(self.positions),
+            on_device(self.slots).to(torch.int32),
+            on_device(self.positions),
             self.state(),
             filters=filters,
             workspace=workspace(logits, chunk, room),
@@ -97,23 +99,23 @@ class Requests:
         memory = workspace(logits, chunk, room).filters
         find_floors(
             logits,
-            torch.from_numpy(self.slots).to(torch.int32),
-            torch.from_numpy(self.positions),
+            on_device(self.slots).to(torch.int32),
+            on_device(self.positions),
             self.state(),
             memory,
         )
-        scaled = logits.float() / torch.from_numpy(self.temperature[self.slots]).float()[:, None]
+        scaled = logits.float() / on_device(self.temperature[self.slots]).float()[:, None]
         return scaled >= memory.floor_N[: len(scaled), None]
 
 
 def workspace(logits: torch.Tensor, chunk: int, room: int) -> SamplingWorkspace:
     """Memory for one row more than there are, so that row strides matter."""
     rows, vocab = logits.shape
-    return SamplingWorkspace.build(rows + 1, vocab, "cpu", chunk_size=chunk, max_candidates=room)
+    return SamplingWorkspace.build(rows + 1, vocab, DEVICE, chunk_size=chunk, max_candidates=room)
 
 
 def normal(rows: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.randn(rows, vocab, generator=torch.Generator(DEVICE).manual_seed(seed)) * scale
 
 
 def mixed(rng: np.random.Generator, rows: int, vocab: int) -> Requests:
@@ -142,8 +144,8 @@ def test_a_kernels_noise_is_that_of_sampling_to_the_last_places():
     seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 123456789012345])
     positions, count = np.array([0, 1, 7, 4095, 131071, 2]), 1 << 16
     out = torch.empty(len(seeds), count)
-    _noise[len(seeds),](torch.from_numpy(seeds), torch.from_numpy(positions), out, count)
-    expected = negative_gumbel(torch.from_numpy(noise_keys(seeds, positions))[:, :, None], count)
+    _noise[len(seeds),](on_device(seeds), on_device(positions), out, count)
+    expected = negative_gumbel(on_device(noise_keys(seeds, positions))[:, :, None], count)
     assert torch.allclose(out, expected, rtol=3e-7, atol=2e-7)  # near 0 what counts is E next to 1
     assert expected.min() < -11 and expected.max() > 2.3  # both tails are there
 

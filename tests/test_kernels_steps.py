@@ -1,15 +1,13 @@
-"""The GPU's step bookkeeping, in Triton's interpreter, against `RequestStates` and `accept`."""
+"""The GPU's step bookkeeping against `RequestStates` and `accept`; where, says `devices.py`."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.page_groups import ONE_GROUP, LayerPlace, PageGroup, PagePlan
@@ -28,9 +26,7 @@ from manta.drafter.step.rows import by_request
 from manta.drafter.step.states import RequestStates
 from manta.drafter.step.verification import accept
 
-if os.environ["TRITON_INTERPRET"] != "1":
-    pytest.skip("these tests run kernels on the CPU", allow_module_level=True)
-
+pytestmark = pytest.mark.usefixtures("on_the_device")
 GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
 SLOTS, MAX_LEN, PAGE_SIZE, MASK = 6, 60, 8, 777
 NUM_PAGES = (110, 57)  # of each pool
@@ -93,8 +89,12 @@ def plan_of(
     return SchedulerOutput(0, admitted, *where, *arrays, np.array(samples, dtype=bool))
 
 
+def put(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values).to(DEVICE)
+
+
 def states_of(plan: SchedulerOutput, pages: PagePlan = ONE_GROUP) -> RequestStates:
-    states = RequestStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, "cpu", pages=pages)
+    states = RequestStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, DEVICE, pages=pages)
     states.apply(plan)
     return states
 
@@ -106,8 +106,8 @@ def skip_slots(pages: PagePlan) -> torch.Tensor:
 
 def tables_of(states: RequestStates, plan: SchedulerOutput, pages: PagePlan = ONE_GROUP) -> SlotTables:
     computed = torch.full((SLOTS,), 1000, dtype=torch.int32)  # a slot that is not in the step is not touched
-    computed[torch.from_numpy(plan.slots).long()] = torch.from_numpy(plan.num_computed)
-    tables = torch.from_numpy(states.page_tables_GSP).to(torch.int32)
+    computed[put(plan.slots).long()] = put(plan.num_computed)
+    tables = put(states.page_tables_GSP).to(torch.int32)
     return SlotTables(states.token_ids.clone(), tables, computed, PAGE_SIZE, skip_slots(pages))
 
 
@@ -123,7 +123,7 @@ def ragged(
 
     def padded(values: np.ndarray, padding: int = 0) -> torch.Tensor:
         padding_R = np.full(case.padding_requests, padding)
-        return torch.from_numpy(np.concatenate((values, padding_R)).astype(np.int32))
+        return put(np.concatenate((values, padding_R)).astype(np.int32))
 
     cu_rows = torch.nn.functional.pad(padded(counts).cumsum(0), (1, 0)).int()
     return StepRequests(
@@ -148,7 +148,7 @@ def check_padding(rows: StepRows, used: int, pages: PagePlan) -> None:
 @given(cases(drafts_behind=3))
 def test_rows_are_those_of_request_states_and_padding_reads_nothing(case: Case):
     plan, states = case.plan, states_of(case.plan, case.pages)
-    states.token_ids.random_(0, 1000, generator=torch.Generator().manual_seed(case.seed))
+    states.token_ids.random_(0, 1000, generator=torch.Generator(DEVICE).manual_seed(case.seed))
     expected, used = states.lay_out_rows(plan), plan.num_batched_tokens
     rows = lay_out_rows(ragged(case, plan.num_rows), tables_of(states, plan, case.pages))
     assert rows.slots_N[:used].tolist() == np.repeat(plan.slots, plan.num_rows).tolist()
@@ -174,7 +174,7 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
     lengths = np.where(counts > 0, plan.num_computed + counts, 0).tolist()
     assert rows.batches[0].kv_lengths_B.tolist() == lengths + [0] * case.padding_requests
     drafts = torch.full((plan.num_requests, int(plan.num_drafts.max())), -1)
-    chosen = torch.randint(0, 1000, (requests.num_rows,), generator=torch.Generator().manual_seed(case.seed))
+    chosen = put(np.random.default_rng(case.seed).integers(0, 1000, requests.num_rows))
     if expected is not None:
         assert rows.token_ids_N[:used].equal(expected.token_ids_N)
         assert rows.positions_N[:used].equal(expected.positions_N)
@@ -189,7 +189,7 @@ def test_a_block_is_laid_out_and_its_proposals_are_placed_as_request_states_does
 @given(cases(drafts_behind=3))
 def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case):
     plan, states = case.plan, states_of(case.plan, case.pages)
-    device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, "cpu", case.pages)
+    device = DeviceStates(SLOTS, MAX_LEN, NUM_PAGES, PAGE_SIZE, DEVICE, case.pages)
     before = device.tables.page_tables.clone()
     device.apply(plan)
     mine, others = plan.slots, np.setdiff1d(np.arange(SLOTS), plan.slots)
@@ -211,13 +211,13 @@ def test_states_on_the_device_have_the_pages_and_tokens_of_the_host_s(case: Case
 def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[torch.Tensor, ...]:
     """(the oracle's choices, the kernel's, where each request's begin in them): of sampled rows or of all."""
     plan, rng = case.plan, np.random.default_rng(case.seed + 1)
-    by_row = torch.from_numpy(rng.integers(0, 3, plan.num_batched_tokens + case.padding_rows))
+    by_row = put(rng.integers(0, 3, plan.num_batched_tokens + case.padding_rows))
     ends = np.cumsum(plan.num_rows)
     begins = ends - counts
     sampled = np.concatenate([np.arange(b, b + n) for b, n in zip(begins, counts, strict=True)]).astype(int)
     first = begins if of_all_rows else np.cumsum(counts) - counts
     first = np.concatenate((first, np.zeros(case.padding_requests))).astype(np.int32)
-    return by_row[sampled], by_row if of_all_rows else by_row[sampled], torch.from_numpy(first)
+    return by_row[sampled], by_row if of_all_rows else by_row[sampled], put(first)
 
 
 @settings(max_examples=60)
@@ -225,13 +225,13 @@ def verdicts_of(case: Case, counts: np.ndarray, *, of_all_rows: bool) -> tuple[t
 def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: bool):
     plan, states = case.plan, states_of(case.plan, case.pages)
     width = int(plan.num_drafts.max())
-    drafts = torch.from_numpy(np.random.default_rng(case.seed).integers(0, 3, (plan.num_requests, width)))
-    drafts.masked_fill_(torch.arange(width) >= torch.from_numpy(plan.num_drafts)[:, None], -1)
+    drafts = put(np.random.default_rng(case.seed).integers(0, 3, (plan.num_requests, width)))
+    drafts.masked_fill_(torch.arange(width) >= put(plan.num_drafts)[:, None], -1)
     states.place_drafts(plan, drafts)
     tables = tables_of(states, plan, case.pages)
     counts = np.where(plan.samples, 1 + plan.num_drafts, 0)
     sampled, chosen, first = verdicts_of(case, counts, of_all_rows=of_all_rows)
-    tokens, num_tokens = accept(sampled.long(), torch.from_numpy(counts).long(), drafts)
+    tokens, num_tokens = accept(sampled.long(), put(counts).long(), drafts)
     states.advance(plan, tokens, num_tokens)
 
     requests = ragged(case, plan.num_rows, first_chosen=first, max_drafts=width + 2)
@@ -243,7 +243,7 @@ def test_accepting_and_advancing_are_those_of_the_host(case: Case, of_all_rows: 
     assert num_out[:real].tolist() == num_tokens.tolist()
     assert (out[real:] == -1).all() and not num_out[real:].any()
     assert tables.token_ids[:, :MAX_LEN].equal(states.token_ids[:, :MAX_LEN])
-    accepted = (num_tokens - 1).clamp(min=0).numpy()
+    accepted = (num_tokens - 1).clamp(min=0).cpu().numpy()
     advanced = np.full(SLOTS, 1000)
     advanced[plan.slots] = plan.num_computed + plan.num_rows - plan.num_drafts + accepted
     assert tables.num_computed.tolist() == advanced.tolist()

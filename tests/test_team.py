@@ -19,7 +19,10 @@ from manta.drafter.compute.compiled.team_size import (
 )
 from manta.drafter.compute.loops.machine import bf16_instructions
 
-pytestmark = pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16")
+pytestmark = [
+    pytest.mark.quiet,
+    pytest.mark.skipif(bf16_instructions() is None, reason="this CPU has no products of bf16"),
+]
 
 MS = 1_000_000
 

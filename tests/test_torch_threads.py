@@ -50,6 +50,7 @@ step()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pins threads to cores")
+@pytest.mark.quiet
 def test_two_threads_that_are_interrupted_become_one_and_two_again():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], timeout=280, check=False, capture_output=True, text=True

@@ -214,6 +214,8 @@ CHOSEN_LATE = (
     "actors/targets/runners/device.py",
     "actors/targets/runners/graphs.py",
     "actors/targets/runners/iteration.py",
+    "jobs/doctor/step_kernels.py",
+    "jobs/doctor/capture.py",
 )
 
 

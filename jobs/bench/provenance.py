@@ -8,44 +8,60 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LIBRARIES = ("torch", "ray", "transformers", "numpy")
+LIBRARIES = ("torch", "triton", "ray", "transformers", "numpy")
 
 
 def provenance() -> dict[str, object]:
-    """Facts about this process and machine."""
+    """Facts about this process and machine; null for a library that is not installed."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": _gpu_name(),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in LIBRARIES},
+        "versions": {name: _version(name) for name in LIBRARIES},
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Its name and the wide instructions that it has."""
+    fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
+    name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
+    return f"{name} ({', '.join(fast) or 'no AVX2'})"
+
+
+def cpu_flags() -> set[str]:
+    """As Linux names them; none elsewhere."""
+    return set(_cpu_facts().get("flags", "").split())
+
+
+def _cpu_facts() -> dict[str, str]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
+        return {}
     facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in facts.items()}
-    flags = set(facts.get("flags", "").split())
-    fast = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    return f"{facts.get('model name', platform.machine())} ({', '.join(fast) or 'no AVX2'})"
+    return {name.strip(): value.strip() for name, value in facts.items()}
 
 
 def _gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str | None:

@@ -2,7 +2,7 @@
 
 Nothing of a model's size is read from a disk or passes through the host's memory. What comes out of such a
 pair is noise; who wants text, or drafts that are accepted, widens a trained pair
-(`jobs/bench/widen.py`). Called by `step.py`.
+(`jobs/bench/widen.py`). Called by `step.py`; the doctor takes shapes from here.
 """
 
 from __future__ import annotations
@@ -95,6 +95,13 @@ class PairShape:
             )
         drafter.check_fits(TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0))
         return cls("Qwen3-8B" if model is None else model, target_json, drafter_json, target, drafter)
+
+    @classmethod
+    def of(cls, name: str, target_json: Json) -> PairShape:
+        """A target by what its config.json would hold, and z-lab's b16 drafter at its width."""
+        drafter_json = z_lab_drafter(target_json)
+        target = _parse(target_json, None, read_model)
+        return cls(name, target_json, drafter_json, target, _parse(drafter_json, None, DrafterConfig.load))
 
     def num_params(self) -> int:
         """Of target and drafter together."""

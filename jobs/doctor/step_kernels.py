@@ -1,0 +1,283 @@
+"""A step's kernels: rows, proposals and verdicts against the host's definitions on the same device, id by id;
+chosen tokens, and attention with sinks (which no served model asks for yet), against fp64.
+
+Imports Triton: `run.py` imports this file where Triton's backend runs. `_Twins` calls the kernels as
+`actors/targets/runners/` do.
+
+Legend: N rows, R requests, K most drafts, V vocabulary, Q query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...cluster.made_up_plans import made_up_plan
+from ...cluster.plan import SchedulerOutput, SlotSampling
+from ...drafter.compute.gpu.attention import verify_attention
+from ...drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, PagedRows
+from ...drafter.compute.gpu.work import list_work
+from ...drafter.step.device.rows import StepRequests, lay_out_block, lay_out_rows, pack, place_drafts
+from ...drafter.step.device.rows import StepRows as DeviceRows
+from ...drafter.step.device.sampling import SamplingWorkspace, sample_rows
+from ...drafter.step.device.states import DeviceStates
+from ...drafter.step.device.verification import accept_and_advance
+from ...drafter.step.noise import noise_bits, noise_keys
+from ...drafter.step.rows import StepRows, by_request
+from ...drafter.step.states import RequestStates
+from ...drafter.step.verification import accept
+from . import references
+from .findings import Check, Outcome, none_differ, off_by, within
+from .operators import REMEDY
+from .subject import Contexts, Place, Subject, candidates
+
+_PAGE, _LENGTH, _MASK = 16, 96, 4000
+_PROMPTS, _DRAFTS = (37, 5, 60), (5, 0, 15)
+_PADDING = 2  # requests behind them, and as many rows: a captured step has such
+_WORDS = 3  # different tokens: so few that drafts stand
+_SAMPLINGS = {
+    "greedy": {},
+    "temperature 1": {"temperature": 1.0},
+    "Qwen3's": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "min-p": {"temperature": 0.8, "min_p": 0.05},
+}
+_GREEDY = SlotSampling(0.0, 0, 1.0, 0.0, 0, 0, ())
+_NEAR = 2e-5  # scores, and thresholds of filters: the noise differs by units in the last place of fp32
+
+
+def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    """All of them; in quick ones logits are fp32 alone."""
+    yield Check("steps", "rows and proposals", partial(_rows, place), REMEDY)
+    yield Check("steps", "verdicts", partial(_verdicts, place), REMEDY)
+    dtypes = (torch.float32,) if quick or place.interpreted else (torch.float32, torch.bfloat16)
+    for name, fields in _SAMPLINGS.items():
+        for dtype in dtypes:
+            look = partial(_tokens, place, replace(_GREEDY, **fields), dtype)
+            line = f"tokens, {name}, {str(dtype).removeprefix('torch.')}"
+            yield Check("steps", line, look, REMEDY)
+    yield Check("steps", "attention with sinks", partial(_sinks, place), REMEDY)
+
+
+class _Twins:
+    """Requests of the same history, known to the host's states and to the device's."""
+
+    def __init__(self, place: Place) -> None:
+        self._device = place.device
+        rng = np.random.default_rng(0)
+        requests = len(_PROMPTS)
+        pages = -(-_LENGTH // _PAGE)
+        num_pages = requests * pages
+        size = (requests, _LENGTH, (num_pages,), _PAGE, place.device)
+        self.host, self.device = RequestStates(*size), DeviceStates(*size)
+        admission = made_up_plan(
+            [0] * requests,
+            _PROMPTS,
+            [0] * requests,
+            prompts=[rng.integers(0, _WORDS, length, dtype=np.int32) for length in _PROMPTS],
+            num_pages=[pages] * requests,
+            page_order=rng.permutation(num_pages).astype(np.int32),
+        )
+        self.step = made_up_plan([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
+        for plan in (admission, self.step):
+            self.host.apply(plan)
+            _take_in(self.device, plan)
+
+    def words(self, count: int) -> Tensor:
+        """Random choices, int64 [count]."""
+        return torch.from_numpy(np.random.default_rng(count).integers(0, _WORDS, count)).to(self._device)
+
+    def draft(self) -> tuple[int, int, Tensor]:
+        """Lay out blocks and place proposals: integers that differ, all integers, the drafts [R, K]."""
+        plan = self.step
+        block = lay_out_block(self._requests(np.flatnonzero(plan.num_drafts)), self.device.tables, _MASK)
+        expected = self.host.lay_out_block(plan, _MASK)
+        assert expected is not None, "somebody drafts"
+        chosen_N = self.words(len(block.slots_N))
+        place_drafts(chosen_N, block, self.device.tables)
+        drafts_RK = by_request(chosen_N[expected.sampled_X], expected.counts_R, expected.max_count)
+        self.host.place_drafts(plan, drafts_RK)
+        return *self._differing(block, expected), drafts_RK
+
+    def rows(self) -> tuple[int, int]:
+        """Lay out the target's rows: integers that differ, and all."""
+        found = lay_out_rows(self.requests(), self.device.tables)
+        return self._differing(found, self.host.lay_out_rows(self.step))
+
+    def requests(self) -> StepRequests:
+        """All of the step."""
+        return self._requests(np.arange(self.step.num_requests))
+
+    def _requests(self, who: np.ndarray) -> StepRequests:
+        plan, width = self.step, len(who) + _PADDING
+        numbers = (plan.slots[who], plan.num_rows[who], plan.num_drafts[who])
+        values = torch.from_numpy(pack(*numbers, plan.samples[who], width)).to(self._device)
+        num_rows, max_rows = int(numbers[1].sum()) + _PADDING, int(numbers[1].max())
+        return StepRequests.over(values, width, num_rows, max_rows, int(numbers[2].max()))
+
+    def _differing(self, found: DeviceRows, expected: StepRows) -> tuple[int, int]:
+        """Padding included, whose K and V go to the slot that nobody reads."""
+        used = len(expected.positions_N)
+        nowhere = self.device.tables.skip_slots.expand(_PADDING)
+        pairs = [
+            (found.positions_N[:used], expected.positions_N),
+            (found.token_ids_N[:used], expected.token_ids_N),
+            (found.kv_slots[0], torch.cat((expected.kv_slots[0], nowhere))),
+        ]
+        return _count(pairs)
+
+
+def _take_in(states: DeviceStates, plan: SchedulerOutput) -> None:
+    """Admissions and pages."""
+    states.apply(plan)
+
+
+def _count(pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
+    """Elements that differ, and all."""
+    return sum(int((a != b).sum()) for a, b in pairs), sum(a.numel() for a, _ in pairs)
+
+
+def _rows(place: Place) -> Outcome:
+    twins = _Twins(place)
+    *of_blocks, _ = twins.draft()
+    of_rows = twins.rows()
+    return none_differ(of_blocks[0] + of_rows[0], of_blocks[1] + of_rows[1], "integers")
+
+
+def _verdicts(place: Place) -> Outcome:
+    """What comes of a step, and the states behind it."""
+    twins = _Twins(place)
+    *_, drafts_RK = twins.draft()
+    plan, tables, requests = twins.step, twins.device.tables, twins.requests()
+    chosen_N = twins.words(requests.num_rows)
+    counts_R = torch.from_numpy(1 + plan.num_drafts).to(chosen_N)
+    expected_RW, expected_R = accept(chosen_N[: plan.num_batched_tokens], counts_R, drafts_RK)
+    twins.host.advance(plan, expected_RW, expected_R)
+    found_RW, found_R = accept_and_advance(chosen_N, requests, tables)
+    real = plan.num_requests
+    stands_R = torch.from_numpy(plan.num_computed).to(chosen_N) + expected_R
+    pairs = [
+        (found_RW[:real], expected_RW),
+        (found_R[:real], expected_R),
+        (found_R[real:], torch.zeros_like(found_R[real:])),
+        (tables.token_ids[:, :_LENGTH], twins.host.token_ids[:, :_LENGTH]),
+        (tables.num_computed, stands_R),
+    ]
+    return none_differ(*_count(pairs), "integers")
+
+
+def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome:
+    """Each row's token must be the best of what its filters keep, but for what lies within `_NEAR`."""
+    num_rows = 6 if place.interpreted else 32
+    random = torch.Generator(place.device).manual_seed(0)
+    logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device)
+    logits_NV = logits_NV.mul_(3).to(dtype)
+    seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
+    ids_N = _choose(logits_NV, sampling, seeds_N, positions_N)
+    z_NV = logits_NV.double()
+    scores_NV, sure_NV, possible_NV = z_NV, torch.ones_like(z_NV, dtype=torch.bool), None
+    if sampling.temperature > 0:
+        scores_NV = z_NV - sampling.temperature * _negative_gumbel(seeds_N, positions_N, z_NV)
+        scaled_NV = z_NV / sampling.temperature
+        sure_NV, possible_NV = (_kept(scaled_NV, sampling, near) for near in (-_NEAR, _NEAR))
+    if possible_NV is not None and not bool(possible_NV.gather(1, ids_N[:, None]).all()):
+        return Outcome("a token was chosen that the filters cut", "none", passed=False)
+    best_N = scores_NV.masked_fill(~sure_NV, -torch.inf).amax(-1)
+    short = float((best_N - scores_NV.gather(1, ids_N[:, None])[:, 0]).clamp_(min=0).max())
+    return Outcome(f"{short:.1e} below the best score", f"{_NEAR:.0e}", short <= _NEAR)
+
+
+def _choose(
+    logits_NV: Tensor, sampling: SlotSampling, seeds_N: np.ndarray, positions_N: np.ndarray
+) -> Tensor:
+    """The kernels' choices, int64 [N]; row i is slot i's."""
+    num_rows, vocab_size = logits_NV.shape
+    plan = _admission(sampling, seeds_N)
+    states = DeviceStates(num_rows, _PAGE, (num_rows,), _PAGE, logits_NV.device)
+    _take_in(states, plan)
+    slots_N = torch.arange(num_rows, dtype=torch.int32, device=logits_NV.device)
+    ids_N, _ = sample_rows(
+        logits_NV,
+        slots_N,
+        torch.from_numpy(positions_N).to(logits_NV.device),
+        states.sampling,
+        filters=states.filters(plan),
+        workspace=SamplingWorkspace.build(num_rows, vocab_size, logits_NV.device),
+    )
+    return ids_N
+
+
+def _admission(sampling: SlotSampling, seeds_N: np.ndarray) -> SchedulerOutput:
+    """Requests of one token each that sample so."""
+    ones = [1] * len(seeds_N)
+    plan = made_up_plan([0] * len(ones), ones, [0] * len(ones), prompts=[np.zeros(1, np.int32)] * len(ones))
+    admitted = (
+        replace(request, sampling=replace(sampling, seed=int(seed)))
+        for request, seed in zip(plan.admitted, seeds_N, strict=True)
+    )
+    return replace(plan, admitted=tuple(admitted))
+
+
+def _negative_gumbel(seeds_N: np.ndarray, positions_N: np.ndarray, like_NV: Tensor) -> Tensor:
+    """The noise of `drafter/step/noise.py` from the same integers, in fp64."""
+    keys_2N1 = torch.from_numpy(noise_keys(seeds_N, positions_N))[:, :, None].to(like_NV.device)
+    u_NV = (noise_bits(keys_2N1, like_NV.shape[1]).double() + 0.5) / 2**32
+    return (-torch.log1p(-u_NV)).log()
+
+
+def _kept(scaled_NV: Tensor, sampling: SlotSampling, near: float) -> Tensor:
+    """What min-p, top-k and top-p leave, thresholds moved by `near` to keep more; the likeliest always."""
+    most_N1 = scaled_NV.amax(-1, keepdim=True)
+    kept_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
+    if sampling.min_p > 0:
+        kept_NV &= scaled_NV >= most_N1 + np.log(sampling.min_p) - near
+    if sampling.top_k > 0:
+        kept_NV &= scaled_NV >= scaled_NV.topk(sampling.top_k).values[:, -1:] - near
+    if sampling.top_p < 1:
+        probs_NV = scaled_NV.masked_fill(~kept_NV, -torch.inf).softmax(-1)
+        sorted_NV = probs_NV.sort(-1, descending=True).values
+        inside_NV = sorted_NV.cumsum(-1) - sorted_NV < sampling.top_p + near
+        least_N1 = sorted_NV.masked_fill(~inside_NV, 2.0).amin(-1, keepdim=True)
+        kept_NV &= probs_NV >= least_N1 * (1 - near)
+    return kept_NV | (scaled_NV == most_N1)
+
+
+def _sinks(place: Place) -> Outcome:
+    """With rows of padding behind, which become zeros."""
+    candidate = candidates(place)[0]
+    subject = Subject(place, candidate, candidate.dtypes[0])
+    of = subject.attention
+    contexts = Contexts(subject, place.requests["blocks"], num_layers=2)
+    rows: PagedRows = contexts.rows().batches[0]
+    contexts.fill(subject, contexts.first_R + contexts.rows_R)
+    q_NQD = subject.randn(int(contexts.rows_R.sum()) + _PADDING, of.num_heads, of.head_dim)
+    q_NQD[-_PADDING:] = torch.nan
+    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=place.device)
+    found_NQD = _attend_with_sinks(q_NQD, contexts, rows, of.scale, sinks_Q)
+    if bool(found_NQD[-_PADDING:].any()):
+        return Outcome("rows of padding are not zeros", "zeros", passed=False)
+    errors: list[float] = []
+    for mine, k_TKD, v_TKD in contexts.of_each():
+        exact_NQD = references.attend(
+            q_NQD[mine], k_TKD, v_TKD, of.scale, causal=True, window=None, sinks_Q=sinks_Q
+        )
+        errors.append(off_by(found_NQD[mine], exact_NQD))
+    return within(max(errors), 8 if subject.dtype.itemsize == 2 else 64)
+
+
+def _attend_with_sinks(
+    q_NQD: Tensor, contexts: Contexts, rows: PagedRows, scale: float, sinks_Q: Tensor
+) -> Tensor:
+    """The kernel's result, [N, Q, D]."""
+    k_PSKD, v_PSKD = contexts.cache.pages(1).unbind(2)
+    _, page_size, num_kv_heads, _ = k_PSKD.shape
+    _, num_heads, head_dim = q_NQD.shape
+    kind = AttentionKind(num_heads, num_kv_heads, head_dim, q_NQD.dtype, page_size)
+    work = list_work(kind, rows, AttentionWorkspace(head_dim, q_NQD.device))
+    out_NO = verify_attention(q_NQD, k_PSKD, v_PSKD, rows, work, scale, sinks_Q=sinks_Q)
+    return out_NO.view_as(q_NQD)

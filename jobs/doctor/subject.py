@@ -1,0 +1,237 @@
+"""What kernels are examined on: a device, a backend, a dtype, and operands of the sizes that belong there.
+
+On a GPU Qwen3-8B's sizes with z-lab's b16 drafter, so that tiles, splits and launches are those that are
+served; small ones on a CPU, smaller in Triton's interpreter, which takes milliseconds for a tile. Nothing is
+read from a disk. Made by `run.py`; used by all checks of kernels.
+
+Legend: N rows, R requests, P pages of a request, S page size, T positions, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...actors.targets.loading.backends import BackendName, why_not
+from ...actors.targets.loading.operators import make_backend
+from ...actors.targets.loading.plan import plan_models
+from ...actors.targets.model.spec import Attention
+from ...cluster.config import EngineConfig
+from ...drafter.compute.backend import Backend, Machine, PlacedRows
+from ...drafter.compute.eager.backend import TorchBackend
+from ...drafter.compute.kv_cache import PagedKVCache
+from ...drafter.compute.rope import RopeConfig, RotaryEmbedding
+from ..bench.random_pair import QWEN3_8B, PairShape
+
+Requests = Sequence[tuple[int, int]]  # tokens known, rows behind them
+HALVES = (torch.bfloat16, torch.float16)
+_SMALL = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+}
+_GPU_REQUESTS: Mapping[str, Requests] = {
+    "blocks": ((8000, 16), (301, 16), (0, 16), (2500, 5)),
+    "single rows": ((5000, 1), (77, 1), (0, 1)),
+    "prompts": ((0, 700), (130, 90)),
+}
+_CPU_REQUESTS: Mapping[str, Requests] = {
+    "blocks": ((300, 16), (33, 16), (0, 5)),
+    "single rows": ((200, 1), (5, 1)),
+    "prompts": ((0, 90), (40, 70)),
+}
+_INTERPRETED: Mapping[str, Requests] = {
+    "blocks": ((140, 16), (5, 3)),  # more keys than one split takes
+    "single rows": ((40, 1), (0, 1)),
+    "prompts": ((0, 40),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A kind of machine.
+
+    Attributes:
+        shape: of the models that operands are taken from.
+        requests: kinds of steps.
+        context: tokens before the block of a whole pass.
+        vocab_size: of the logits that tokens are chosen from.
+    """
+
+    device: torch.device
+    shape: PairShape
+    requests: Mapping[str, Requests]
+    context: int
+    vocab_size: int
+    interpreted: bool = False
+
+    @classmethod
+    def here(cls) -> Place:
+        """This machine's; its GPU, if PyTorch sees one and Triton is not told to interpret."""
+        interpreted = bool(os.environ.get("TRITON_INTERPRET"))
+        if torch.cuda.is_available() and not interpreted:
+            device = torch.device("cuda", torch.cuda.current_device())
+            return cls(device, PairShape.of("Qwen3-8B", QWEN3_8B), _GPU_REQUESTS, 1100, 151936)
+        small = PairShape.of("a small model", {**QWEN3_8B, **_SMALL})
+        if interpreted:
+            return cls(torch.device("cpu"), small, _INTERPRETED, 40, 1500, interpreted=True)
+        return cls(torch.device("cpu"), small, _CPU_REQUESTS, 300, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that is examined: what it is called here, which setting chooses it (None: PyTorch's own
+    operators, which nothing chooses where compiled loops are), dtypes, and its page size."""
+
+    name: str
+    setting: BackendName | None
+    dtypes: tuple[torch.dtype, ...]
+    page_size: int = 16
+
+    def why_not(self, place: Place, dtype: torch.dtype) -> str | None:
+        """What it lacks here, in words that follow its name."""
+        shape = place.shape
+        machine = Machine(place.device, dtype, self.page_size, num_ranks=1)
+        asked = "loops" if self.name == "loops" else self.setting or "torch"
+        return why_not(asked, [shape.target.of_backend(), shape.drafter.of_backend()], machine)
+
+
+def candidates(place: Place) -> list[Candidate]:
+    """Those for this kind of device; whether they run here is asked when they are opened."""
+    both = (torch.float32, torch.bfloat16)
+    if place.interpreted:  # whose bf16 products are broken
+        return [Candidate("triton", "triton", (torch.float32, torch.float16))]
+    if place.device.type == "cuda":
+        return [
+            Candidate("triton", "triton", (*HALVES, torch.float32)),
+            Candidate("triton, pages of 64", "triton", (torch.bfloat16,), page_size=64),
+            Candidate("flash_attn", "flash_attn", HALVES, page_size=256),
+            Candidate("torch", "torch", (torch.bfloat16, torch.float32)),
+        ]
+    return [
+        Candidate("compiled", "compiled", (torch.bfloat16,)),
+        Candidate("loops", "torch", both),
+        Candidate("torch", None, both),
+    ]
+
+
+class Subject:
+    """A backend at a dtype (which must run here), and random operands for it: the same in every run."""
+
+    def __init__(self, place: Place, candidate: Candidate, dtype: torch.dtype) -> None:
+        self.place, self.candidate, self.dtype = place, candidate, dtype
+        self.backend = _open(place, candidate, dtype)
+        self.eps = place.shape.target.rms_norm_eps
+        self.hidden = place.shape.target.hidden_size
+        self.inner = place.shape.target.layers[0].mlp.inner_size
+        self.attention: Attention = place.shape.target.layers[0].mixer
+        self._random = torch.Generator(place.device).manual_seed(0)
+
+    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        tensor = torch.randn(shape, generator=self._random, device=self.place.device)
+        return tensor.mul_(scale).to(self.dtype)
+
+    def norm_weight(self, *shape: int) -> Tensor:
+        return 1 + self.randn(*shape, scale=0.1)
+
+    def weight(self, outputs: int, inputs: int) -> Tensor:
+        """[O, I] of a product that keeps the size of what it multiplies."""
+        return self.randn(outputs, inputs, scale=inputs**-0.5)
+
+    def rope(self, max_positions: int) -> RotaryEmbedding:
+        config = RopeConfig(self.attention.head_dim, 1e6, "default", {})
+        return RotaryEmbedding(config, max_positions, self.dtype, self.place.device)
+
+
+class Contexts:
+    """Requests in scattered pages of a cache, whose other slots hold what would be seen in any result.
+
+    Args:
+        requests: tokens before this step, and rows of it.
+        num_layers: of the cache.
+    """
+
+    def __init__(self, subject: Subject, requests: Requests, num_layers: int) -> None:
+        self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
+        self._backend = subject.backend
+        self._device, self._page_size = subject.place.device, subject.candidate.page_size
+        pages = -(-int((self.first_R + self.rows_R).max()) // self._page_size)
+        order = np.random.default_rng(0).permutation(pages * len(requests))
+        self._pages_RP = order.reshape(len(requests), pages)
+        heads = (subject.attention.num_kv_heads, subject.attention.head_dim)
+        self.cache = PagedKVCache(
+            num_layers, len(order), self._page_size, *heads, subject.dtype, subject.place.device
+        )
+        self.cache.kv.fill_(1e4)
+
+    @property
+    def length(self) -> int:
+        """Of the longest."""
+        return int((self.first_R + self.rows_R).max())
+
+    def rows(self, window: int | None = None) -> PlacedRows:
+        """This step's."""
+        return self._place(self.first_R, self.rows_R, window)
+
+    def known_rows(self) -> PlacedRows:
+        """The tokens before it, as a prompt's; every request needs some."""
+        return self._place(np.zeros_like(self.first_R), self.first_R, None)
+
+    def fill(self, subject: Subject, lengths_R: np.ndarray) -> None:
+        """Random keys and values of layer 1, of each request's first tokens."""
+        for r, length in enumerate(lengths_R.tolist()):
+            kv_T2KD = subject.randn(length, 2, self.cache.num_kv_heads, self.cache.head_dim)
+            self.cache.write(1, self.slots(r, length), kv_T2KD)
+
+    def of_each(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Each request's rows among the step's, and its keys and values [T, K, D] in layer 1."""
+        ends_R = np.cumsum(self.rows_R)
+        for r, (first, count, end) in enumerate(zip(self.first_R, self.rows_R, ends_R, strict=True)):
+            kv_T2KD = self.cache.slots(1)[0, self.slots(r, int(first + count))]
+            yield slice(int(end - count), int(end)), kv_T2KD[:, 0], kv_T2KD[:, 1]
+
+    def slots(self, request: int, length: int) -> Tensor:
+        """K/V slots [length] of its first positions."""
+        at = np.arange(length)
+        return self._put(
+            self._pages_RP[request][at // self._page_size] * self._page_size + at % self._page_size
+        )
+
+    def _place(self, first_R: np.ndarray, rows_R: np.ndarray, window: int | None) -> PlacedRows:
+        spans = [np.arange(first, first + rows) for first, rows in zip(first_R, rows_R, strict=True)]
+        slots = [self.slots(r, int(at[-1]) + 1)[int(at[0]) :] for r, at in enumerate(spans)]
+        batch = self._backend.attention_batch(
+            first_R, rows_R, self._pages_RP, self._page_size, self._device, window
+        )
+        return PlacedRows(self._put(np.concatenate(spans)), (torch.cat(slots),), (batch,))
+
+    def _put(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _open(place: Place, candidate: Candidate, dtype: torch.dtype) -> Backend:
+    """As loading a model does."""
+    if candidate.setting is None:
+        return TorchBackend()
+    config = EngineConfig(
+        model=place.shape.name,
+        skip_tokenizer_init=True,
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        device="cuda" if place.device.type == "cuda" else "cpu",
+        attention_backend=candidate.setting,
+        page_size=candidate.page_size,
+    )
+    nowhere, threads = Path(place.shape.name), torch.get_num_threads()
+    backend = make_backend(plan_models(config, nowhere, place.shape.target, None, None, place.context))
+    torch.set_num_threads(threads)  # a backend with threads of its own takes PyTorch's away
+    return backend

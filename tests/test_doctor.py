@@ -1,0 +1,284 @@
+"""The doctor: it finds what is broken, survives what breaks under it, and needs neither Ray nor HTTP.
+
+That kernels pass is seen in Triton's interpreter here, and on a GPU by `manta doctor` itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from absent import NEITHER_RAY_NOR_HTTP, run_without
+from manta.actors.targets.loading.plan import LoadPlan, plan_load
+from manta.cluster.config import EngineConfig
+from manta.cluster.plan import StepResult
+from manta.drafter.compute.eager import backend as eager
+from manta.drafter.compute.eager.attention import paged_attention
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.layers import Linear, gate
+from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from manta.jobs.cli import main
+from manta.jobs.doctor import pair, references, run
+from manta.jobs.doctor.findings import Check, Finding, NotHereError, Outcome, examine, off_by
+from manta.jobs.doctor.operators import operator_checks
+from manta.jobs.doctor.subject import Place
+from torch import Tensor
+from torch.nn import functional as F
+
+LOSES_ITS_RESIDUAL = TorchBackend.residual_norm
+
+
+def check(outcome: Outcome | Exception) -> Check:
+    def look() -> Outcome:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return Check("group", "name", look, "reboot")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "measured"),
+    [
+        (Outcome("4 GPUs"), "fact", "4 GPUs"),
+        (Outcome("1 ulp", "2 ulp", passed=True), "ok", "1 ulp"),
+        (Outcome("3 ulp", "2 ulp", passed=False), "failed", "3 ulp"),
+        (NotHereError("no GPU"), "skipped", "no GPU"),
+        (
+            RuntimeError("CUDA error:\n  illegal address"),
+            "failed",
+            "RuntimeError: CUDA error: illegal address",
+        ),
+    ],
+)
+def test_whatever_comes_of_a_check_is_a_line(outcome: Outcome | Exception, status: str, measured: str):
+    found = examine(check(outcome))
+    assert (found.status, found.measured) == (status, measured)
+    assert found.remedy == ("reboot" if status == "failed" else "")
+    assert (found.trace is not None) == isinstance(outcome, RuntimeError)
+
+
+def test_errors_are_told_in_units_of_the_last_place_of_what_was_found():
+    exact = torch.tensor([4.0, -4.0, 0.0], dtype=torch.float64)
+    assert off_by(exact.bfloat16(), exact) == 0.0
+    assert off_by((exact * (1 + 2**-7)).bfloat16(), exact) == 1.0
+    assert off_by(torch.tensor([4.0, float("nan"), 0.0]), exact) == float("inf")
+
+
+@pytest.fixture
+def randn() -> Callable[..., Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=random, dtype=torch.float64)
+
+
+def test_references_are_what_pytorch_computes_in_fp64(randn: Callable[..., Tensor]):
+    x, weight, other = randn(5, 8), randn(8), randn(3, 8)
+    same = torch.testing.assert_close
+    same(references.rms_norm(x, weight, 1e-3), F.rms_norm(x, (8,), weight, 1e-3))
+    same(references.linear(x, other), F.linear(x, other))
+    for activation in ("silu", "gelu_tanh"):
+        same(references.gate(x, activation), gate(x.clone(), activation))
+    rope = RotaryEmbedding(RopeConfig(8, 1e4, "default", {}), 50, torch.float64, "cpu")
+    heads, positions = randn(5, 3, 8), torch.tensor([0, 7, 49, 3, 3])
+    same(references.rotate(heads, rope, positions), rope.at(positions).rotate(heads))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_reference_of_attention_is_pytorchs(randn: Callable[..., Tensor], causal: bool):
+    q, k, v = randn(4, 6, 8), randn(11, 2, 8), randn(11, 2, 8)
+    key, row = torch.arange(11), torch.arange(7, 11)[:, None]
+    for window in (None, 3):
+        seen = (key <= row) if causal else torch.ones(4, 11, dtype=torch.bool)
+        if window is not None:
+            seen = seen & (key > row - window) & (key < row + window)
+        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+        expected = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=0.3, enable_gqa=True)
+        found = references.attend(q, k, v, 0.3, causal=causal, window=window)
+        torch.testing.assert_close(found, expected[0].transpose(0, 1))
+    sinks = references.attend(q, k, v, 0.3, causal=True, window=None, sinks_Q=torch.full((6,), 1e3))
+    assert sinks.abs().max() < 1e-300, "a sink that takes everything leaves nothing"
+
+
+@pytest.fixture
+def place() -> Place:
+    """A CPU's backends, on operands as small as the interpreter's."""
+    return replace(Place.here(), interpreted=False)
+
+
+def findings(place: Place, name: str) -> Iterator[Finding]:
+    """Of PyTorch's own operators in fp32."""
+    for one in operator_checks(place, quick=True):
+        if one.group == "torch" and one.name == f"{name}, float32":
+            yield examine(one)
+
+
+def _whatever_is_seen(*arguments: Any, causal: bool, window: int | None) -> Tensor:
+    return paged_attention(*arguments, causal=False, window=window)
+
+
+def _one_key_too_many(*arguments: Any, causal: bool, window: int | None) -> Tensor:
+    return paged_attention(*arguments, causal=causal, window=None if window is None else window + 1)
+
+
+def _one_position_late(self: RotaryEmbedding, positions: Tensor, at: Any = RotaryEmbedding.at) -> Any:
+    return at(self, (positions - 1).clamp(min=0))
+
+
+def _without_residual(self: TorchBackend, project: Any, x: Tensor, residual: Tensor, *norms: Any) -> Any:
+    return LOSES_ITS_RESIDUAL(self, project, x, torch.zeros_like(residual), *norms)
+
+
+# What is broken, how, and which checks must see it.
+DEFECTS: list[tuple[object, str, Any, tuple[str, ...]]] = [
+    (TorchBackend, "linear", lambda self, weight, bias=None: Linear(weight * 1.0001), ("product",)),
+    (TorchBackend, "norm", lambda self, norm, x: norm(x) * 1.0001, ("norm", "target's pass")),
+    (TorchBackend, "residual_norm", _without_residual, ("residual and norm", "drafter's pass")),
+    (TorchBackend, "gate", lambda self, x, _: gate(x, "silu"), ("GELU product",)),
+    (TorchBackend, "gate", lambda self, x, _: gate(x, "gelu_tanh"), ("SiLU product", "target's pass")),
+    (eager, "paged_attention", _whatever_is_seen, ("attention of blocks", "target's pass")),
+    (eager, "paged_attention", _one_key_too_many, ("attention of blocks", "drafter's pass")),
+    (RotaryEmbedding, "at", _one_position_late, ("attention of prompts", "drafter's context K/V")),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "broken", "seen_by"), DEFECTS, ids=[d[3][0] for d in DEFECTS])
+def test_a_broken_operator_is_found(
+    owner: object,
+    name: str,
+    broken: Any,
+    seen_by: tuple[str, ...],
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for sound in (True, False):
+        if not sound:
+            monkeypatch.setattr(owner, name, broken)
+        for line in seen_by:
+            (found,) = findings(place, line)
+            assert found.status == ("ok" if sound else "failed"), (line, found)
+            assert found.trace is None
+
+
+def test_a_steps_kernels_pass_and_wrong_ones_do_not(monkeypatch: pytest.MonkeyPatch):
+    from manta.jobs.doctor import step_kernels
+
+    lines = {one.name: one for one in step_kernels.step_checks(Place.here(), quick=True)}
+    names = ("rows and proposals", "verdicts", "tokens, greedy, float32", "tokens, Qwen3's, float32")
+    for name in (*names, "attention with sinks"):
+        assert examine(lines[name]).status == "ok", examine(lines[name])
+    choose, verdicts = step_kernels.sample_rows, step_kernels.accept_and_advance
+    rows = step_kernels.lay_out_rows
+
+    def next_best(logits_NV: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        ids_N, scores_N = choose(logits_NV, *arguments, **more)
+        return (ids_N + 1) % logits_NV.shape[1], scores_N
+
+    def one_more(*arguments: Any) -> tuple[Tensor, Tensor]:
+        tokens_RW, counts_R = verdicts(*arguments)
+        return tokens_RW, counts_R + 1
+
+    def elsewhere(*arguments: Any) -> Any:
+        found = rows(*arguments)
+        found.kv_slots[0][3] += 1
+        return found
+
+    monkeypatch.setattr(step_kernels, "lay_out_rows", elsewhere)
+    monkeypatch.setattr(step_kernels, "sample_rows", next_best)
+    monkeypatch.setattr(step_kernels, "accept_and_advance", one_more)
+    for name in names:
+        assert examine(lines[name]).status == "failed", name
+
+
+@pytest.fixture
+def plan(tiny_qwen3: Path, tiny_drafter: Path) -> LoadPlan:
+    spec = {"model": str(tiny_drafter)}
+    settings = {"model": str(tiny_qwen3), "speculative_config": spec, "skip_tokenizer_init": True}
+    return plan_load(EngineConfig.from_dict({**settings, "dtype": "float32"}))
+
+
+def test_an_answer_that_speculation_changes_is_found(plan: LoadPlan, monkeypatch: pytest.MonkeyPatch):
+    (line,) = (one for one in pair.pair_checks(plan, quick=True) if one.name.startswith("speculation"))
+    assert examine(line).status == "ok"
+    answers = pair._answers
+
+    def one_token_off(config: EngineConfig, asked: Any) -> tuple[pair.Answers, int]:
+        found, drafted = answers(config, asked)
+        if config.speculative_config is not None:
+            found[2] = (*found[2][:-1], found[2][-1] ^ 1)
+        return found, drafted
+
+    monkeypatch.setattr(pair, "_answers", one_token_off)
+    assert (examine(line).status, examine(line).measured) == ("failed", "1 of 4 answers differ")
+
+
+def test_tokens_may_differ_in_16_bits_where_fp32_all_but_ties(plan: LoadPlan):
+    asked = pair._Asked.of(plan.target.vocab_size, 2, 3, greedy=True)
+    prompt = asked.prompts[1]
+    logits = pair._ExactLogits(plan)._behind(torch.tensor(prompt).numpy())
+    best, *_, worst = logits.sort(descending=True).indices.tolist()
+    near = int((logits - logits[best]).abs().masked_fill(torch.arange(len(logits)) == best, 9).argmin())
+    for other, passed in ((near, bool(logits[best] - logits[near] <= 0.25)), (worst, False), (best, True)):
+        found = pair._near_ties(plan, asked, [(1, 2), (best, 5)], [(1, 2), (other, 5)])
+        assert found.passed == passed, found
+
+
+def test_the_table_says_what_failed_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    def checks(_: object) -> Iterator[Check]:
+        yield check(Outcome("pip install 'manta[gpu]'"))
+        yield check(KeyError("no such kernel"))
+
+    monkeypatch.setattr(run, "_checks", checks)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "-o", str(tmp_path / "out" / "report.json")])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "manta[gpu]" in said and "no such kernel" in said and "What to do: reboot." in said
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["failed"] == 1 and "KeyError" in report["findings"][1]["trace"]
+
+
+def test_a_part_that_cannot_say_what_it_looks_at_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object, **__: object) -> Iterator[Check]:
+        raise ImportError("libtriton.so is not for this machine")
+
+    for part in ("machine_checks", "operator_checks", "_step_checks", "_captured_checks", "rate_checks"):
+        monkeypatch.setattr(run, part, broken)
+    report = run.run_doctor(run.DoctorOptions(model="nowhere/at all", spec_model="models/drafter"))
+    assert [finding["status"] for finding in report["findings"]] == ["failed"] * 6
+    assert report["failed"] == 6
+
+
+def test_neither_ray_nor_http_is_needed_and_a_healthy_cpu_passes(tmp_path: Path):
+    output = tmp_path / "report.json"
+    flags = ["doctor", "--quick", "--json", "-o", str(output)]
+    done = run_without(NEITHER_RAY_NOR_HTTP, flags, TRITON_INTERPRET="")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    report = json.loads(output.read_text())
+    assert json.loads(done.stdout) == report and report["failed"] == 0
+    lines = {(f["group"], f["name"]): f for f in report["findings"]}
+    assert lines["machine", "Ray"]["measured"].startswith("not installed")
+    assert lines["steps", "kernels"]["measured"] == "triton runs on GPUs"
+    assert lines["pair", "speculation on = off, float32"]["status"] == "ok"
+    assert {"loops", "torch", "rates", "Manta uses"} <= {group for group, _ in lines}
+
+
+def test_captured_steps_must_bring_the_tokens_and_the_pages_of_launched_ones():
+    """The steps themselves take a GPU."""
+    from manta.jobs.doctor.capture import _compare
+
+    def seen(token: int, count: int = 2, value: float = 0.3) -> tuple[list[StepResult], Tensor]:
+        step = StepResult(0, np.array([[5, token], [7, -1]], np.int32), np.array([count, 1], np.int32))
+        return [step, step], torch.full((2, 3), value)
+
+    assert _compare(seen(6), seen(6)).passed
+    assert _compare(seen(6), seen(8)).measured == "2 tokens differ, K/V by 0 ulp"
+    for other in (seen(8), seen(6, count=1), seen(6, value=0.301)):
+        assert not _compare(seen(6), other).passed
