@@ -15,12 +15,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from devices import DEVICE, HALVES, ON_GPU
 from manta.drafter.compute.backend import Machine, StackSpec
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
-from manta.drafter.compute.gpu import attention as attention_module
-from manta.drafter.compute.gpu import work as work_module
+from manta.drafter.compute.gpu import tiles
 from manta.drafter.compute.gpu.attention import verify_attention
 from manta.drafter.compute.gpu.flash_attention import FlashAttention, why_not
 from manta.drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, PagedRows, plan_tiles
@@ -259,12 +257,8 @@ class Alone:
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits of 64 keys and runs of two, so that short contexts have all of them."""
-    if ON_GPU:
-        pytest.skip("a kernel that is compiled keeps its constants")
-    monkeypatch.setattr(work_module, "_SPLIT_KEYS", tl.constexpr(64))
-    monkeypatch.setattr(work_module, "_RUN_SPLITS", tl.constexpr(2))
-    monkeypatch.setattr(attention_module, "_SPLIT_KEYS", tl.constexpr(64))
-    monkeypatch.setattr(attention_module, "_RUN_KEYS", tl.constexpr(128))
+    monkeypatch.setattr(tiles, "_SPLIT_KEYS", 64)
+    monkeypatch.setattr(tiles, "_RUN_SPLITS", 2)
 
 
 @pytest.mark.parametrize(
@@ -313,8 +307,6 @@ def test_few_programs_do_the_work_of_many_and_bits_do_not_tell():
     case = Case(Shape(), [300, 0, 200], [16, 0, 3])
     bits = []
     for num_programs in (MANY, 3):  # of three each does several items, and others arrive last
-        workspace = case.workspace()
-        workspace.num_programs = num_programs
         work = replace(list_work(case.kind(), case.rows, case.workspace()), num_programs=num_programs)
         k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
         bits.append(verify_attention(case.q, k_PSKD, v_PSKD, case.rows, work, case.scale))

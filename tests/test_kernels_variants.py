@@ -19,10 +19,6 @@ import torch
 
 pytest.importorskip("triton")
 from devices import ON_GPU
-
-if ON_GPU:
-    pytest.skip("these tests run no kernels", allow_module_level=True)
-
 from manta.actors.targets.loading.rank import load_runner
 from manta.cluster.made_up_plans import made_up_plan
 from manta.cluster.plan import AdmittedRequest, SlotSampling
@@ -36,6 +32,7 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the kernels do not run")
 FILTERED = SlotSampling(0.6, 20, 0.95, 0.01, 0, 0, ())
 MOST_REQUESTS, MOST_ROWS = 9, 16  # of a request that decodes
 NOT_GIVEN = str(("constexpr", None))
