@@ -12,7 +12,7 @@ shape alone. Called by `projections.py`; kernels around it are `norms.py` and `a
 Each step rounds where its own kernel would: fused or not, only the order of a product's sums differs.
 
 Legend: N rows, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight, T tiles
-of outputs; in the kernel C rows of a weight's tile (D columns of y, where gated), M rows of x, S inputs at a time.
+of outputs; in the kernel C rows of a weight's tile (D columns of a gate), M rows of x, S inputs at a time.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.
