@@ -83,7 +83,8 @@ def _attention(
         "BLOCK_KEYS": plan.block_keys,
         "CAUSAL": causal,
         "WINDOW": window,
-        "INVARIANT": batch_invariant,
+        "SPLIT_TILES": plan.split_keys // plan.block_keys,
+        "RUN_SPLITS": plan.run_splits,
         "PDL": True,
     } | ({} if sinks else {"sinks_ptr": None})
     return Variant("_attend", signature, constexprs, plan.num_warps, wgmma=plan.block_rows >= 64)
@@ -123,11 +124,12 @@ def _lay_out(requests: int, *, is_block: bool, groups: int = 1) -> Variant:
     return Variant("_lay_out_rows", _STEP | rows | numbers, constexprs)
 
 
-def _work(*, invariant: bool) -> Variant:
+def _work(*, split_keys: int, run_splits: int) -> Variant:
     signature = _pointers(i32="work_ptr") | dict.fromkeys(("cu_rows_ptr", "kv_lengths_ptr"), "*i32")
     signature |= dict.fromkeys(("num_requests", "num_programs", "num_slots"), "i32")
     tiles = {"KV_HEADS": 8, "BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "TILE_TOKENS": 16, "WINDOW": 2048}
-    return Variant("_list_work", signature, tiles | {"INVARIANT": invariant, "PDL": True})
+    sums = {"SPLIT_KEYS": split_keys, "RUN_SPLITS": run_splits}
+    return Variant("_list_work", signature, tiles | sums | {"PDL": True})
 
 
 def _norm(
@@ -289,7 +291,10 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(16, 4, 256, page=256),
         _attention(32, 8, 128, dtype="fp32"),
     ],
-    "compute.gpu.work": [_work(invariant=False), _work(invariant=True)],
+    "compute.gpu.work": [
+        _work(split_keys=0, run_splits=0),
+        _work(split_keys=256, run_splits=16),
+    ],
     "compute.gpu.norms": [
         _norm(4096, 16),
         _norm(4096, 16, add=False),

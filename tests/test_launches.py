@@ -106,7 +106,6 @@ def run(target_folder: Path, drafter_folder: Path, backend: Backend, launches: L
     target, drafter = load(target_folder, drafter_folder, backend)
     token_ids_N, placed = torch.arange(ROWS), rows(backend)
     cache, draft_cache = target.new_cache(1, PAGE_SIZE), drafter.new_cache(1, PAGE_SIZE)
-    drafter.forward(drafter.embed_block(token_ids_N), placed, draft_cache)  # workspaces are made once
     (hidden_NH, taps_NmH), verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
     logits_NV, head = launches.of(lambda: target.logits(hidden_NH))
     assert taps_NmH is not None

@@ -38,13 +38,11 @@ from torch import Tensor
 
 from .launch import dependent_launch, wait_for_predecessor
 from .partials import add_parts, add_slots, is_last, no_part, store_part
-from .tiles import INVARIANT_RUN_SPLITS, INVARIANT_SPLIT_KEYS, AttentionKind, PagedRows
+from .tiles import AttentionKind, PagedRows
 from .work import HEADER, WorkList, count_pieces, find_request, first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
-_SPLIT_KEYS = tl.constexpr(INVARIANT_SPLIT_KEYS)
-_RUN_KEYS = tl.constexpr(INVARIANT_SPLIT_KEYS * INVARIANT_RUN_SPLITS)
 
 
 def verify_attention(
@@ -106,7 +104,8 @@ def verify_attention(
         BLOCK_KEYS=plan.block_keys,
         CAUSAL=kind.causal,
         WINDOW=kind.window or 0,
-        INVARIANT=workspace.batch_invariant,
+        SPLIT_TILES=plan.split_keys // plan.block_keys,
+        RUN_SPLITS=plan.run_splits,
         num_warps=plan.num_warps,
         # A product and a sum may not become one where bits are promised: which do is up to the compiler.
         enable_fp_fusion=not workspace.batch_invariant,
@@ -173,7 +172,8 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    RUN_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """This program's share of the items."""
@@ -231,7 +231,8 @@ def _attend(
                 BLOCK_KEYS,
                 CAUSAL,
                 WINDOW,
-                INVARIANT,
+                SPLIT_TILES,
+                RUN_SPLITS,
             )
             begin = tile_lo // piece_tiles
             end = tl.cdiv(tile_hi, piece_tiles)
@@ -334,10 +335,11 @@ def _attend_piece(
     BLOCK_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    RUN_SPLITS: tl.constexpr,
 ):
     """Key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits."""
-    if not INVARIANT:
+    if SPLIT_TILES == 0:
         return _attend_tiles(
             q_RD,
             k_ptr,
@@ -356,22 +358,21 @@ def _attend_piece(
             WINDOW,
         )
     else:
-        SPLIT: tl.constexpr = _SPLIT_KEYS // BLOCK_KEYS
-        RUN: tl.constexpr = _RUN_KEYS // BLOCK_KEYS
+        RUN: tl.constexpr = SPLIT_TILES * RUN_SPLITS
         m_R, l_R, o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
         for run in range(lo // RUN, tl.cdiv(hi, RUN)):
             run_m_R, run_l_R, run_o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
             run_lo = tl.maximum(lo, run * RUN)
             run_hi = tl.minimum(hi, run * RUN + RUN)
-            for split in range(run_lo // SPLIT, tl.cdiv(run_hi, SPLIT)):
+            for split in range(run_lo // SPLIT_TILES, tl.cdiv(run_hi, SPLIT_TILES)):
                 split_m_R, split_l_R, split_o_RD = _attend_tiles(
                     q_RD,
                     k_ptr,
                     v_ptr,
                     table_ptr,
                     position_R,
-                    tl.maximum(run_lo, split * SPLIT),
-                    tl.minimum(run_hi, split * SPLIT + SPLIT),
+                    tl.maximum(run_lo, split * SPLIT_TILES),
+                    tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES),
                     num_keys,
                     scale,
                     page_stride,

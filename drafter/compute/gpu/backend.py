@@ -44,6 +44,10 @@ from .write_kv import norm_rotate_write, write_context
 class PagedAttention(Protocol):
     """What attends: `SplitAttention`, or what stands in its place (`flash_attention.FlashAttention`)."""
 
+    def reserve(self, head_dim: int) -> None:
+        """Once per layer, at load: memory that all its steps use."""
+        ...
+
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> Any:  # Any: it is handed to `__call__` alone
         """Once per pass: what layers of a kind share."""
         ...
@@ -66,12 +70,14 @@ class SplitAttention:
         self._device, self._batch_invariant = device, batch_invariant
         self._workspaces: dict[int, AttentionWorkspace] = {}
 
+    def reserve(self, head_dim: int) -> None:
+        if head_dim not in self._workspaces:
+            self._workspaces[head_dim] = AttentionWorkspace(
+                head_dim, self._device, batch_invariant=self._batch_invariant
+            )
+
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> WorkList:
-        workspace = self._workspaces.get(kind.head_dim)
-        if workspace is None:
-            workspace = AttentionWorkspace(kind.head_dim, self._device, batch_invariant=self._batch_invariant)
-            self._workspaces[kind.head_dim] = workspace
-        return list_work(kind, rows, workspace)
+        return list_work(kind, rows, self._workspaces[kind.head_dim])
 
     def __call__(
         self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: WorkList, scale: float
@@ -135,6 +141,7 @@ class TritonBackend(OperatorBackend):
         return _Pass(rows, self._attend)
 
     def attention(self, shape: AttentionShape) -> Attention:
+        self._attend.reserve(shape.head_dim)
         return _TritonAttention(shape, self._attend)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:

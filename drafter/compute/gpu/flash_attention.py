@@ -60,6 +60,9 @@ class FlashAttention:
     def __init__(self) -> None:
         self._attend = _load()
 
+    def reserve(self, head_dim: int) -> None:
+        """Nothing: the package takes what it needs as it goes."""
+
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared:
         cu_keys = F.pad(rows.kv_lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
         return _Prepared(kind, cu_keys, rows.page_table.index_select(0, rows.slots_B))

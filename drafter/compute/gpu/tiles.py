@@ -21,12 +21,11 @@ Ints = NDArray[np.integer]
 
 _PROGRAMS_PER_PROCESSOR = 2  # as many as registers and shared memory hold of blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4
-_PARTIAL_ROWS, _INVARIANT_PARTIAL_ROWS = 256, 512  # of partial results, for each program
+_PARTIAL_ROWS = 512  # of partial results, for each program
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
 MIN_PIECE_TILES = 2  # a piece of one tile writes and reads back twice the bytes of its own K/V
-# In batch-invariant mode sums are made of splits of so many keys, and these of runs of so many splits.
-INVARIANT_SPLIT_KEYS, INVARIANT_RUN_SPLITS = 256, 16
+_SPLIT_KEYS, _RUN_SPLITS = 256, 16  # in batch-invariant mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,8 @@ class AttentionWorkspace:
     Args:
         num_programs: that a launch has at most; by default as many as the device runs at once.
         batch_invariant: make every sum of the same parts in the same order and keep one tile height, so that
-            a row's bits depend on neither its companions nor its place among them. Costs: twice the room,
-            tiles of 64 rows also for prompts and single rows, and a pause after every 256 keys.
+            a row's bits depend on neither its companions nor its place among them. Costs: tiles of 64 rows
+            also for prompts and single rows, and a pause after every 256 keys.
 
     Attributes:
         max_E, sum_E, out_ED: fp32, the m, l and o of `attention.py`; a tile of block_rows takes as many rows.
@@ -115,7 +114,7 @@ class AttentionWorkspace:
     ) -> None:
         self.batch_invariant = batch_invariant
         self.num_programs = num_programs or _programs_at_once(torch.device(device))
-        num_rows = self.num_programs * (_INVARIANT_PARTIAL_ROWS if batch_invariant else _PARTIAL_ROWS)
+        num_rows = self.num_programs * _PARTIAL_ROWS
         self.max_E = torch.empty(num_rows, dtype=torch.float32, device=device)
         self.sum_E = torch.empty_like(self.max_E)
         self.out_ED = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
@@ -140,12 +139,16 @@ class TilePlan:
         block_rows, block_keys: a tile: query rows times the heads of a group, and keys.
         tile_tokens: rows of a request in a tile.
         num_warps: of a program.
+        split_keys, run_splits: what sums are made of in batch-invariant mode: splits of so many keys, runs of
+            so many splits; 0 where they may be made of anything.
     """
 
     block_rows: int
     block_keys: int
     tile_tokens: int
     num_warps: int
+    split_keys: int
+    run_splits: int
 
     def num_programs(self, num_requests: int, max_rows: int, num_kv_heads: int, max_keys: int) -> int:
         """Programs that can have work, were every context as long as the page table allows."""
@@ -169,7 +172,14 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
         wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // kind.head_dim)
     block_rows = max(_MIN_BLOCK_ROWS, _power_of_two_above(max(min(wanted_rows, most_rows), group)))
     wide = block_rows > 64 or block_rows * kind.head_dim > 8192 or kind.dtype.itemsize == 4
-    return TilePlan(block_rows, block_keys, block_rows // group, 8 if wide or batch_invariant else 4)
+    return TilePlan(
+        block_rows=block_rows,
+        block_keys=block_keys,
+        tile_tokens=block_rows // group,
+        num_warps=8 if wide or batch_invariant else 4,
+        split_keys=_SPLIT_KEYS if batch_invariant else 0,
+        run_splits=_RUN_SPLITS if batch_invariant else 0,
+    )
 
 
 def _power_of_two_above(number: int) -> int:

@@ -31,8 +31,6 @@ from torch import Tensor
 
 from .launch import dependent_launch, wait_for_predecessor
 from .tiles import (
-    INVARIANT_RUN_SPLITS,
-    INVARIANT_SPLIT_KEYS,
     MIN_PIECE_TILES,
     AttentionKind,
     AttentionWorkspace,
@@ -47,7 +45,6 @@ _LENGTHS = tl.constexpr(32)
 _ITEM_KEYS = tl.constexpr(64)  # what an item costs beside its keys: its rows, the first wait for memory
 _ALL_KEYS = tl.constexpr(2**30)
 _MIN_TILES = tl.constexpr(MIN_PIECE_TILES)
-_SPLIT_KEYS, _RUN_SPLITS = tl.constexpr(INVARIANT_SPLIT_KEYS), tl.constexpr(INVARIANT_RUN_SPLITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,8 @@ class WorkList:
 
 def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspace) -> WorkList:
     """One launch; the tensors of `rows` need not be known to the host."""
-    num_requests, invariant = len(rows.slots_B), workspace.batch_invariant
-    plan = plan_tiles(kind, rows.max_rows, batch_invariant=invariant)
+    num_requests = len(rows.slots_B)
+    plan = plan_tiles(kind, rows.max_rows, batch_invariant=workspace.batch_invariant)
     max_keys = rows.page_table.shape[1] * kind.page_size
     most = plan.num_programs(num_requests, rows.max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)
@@ -85,7 +82,8 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
         BLOCK_KEYS=plan.block_keys,
         TILE_TOKENS=plan.tile_tokens,
         WINDOW=kind.window or 0,
-        INVARIANT=invariant,
+        SPLIT_KEYS=plan.split_keys,
+        RUN_SPLITS=plan.run_splits,
         **dependent_launch(values.device),
     )
     return WorkList(kind, plan, workspace, values, min(most, workspace.num_programs))
@@ -104,11 +102,12 @@ def _list_work(
     BLOCK_KEYS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
-    INVARIANT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    RUN_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_predecessor(PDL)
-    length_J = _lengths(BLOCK_KEYS, INVARIANT)
+    length_J = _lengths(BLOCK_KEYS, SPLIT_KEYS, RUN_SPLITS)
     pairs_J = tl.zeros([_LENGTHS], tl.int32)
     shared_J = tl.zeros([_LENGTHS], tl.int32)
     longest = 0
@@ -128,7 +127,7 @@ def _list_work(
     cost_J = tl.where(shared_J * KV_HEADS <= num_slots, cost_J, float("inf"))
     length = tl.min(tl.where(cost_J == tl.min(cost_J, 0), length_J, _ALL_KEYS), 0)
     tl.store(work_ptr, length)
-    tl.store(work_ptr + 1, _run_pieces(length, longest, INVARIANT))
+    tl.store(work_ptr + 1, _run_pieces(length, longest, SPLIT_KEYS, RUN_SPLITS))
     before_ptr = work_ptr + HEADER
     before, shared_before = 0, 0
     for begin in range(0, num_requests, _REQUESTS):
@@ -149,11 +148,11 @@ def _list_work(
 
 
 @triton.jit
-def _lengths(BLOCK_KEYS: tl.constexpr, INVARIANT: tl.constexpr):
+def _lengths(BLOCK_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.constexpr):
     """Ascending; the last holds any context."""
     step_J = tl.arange(0, _LENGTHS)
-    if INVARIANT:
-        length_J = tl.where(step_J == 0, _SPLIT_KEYS, _SPLIT_KEYS * _RUN_SPLITS)
+    if SPLIT_KEYS > 0:
+        length_J = tl.where(step_J == 0, SPLIT_KEYS, SPLIT_KEYS * RUN_SPLITS)
         length_J = tl.where(step_J > 1, _ALL_KEYS, length_J)
     else:  # 2, 3, 4, 6, 8, 12, .. tiles
         length_J = BLOCK_KEYS * (_MIN_TILES + (step_J % 2) * (_MIN_TILES // 2)) << (step_J // 2)
@@ -189,12 +188,12 @@ def count_pieces(first, last, length):
 
 
 @triton.jit
-def _run_pieces(length, longest, INVARIANT: tl.constexpr):
+def _run_pieces(length, longest, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.constexpr):
     """How many pieces are added up before the sums are: as many as there are sums, so that both are few."""
     pieces = longest // length + 1
     run = 1
-    if INVARIANT:
-        run = tl.where(length == _SPLIT_KEYS, _RUN_SPLITS, 1)
+    if SPLIT_KEYS > 0:
+        run = tl.where(length == SPLIT_KEYS, RUN_SPLITS, 1)
     else:
         while run * run < pieces:
             run *= 2
