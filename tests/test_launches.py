@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -29,12 +31,13 @@ from manta.drafter.compute.gpu.backend import TritonBackend
 from manta.drafter.dflash.checkpoint import load_drafter
 from manta.drafter.dflash.features import TargetFacts
 from manta.drafter.dflash.model import DFlashDrafter
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 ROWS, PAGE_SIZE = 16, 16
-OURS = TritonBackend(DEVICE, batch_invariant=True)  # whose products are ours in the interpreter, too
 ATOL = 1e-4 if ON_GPU else 1e-5  # a GPU's products of fp32 are three of tf32
+T = TypeVar("T")
 NO_LAUNCH = ("view", "empty", "slice", "select.", "expand", "permute", "transpose", "squeeze", "alias")
 NO_LAUNCH += ("unbind", "detach", "as_strided", "split", "lift_fresh")
 
@@ -62,11 +65,12 @@ class Launches(TorchDispatchMode):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
-    def of(self, call: Callable[[], object]) -> Counter[str]:
+    def of(self, call: Callable[[], T]) -> tuple[T, Counter[str]]:
+        """What a call returns and launches."""
         self.counts.clear()
         with self:
-            call()
-        return Counter(self.counts)
+            found = call()
+        return found, Counter(self.counts)
 
 
 def load(target: Path, drafter: Path, backend: Backend) -> tuple[Decoder, DFlashDrafter]:
@@ -84,48 +88,60 @@ def rows(backend: Backend) -> PlacedRows:
     return PlacedRows(torch.arange(ROWS), (torch.arange(ROWS),), (batch,))
 
 
-@torch.no_grad()  # in inference mode operators come uncut
-def test_fused_passes_are_those_of_pytorch(tiny_qwen3: Path, tiny_drafter: Path):
-    found = []
-    for backend in (OURS, TorchBackend()):
-        target, drafter = load(tiny_qwen3, tiny_drafter, backend)
-        placed, cache = rows(backend), drafter.new_cache(1, PAGE_SIZE)
-        hidden_NH, taps_NmH = target.forward(torch.arange(ROWS), placed, target.new_cache(1, PAGE_SIZE))
-        assert taps_NmH is not None
-        drafter.write_context(drafter.context_features(taps_NmH), placed, cache)
-        context = cache.kv.clone()
-        block_NH = drafter.forward(drafter.embed_block(torch.arange(ROWS)), placed, cache)
-        found.append((hidden_NH, taps_NmH, target.logits(hidden_NH), context, block_NH))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=ATOL)
+@dataclass
+class Passes:
+    """What the passes of a step make of a block's rows, and what each launches."""
+
+    results: list[Tensor]
+    launches: list[Counter[str]]
+    layers: tuple[int, int]
 
 
 @torch.no_grad()  # in inference mode operators come uncut
-def test_a_step_s_passes_take_six_launches_per_layer_and_few_besides(
-    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Qwen3-8B and its drafter of 5 layers: 6 * (36 + 5) + 15 = 261, where it was 10 * (36 + 5) + 13."""
-    target, drafter = load(tiny_qwen3, tiny_drafter, OURS)
-    launches, token_ids_N, placed = Launches(monkeypatch), torch.arange(ROWS), rows(OURS)
+def run(target_folder: Path, drafter_folder: Path, backend: Backend, launches: Launches) -> Passes:
+    """Verify, head, inject, draft, each once."""
+    target, drafter = load(target_folder, drafter_folder, backend)
+    token_ids_N, placed = torch.arange(ROWS), rows(backend)
     cache, draft_cache = target.new_cache(1, PAGE_SIZE), drafter.new_cache(1, PAGE_SIZE)
-    hidden_NH, taps_NmH = target.forward(token_ids_N, placed, cache)
+    (hidden_NH, taps_NmH), verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
+    logits_NV, head = launches.of(lambda: target.logits(hidden_NH))
     assert taps_NmH is not None
-    verify = launches.of(lambda: target.forward(token_ids_N, placed, cache))
-    layers = target.spec.num_layers
-    # The norms of the embedding and of the last layer; where attention's work is; taps.
-    besides = {"_rms_norm": 2, "_list_work": 1, "index_select": 1, "stack": 1}
-    assert verify == {"_multiply": 4 * layers, "_norm_rotate_write": layers, "_attend": layers} | besides
-    head = launches.of(lambda: target.logits(hidden_NH))
-    assert head == {"_multiply": 1}
 
     def inject() -> None:
         drafter.write_context(drafter.context_features(taps_NmH), placed, draft_cache)
 
-    context = launches.of(inject)
+    _, context = launches.of(inject)
+    kv = draft_cache.kv.clone()
+    block_NH, draft = launches.of(
+        lambda: drafter.forward(drafter.embed_block(token_ids_N), placed, draft_cache)
+    )
+    results = [hidden_NH, taps_NmH, logits_NV, kv, block_NH]
+    return Passes(
+        results, [verify, head, context, draft], (target.spec.num_layers, drafter.config.num_layers)
+    )
+
+
+def test_a_step_s_fused_passes_take_six_launches_per_layer_and_few_besides(
+    tiny_qwen3: Path, tiny_drafter: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Qwen3-8B and its drafter of 5 layers: 6 * (36 + 5) + 15 = 261, where it was 10 * (36 + 5) + 13.
+
+    And what they compute is what PyTorch's operators do.
+    """
+    launches = Launches(monkeypatch)
+    ours = run(tiny_qwen3, tiny_drafter, TritonBackend(DEVICE, batch_invariant=True), launches)
+    theirs = run(tiny_qwen3, tiny_drafter, TorchBackend(), launches)
+    for result, expected in zip(ours.results, theirs.results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=ATOL)
+
+    def per_layer(layers: int) -> dict[str, int]:
+        return {"_multiply": 4 * layers, "_norm_rotate_write": layers, "_attend": layers}
+
+    verify, head, context, draft = ours.launches
+    besides = {"_rms_norm": 2, "_list_work": 1, "index_select": 1}  # the first norm and the last; embeddings
+    assert verify == per_layer(ours.layers[0]) | besides | {"stack": 1}  # of taps
+    assert draft == per_layer(ours.layers[1]) | besides
+    assert head == {"_multiply": 1}
     assert context == {"_multiply": 2, "_rms_norm": 1, "_write_context": 1}
-    draft = launches.of(lambda: drafter.forward(drafter.embed_block(token_ids_N), placed, draft_cache))
-    layers = drafter.config.num_layers
-    besides = {"_rms_norm": 2, "_list_work": 1, "index_select": 1}
-    assert draft == {"_multiply": 4 * layers, "_norm_rotate_write": layers, "_attend": layers} | besides
-    fixed = [5, 4, *(sum(part.values()) for part in (head, head, context))]
-    assert 6 * (36 + 5) + sum(fixed) == 261
+    fixed = [verify - Counter(per_layer(ours.layers[0])), draft - Counter(per_layer(ours.layers[1]))]
+    assert 6 * (36 + 5) + sum(part.total() for part in (*fixed, head, head, context)) == 261

@@ -24,15 +24,13 @@ class ProductPlan:
     """How a weight is cut; the same for any number of rows.
 
     Attributes:
-        tiles: of its outputs.
-        outputs_per_tile: half as many where gate and up share a program.
+        tiles: of its outputs; of half as many where gate and up share a program.
         step: inputs at a time.
         splits: of the inputs, whose sums are added in order.
         split_tiles: steps of each.
     """
 
     tiles: int
-    outputs_per_tile: int
     step: int
     splits: int
     split_tiles: int
@@ -67,7 +65,7 @@ def plan_product(outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool =
         return -(-tiles * splits // _MULTIPROCESSORS) * (-(-steps // splits) + (splits > 1))
 
     best = min(cuts, key=load)
-    return ProductPlan(tiles, width, step, best, -(-steps // best))
+    return ProductPlan(tiles, step, best, -(-steps // best))
 
 
 class ProductWorkspace:
@@ -78,9 +76,8 @@ class ProductWorkspace:
     def __init__(self, device: torch.device | str) -> None:
         size = _MOST_PROGRAMS * COLUMNS * ROW_TILES[-1]
         self.sums_E = torch.empty(size, dtype=torch.float32, device=device)
-        self.arrived_E = torch.zeros(
-            _MOST_PROGRAMS, dtype=torch.int32, device=device
-        )  # and zero again behind
+        # Zeros between launches, too.
+        self.arrived_E = torch.zeros(_MOST_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def row_tile(num_rows: int) -> int:

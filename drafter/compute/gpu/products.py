@@ -12,7 +12,7 @@ shape alone. Called by `projections.py`; kernels around it are `norms.py` and `a
 Each step rounds where its own kernel would: fused or not, only the order of a product's sums differs.
 
 Legend: N rows, K inputs, O outputs, I inner size, P parts, L layers, R rows of a block of a weight, T tiles
-of outputs; in the kernel C rows of a weight's tile, M rows of x, S inputs at a time.
+of outputs; in the kernel C rows of a weight's tile (D columns of a gate), M rows of x, S inputs at a time.
 """
 
 # Type checkers know neither Triton's launch options nor what a jitted function returns.
@@ -160,26 +160,17 @@ def _multiply(
 ):
     """A tile of y, or a split of one. Rows and columns behind the last repeat it, and are not written."""
     wait_for_predecessor(PDL)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
     row_tile, tile = tl.program_id(0), tl.program_id(1) // PROGRAMS
     row_M = row_tile * ROWS + tl.arange(0, ROWS)
     real_M = row_M < num_rows
     row_M = tl.minimum(row_M, num_rows - 1).to(tl.int64)
-    lane_C = tl.arange(0, COLUMNS)
-    if GATED:  # a column's gate and up side by side
-        column_C = tl.minimum(tile * (COLUMNS // 2) + lane_C // 2, OUTPUTS - 1)
-        weight_C = (lane_C % 2).to(tl.int64) * part_stride + column_C.to(tl.int64) * row_stride
-        bias_C = (lane_C % 2) * OUTPUTS + column_C
-    else:
-        column_C = tl.minimum(tile * COLUMNS + lane_C, OUTPUTS - 1)
-        block_C = (column_C // SPAN).to(tl.int64)
-        weight_C = (block_C // LAYERS) * part_stride + (block_C % LAYERS) * layer_stride
-        weight_C += (column_C % SPAN).to(tl.int64) * row_stride
-        bias_C = column_C
+    at_C, bias_C = _weight_rows(
+        tile, part_stride, layer_stride, row_stride, OUTPUTS, LAYERS, SPAN, GATED, COLUMNS
+    )
     scale_M = real_M.to(tl.float32)
     if norm_ptr is not None:
         scale_M = _scales(squares_ptr, row_M, eps, INPUTS, SQUARES)
-    x_ptrs_M, weight_ptrs_C = x_ptr + row_M * x_stride, weight_ptr + weight_C
+    x_ptrs_M, weight_ptrs_C = x_ptr + row_M * x_stride, weight_ptr + at_C
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
     if PROGRAMS == 1:
         for split in range(SPLITS):
@@ -193,8 +184,8 @@ def _multiply(
             x_ptrs_M, weight_ptrs_C, norm_ptr, scale_M, split,
             INPUTS, SPLITS, SPLIT_TILES, ROWS, COLUMNS, STEP,
         )  # fmt: skip
-        sums_ptrs_CM = sums_ptr + tile * SPLITS * COLUMNS * ROWS + lane_C[:, None] * ROWS
-        sums_ptrs_CM += tl.arange(0, ROWS)[None, :]
+        sums_ptrs_CM = sums_ptr + tile * SPLITS * COLUMNS * ROWS
+        sums_ptrs_CM += tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(sums_ptrs_CM + split * COLUMNS * ROWS, part_CM)
         tl.debug_barrier()  # all of the program's sums are written before it is counted
         arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
@@ -205,8 +196,58 @@ def _multiply(
             sum_CM += tl.load(sums_ptrs_CM + other * COLUMNS * ROWS, cache_modifier=".cg")
     if bias_ptr is not None:
         sum_CM += tl.load(bias_ptr + bias_C).to(tl.float32)[:, None]
+    _finish(
+        sum_CM, tile, row_M, real_M, residual_ptr, residual_stride, y_ptr, new_squares_ptr,
+        OUTPUTS, GATED, GELU, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _weight_rows(
+    tile,
+    part_stride,
+    layer_stride,
+    row_stride,
+    OUTPUTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    SPAN: tl.constexpr,
+    GATED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Where the rows of a weight's tile begin, and which they are; a column's gate and up side by side."""
+    lane_C = tl.arange(0, COLUMNS)
+    if GATED:
+        column_C = tl.minimum(tile * (COLUMNS // 2) + lane_C // 2, OUTPUTS - 1)
+        at_C = (lane_C % 2).to(tl.int64) * part_stride + column_C.to(tl.int64) * row_stride
+        number_C = (lane_C % 2) * OUTPUTS + column_C
+    else:
+        number_C = tl.minimum(tile * COLUMNS + lane_C, OUTPUTS - 1)
+        block_C = (number_C // SPAN).to(tl.int64)
+        at_C = (block_C // LAYERS) * part_stride + (block_C % LAYERS) * layer_stride
+        at_C += (number_C % SPAN).to(tl.int64) * row_stride
+    return at_C, number_C
+
+
+@triton.jit
+def _finish(
+    sum_CM,
+    tile,
+    row_M,
+    real_M,
+    residual_ptr,
+    residual_stride,
+    y_ptr,
+    squares_ptr,
+    OUTPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Gate, residual and squares of a tile's products, rounded between them; and the writing."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     y_CM = sum_CM.to(dtype)
-    out_C = tile * COLUMNS + lane_C
+    out_C = tile * COLUMNS + tl.arange(0, COLUMNS)
     if GATED:
         pairs_DM2 = tl.permute(tl.reshape(y_CM, (COLUMNS // 2, 2, ROWS)), (0, 2, 1))
         gate_DM, up_DM = tl.split(pairs_DM2)
@@ -218,10 +259,10 @@ def _multiply(
         residual_CM = tl.load(residual_ptr + at_CM, mask=written_CM, other=0.0)
         y_CM = (residual_CM.to(tl.float32) + y_CM.to(tl.float32)).to(dtype)
     tl.store(y_ptr + (row_M * OUTPUTS)[None, :] + out_C[:, None], y_CM, mask=written_CM)
-    if new_squares_ptr is not None:
+    if squares_ptr is not None:
         value_CM = tl.where(written_CM, y_CM.to(tl.float32), 0.0)
         tiles: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
-        tl.store(new_squares_ptr + row_M * tiles + tile, tl.sum(value_CM * value_CM, 0), mask=real_M)
+        tl.store(squares_ptr + row_M * tiles + tile, tl.sum(value_CM * value_CM, 0), mask=real_M)
 
 
 @triton.jit
