@@ -321,7 +321,7 @@ def test_no_order_of_programs_changes_a_choice(monkeypatch: pytest.MonkeyPatch):
     memory = workspace(logits, 128, 256)
     ids, scores = requests.choose(logits, filters=True, memory=memory)
     place, order = interpreter_builder.set_grid_idx, list(range(6))
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(x, order[y], z))
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(order[x], y, z))
     for order[:] in ((5, 4, 3, 2, 1, 0), (2, 5, 0, 4, 1, 3)):
         memory.score_NC.fill_(float("nan"))
         memory.filters.chunk_max_NC.fill_(float("nan"))

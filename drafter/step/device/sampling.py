@@ -114,7 +114,7 @@ def sample_rows(
     ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     memory = workspace.filters
-    _choose[num_rows, chunks](
+    _choose[chunks, num_rows](  # a row's programs start together: its last one works while others read
         logits_NV,
         logits_NV.stride(0),
         positions_N,
@@ -185,7 +185,7 @@ def _choose(
     CHUNK: tl.constexpr,
 ):
     """One chunk of one row; and the row's token, in its last program."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    chunk, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
         if chunk == 0:
