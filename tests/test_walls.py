@@ -217,6 +217,7 @@ CHOSEN_LATE = (
     "jobs/doctor/product_kernels.py",
     "jobs/doctor/step_kernels.py",
     "jobs/doctor/capture.py",
+    "actors/workers/device_drafter.py",
 )
 
 

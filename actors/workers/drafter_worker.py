@@ -17,16 +17,18 @@ class DrafterWorker(Worker):
     _runner: DrafterRunner
 
     def _load(self) -> None:
-        from .split_drafter import DrafterRunner
+        from .split_drafter import start_drafter
 
-        self._runner = DrafterRunner(self.setting.config, self.groups)
+        self._runner = start_drafter(self.setting.config, self.groups)
+        self.max_in_flight = self._runner.max_in_flight
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Draft, and learn what became of it."""
-        self._runner.execute(plan)
+        self._runner.submit(plan)
 
     def is_ready(self) -> bool:
-        return True
+        return self._runner.is_ready()
 
     def collect(self) -> None:
         """The result comes from the target."""
+        self._runner.collect()

@@ -82,6 +82,11 @@ class ProcessGroups:
     target: Communicator | None
     link: Communicator | None
 
+    @property
+    def drafter_rank(self) -> int:
+        """A split drafter's in the joint group: the last."""
+        return self.joint.world_size - 1
+
     def close(self) -> None:
         """Leave the groups; peers that still wait for this process then fail."""
         if dist.is_initialized():

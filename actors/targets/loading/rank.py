@@ -28,7 +28,7 @@ from ..model.decoder import Decoder
 from ..model.parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights
 from ..runners.host import DraftSource, LocalDrafts, StepRunner
-from ..runners.runner import Runner
+from ..runners.runner import RemoteDrafter, Runner
 from .invariance import check_invariance
 from .memory import affordable_pages, gpu_budget_bytes, page_bytes
 from .operators import make_backend, make_step_operators
@@ -38,16 +38,24 @@ from .warm_up import measure_step_bytes, warm_up
 __all__ = [
     "LoadPlan",
     "ModelSource",
+    "device_room",
     "lent_weights",
     "load_runner",
     "plan_load",
+    "runs_ahead",
+    "runs_on_device",
     "start_runner",
 ]
 
 logger = logging.getLogger(__name__)
 
+
+class RemoteSource(DraftSource, RemoteDrafter, Protocol):
+    """Drafts from another process, for steps driven by the host or by the device."""
+
+
 # Makes a rank's source of drafts where the drafter is split off.
-RemoteDrafts = Callable[[LoadPlan, Backend], DraftSource]
+RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
 
 
 class ModelSource(Protocol):
@@ -140,29 +148,37 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
         num_speculative_tokens=plan.num_speculative_tokens,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
-        max_in_flight=2 if _runs_ahead(plan) else 1,
+        max_in_flight=2 if runs_ahead(plan) else 1,
         max_stop_token_ids=_max_stop_token_ids(plan),
     )
 
 
-def _runs_on_device(plan: LoadPlan) -> bool:
-    """Whether requests' state lives on the device; a split drafter's target is driven from the host."""
-    return plan.attention_backend in ("triton", "flash_attn") and not plan.split
+def runs_on_device(plan: LoadPlan) -> bool:
+    """Whether requests' state lives on the device, which then drives the steps."""
+    return plan.attention_backend in ("triton", "flash_attn")
+
+
+def device_room(plan: LoadPlan) -> tuple[int, int]:
+    """Most requests of a step, and most rows of which tokens are chosen."""
+    config = plan.config
+    rows = config.max_num_seqs * (1 + plan.num_speculative_tokens)
+    budget = config.max_num_batched_tokens
+    return min(config.max_num_seqs, budget), min(rows, budget)
 
 
 def _max_stop_token_ids(plan: LoadPlan) -> int | None:
-    if not _runs_on_device(plan):
+    if not runs_on_device(plan):
         return None
     from ....drafter.step.device.states import MAX_STOP_TOKEN_IDS
 
     return MAX_STOP_TOKEN_IDS
 
 
-def _runs_ahead(plan: LoadPlan) -> bool:
-    """As asked; by itself where a device would wait for the host."""
+def runs_ahead(plan: LoadPlan) -> bool:
+    """Whether steps start before the last one ends: as asked; by itself where a device would wait."""
     if plan.config.async_scheduling is not None:
         return plan.config.async_scheduling
-    return plan.device.type == "cuda" and _runs_on_device(plan)
+    return plan.device.type == "cuda" and runs_on_device(plan)
 
 
 class _Rank:
@@ -190,19 +206,18 @@ class _Rank:
         return tuple(smallest(pages, self._communicator, plan.device) for pages in mine)
 
     def runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None = None) -> Runner:
-        if _runs_on_device(self._plan):
-            return self._device_runner(num_pages)
+        if runs_on_device(self._plan):
+            return self._device_runner(num_pages, remote_drafts)
         return self._step_runner(num_pages, remote_drafts)
 
-    def _device_runner(self, num_pages: tuple[int, ...]) -> Runner:
+    def _device_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> Runner:
         from ....drafter.step.device.sampling import SamplingWorkspace
         from ....drafter.step.device.states import DeviceStates
         from ..runners.device import DeviceRunner
         from ..runners.iteration import DeviceModels
 
         plan, config = self._plan, self._plan.config
-        max_requests = min(config.max_num_seqs, config.max_num_batched_tokens)
-        num_rows = min(config.max_num_seqs * (1 + plan.num_speculative_tokens), config.max_num_batched_tokens)
+        max_requests, num_rows = device_room(plan)
         vocab, vocab_size = self._model.vocab_range, plan.target.vocab_size
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         workspace = local = SamplingWorkspace.build(num_rows, vocab_size, plan.device)
@@ -217,8 +232,15 @@ class _Rank:
             workspace=workspace,
             local_workspace=local,
             communicator=self._communicator,
+            remote=remote_drafts(plan, self.backend) if remote_drafts is not None else None,
         )
-        return DeviceRunner(models, max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
+        return DeviceRunner(
+            models,
+            max_requests,
+            plan.num_speculative_tokens,
+            config.max_num_batched_tokens,
+            captures=plan.device.type == "cuda" and not plan.split,  # the drafter's part would be in them
+        )
 
     def _step_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> StepRunner:
         plan, page_size = self._plan, self._plan.page_size

@@ -1,6 +1,6 @@
 """Steps on a GPU: submitted without waiting, those that decode as one CUDA graph; outcomes come later.
 
-The twin of `host.py` (the CPU's, and a split drafter's), of the same meaning. Requests that decode replay the
+The twin of `host.py` (the CPU's), of the same meaning. Requests that decode replay the
 graph of their step's kind (`graphs.py`); rows of prompts are launched behind it, kernel by kernel, while the
 graph runs. Neither waits for the step before, nor for the host.
 
@@ -30,7 +30,7 @@ from ....drafter.step.device.rows import NUM_LISTS, StepRequests, pack
 from ....drafter.step.device.upload import Upload
 from ..model.decoder import Decoder
 from .graphs import StepGraphs, StepKinds
-from .iteration import DeviceModels, Iteration
+from .iteration import DeviceModels, StepModels
 from .outcome import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
 
 Places = NDArray[np.intp]
@@ -65,51 +65,27 @@ class _Pending:
     arrival: Arrival
 
 
-class DeviceRunner:
-    """A loaded rank.
+class DeviceSteps:
+    """Steps of whatever has states on the device and an iteration over them.
 
     Args:
-        models: what it is made of.
+        models: what they are made with.
         max_requests: most that run at once.
         num_drafts: most of a request.
         max_rows: of a step.
     """
 
-    def __init__(self, models: DeviceModels, max_requests: int, num_drafts: int, max_rows: int) -> None:
-        self.models = models
+    def __init__(self, models: StepModels, max_requests: int, num_drafts: int, max_rows: int) -> None:
+        self._models = models
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
         self._room = StepRequests.room(max_requests)
         states, lists = models.states, (2, NUM_LISTS, self._room)
         self._upload = Upload(states.arena, 2 * NUM_LISTS * self._room, states.most_changes)
         decoding, self._prompts = self._upload.values.view(lists).unbind(0)
         most = max(kind.num_outcome_values for kind in self._kinds.all())
-        self._home = Homeward(most + Outcome.num_values(max_requests, 1), models.target.device)
+        self._home = Homeward(most + Outcome.num_values(max_requests, 1), models.device)
         self._graphs = StepGraphs(models, decoding, self._home.values)
         self._pending: deque[_Pending] = deque()
-
-    @property
-    def model(self) -> Decoder:
-        return self.models.target
-
-    @property
-    def cache(self) -> PagedKVCache:
-        return self.models.cache
-
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Capture the graphs."""
-        if self.model.device.type == "cuda":
-            self._graphs.capture(self._kinds.all())
-
-    @torch.inference_mode()
-    def rehearse(self, largest: SchedulerOutput) -> int:
-        """Capture the graphs of the largest steps alone; how many there are besides."""
-        if self.model.device.type != "cuda":
-            self.execute(largest)
-            return 0
-        kinds = self._kinds.all()
-        self._graphs.capture(kinds[:2])  # with filters and without
-        return len(kinds) - 2
 
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
@@ -119,7 +95,7 @@ class DeviceRunner:
         assert not plan.num_drafts[~decodes_R].any(), "who drafts lacks its newest token alone"
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
-        self._upload.send(np.concatenate(lists, axis=None), self.models.states.changes(plan))
+        self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
         shares: list[_Share] = []
         if len(decoding):
             shares.append(self._decode(plan, decoding))
@@ -176,9 +152,48 @@ class DeviceRunner:
         )
         outcome = Outcome.over(self._home.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
-        iteration = Iteration(self.models, requests, outcome, filters=filters)
+        iteration = self._models.iteration(requests, outcome, filters=filters)
         iteration.run()
         return _Share(requests_G, iteration.parts, num_requests, 1)
 
     def _filters(self, plan: SchedulerOutput, requests_G: Places) -> bool:
-        return self.models.states.filters(plan.slots[requests_G])
+        return self._models.states.filters(plan.slots[requests_G])
+
+
+class DeviceRunner(DeviceSteps):
+    """A loaded rank.
+
+    Args:
+        models, max_requests, num_drafts, max_rows: as of `DeviceSteps`.
+        captures: whether decoding steps become CUDA graphs.
+    """
+
+    def __init__(
+        self, models: DeviceModels, max_requests: int, num_drafts: int, max_rows: int, *, captures: bool
+    ) -> None:
+        super().__init__(models, max_requests, num_drafts, max_rows)
+        self.models, self._captures = models, captures
+
+    @property
+    def model(self) -> Decoder:
+        return self.models.target
+
+    @property
+    def cache(self) -> PagedKVCache:
+        return self.models.cache
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture the graphs."""
+        if self._captures:
+            self._graphs.capture(self._kinds.all())
+
+    @torch.inference_mode()
+    def rehearse(self, largest: SchedulerOutput) -> int:
+        """Capture the graphs of the largest steps alone; how many there are besides."""
+        if not self._captures:
+            self.execute(largest)
+            return 0
+        kinds = self._kinds.all()
+        self._graphs.capture(kinds[:2])  # with filters and without
+        return len(kinds) - 2

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ....cluster.draft_length import draft_ladder
 from ....drafter.step.device.rows import StepRequests
-from .iteration import DeviceModels, Iteration
+from .iteration import Pass, StepModels
 from .outcome import Outcome
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -111,13 +111,13 @@ class StepGraphs:
         outcome: on the device, where outcomes are left: at its begin.
     """
 
-    def __init__(self, models: DeviceModels, lists_LW: Tensor, outcome: Tensor) -> None:
+    def __init__(self, models: StepModels, lists_LW: Tensor, outcome: Tensor) -> None:
         self._models, self._lists_LW, self._outcome = models, lists_LW, outcome
-        self._iterations: dict[StepKind, Iteration] = {}
+        self._iterations: dict[StepKind, Pass] = {}
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
 
     def parts(self, kind: StepKind) -> tuple[str, ...]:
-        """Of such a step; see `Iteration.parts`."""
+        """Of such a step; see `iteration.Iteration.parts`."""
         return self._iteration(kind).parts
 
     def replay(self, kind: StepKind) -> None:
@@ -137,7 +137,7 @@ class StepGraphs:
         the mode "thread_local" lets other threads (NCCL's watchdog, another engine) go on.
         """
         self._lists_LW.zero_()
-        device = self._models.target.device
+        device = self._models.device
         torch.cuda.synchronize(device)
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -153,11 +153,11 @@ class StepGraphs:
                 self._graphs[kind] = graph
         torch.cuda.synchronize(device)
 
-    def _iteration(self, kind: StepKind) -> Iteration:
+    def _iteration(self, kind: StepKind) -> Pass:
         iteration = self._iterations.get(kind)
         if iteration is None:
             requests = StepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
             outcome = Outcome.over(self._outcome, kind.num_requests, kind.width)
-            iteration = Iteration(self._models, requests, outcome, filters=kind.filters)
+            iteration = self._models.iteration(requests, outcome, filters=kind.filters)
             self._iterations[kind] = iteration
         return iteration

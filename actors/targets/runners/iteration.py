@@ -3,7 +3,8 @@
 What `host.py` does with indices made on the host happens here from a few integers and the requests' state
 on the device (`drafter/step/device/states.py`). The host is asked nothing, so that the whole can be captured
 in one CUDA graph, and launched before the last step's outcome is known. Called by `device.py` for prompts,
-by `graphs.py` for requests that decode.
+by `graphs.py` for requests that decode. A drafter that is split off has an iteration of its own
+(`workers/device_drafter.py`), of which this one receives drafts, and which it sends choices and features.
 
 Legend: R requests, N rows, X sampled rows, U vocabulary of a rank, V of all.
 """
@@ -27,6 +28,7 @@ from ....drafter.step.device.verification import accept_and_advance
 from ..model.decoder import Decoder
 from ..model.parallel import Communicator
 from .outcome import Outcome
+from .runner import RemoteDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class DeviceModels:
     """A loaded rank: models, their pages, the requests' state.
 
     Attributes:
-        drafter, draft_cache: None decodes plainly.
+        drafter, draft_cache: None where there is none here.
+        remote: the way to one in a process of its own; without either, a rank decodes plainly.
         workspace: for choosing tokens over the whole vocabulary.
         local_workspace: for this rank's part of it.
     """
@@ -47,6 +50,35 @@ class DeviceModels:
     workspace: SamplingWorkspace
     local_workspace: SamplingWorkspace
     communicator: Communicator
+    remote: RemoteDrafter | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def iteration(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Iteration:
+        return Iteration(self, requests, outcome, filters=filters)
+
+
+class Pass(Protocol):
+    """What runs over given inputs: `Iteration`, or the split drafter's."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    def run(self) -> None: ...
+
+
+class StepModels(Protocol):
+    """What steps are made with: a rank's `DeviceModels`, or a split drafter's."""
+
+    @property
+    def states(self) -> DeviceStates: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def iteration(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Pass: ...
 
 
 class _Head(Protocol):
@@ -80,7 +112,7 @@ class Iteration:
     def parts(self) -> tuple[str, ...]:
         """Those it has, in order, by their names in `StepTimings`; their times follow each other."""
         draft = ("draft_s",) if self._requests.max_drafts else ()
-        inject = ("inject_s",) if self._models.drafter is not None else ()
+        inject = ("inject_s",) if self._injects else ()
         return (*draft, "verify_s", "sample_s", *inject)
 
     def run(self) -> None:
@@ -94,22 +126,29 @@ class Iteration:
         rows = lay_out_rows(self._requests, models.states.tables)
         hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
         stamp(times, next(marks))
-        self._sample(rows, hidden_NH)
+        chosen_X = self._sample(rows, hidden_NH)
         stamp(times, next(marks))
-        if models.drafter is not None:
-            self._inject(rows, taps_NmH)
+        if self._injects:
+            self._inject(rows, chosen_X, taps_NmH)
             stamp(times, next(marks))
+
+    @property
+    def _injects(self) -> bool:
+        return self._models.drafter is not None or self._models.remote is not None
 
     def _draft(self) -> None:
         """Propose, and put the proposals behind the known tokens."""
         models = self._models
         drafter, cache, tables = models.drafter, models.draft_cache, models.states.tables
+        if models.remote is not None:
+            rows = lay_out_block(self._requests, tables, mask_id=0)
+            return place_drafts(models.remote.receive(self._requests.num_rows), rows, tables)
         assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
         rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
         place_drafts(self._choose(drafter, hidden_NH, rows.slots_N, rows.positions_N), rows, tables)
 
-    def _sample(self, rows: StepRows, hidden_NH: Tensor) -> None:
+    def _sample(self, rows: StepRows, hidden_NH: Tensor) -> Tensor:
         """The target's choices, and which drafts they leave standing."""
         of_row, index_X = (hidden_NH, rows.slots_N, rows.positions_N + 1), self._requests.sampled_X
         if index_X is not None:
@@ -119,11 +158,15 @@ class Iteration:
             chosen_X = self._choose(self._models.target, *of_row)
         tables = self._models.states.tables
         accept_and_advance(chosen_X, self._requests, tables, self._outcome.rows_RW1)
+        return chosen_X
 
-    def _inject(self, rows: StepRows, taps_NmH: Tensor | None) -> None:
+    def _inject(self, rows: StepRows, chosen_X: Tensor, taps_NmH: Tensor | None) -> None:
         """Make the drafter's context of what the target saw."""
-        drafter, cache = self._models.drafter, self._models.draft_cache
-        assert drafter is not None and cache is not None and taps_NmH is not None, "a target that drafts taps"
+        drafter, cache, remote = self._models.drafter, self._models.draft_cache, self._models.remote
+        assert taps_NmH is not None, "a target that drafts taps"
+        if remote is not None:
+            return remote.send(chosen_X, taps_NmH)
+        assert drafter is not None and cache is not None, "a drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
 
     def _choose(self, head: _Head, hidden_XH: Tensor, slots_X: Tensor, positions_X: Tensor) -> Tensor:

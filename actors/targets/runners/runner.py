@@ -6,6 +6,7 @@ import time
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ....cluster.plan import SchedulerOutput, StepResult
 from ....drafter.compute.kv_cache import PagedKVCache
@@ -44,6 +45,19 @@ class Runner(Protocol):
     def rehearse(self, largest: SchedulerOutput) -> int:
         """Take the memory of the largest decoding step, and of what `prepare` makes for it; returns how many
         graphs `prepare` makes besides."""
+        ...
+
+
+class RemoteDrafter(Protocol):
+    """The way to a drafter in a process of its own, where the device drives the steps; on every rank."""
+
+    def receive(self, num_rows: int) -> Tensor:
+        """Its proposals, int64 [N]: a token per row of the blocks that `lay_out_block` makes."""
+        ...
+
+    def send(self, chosen_X: Tensor, taps_NmH: Tensor) -> None:
+        """The target's choices, from which it finds what stood as the target does, and what its context is
+        made of."""
         ...
 
 
