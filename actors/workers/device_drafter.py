@@ -44,7 +44,7 @@ class DeviceDrafter(DeviceSteps):
         groups: ProcessGroups,
     ) -> None:
         config, (max_requests, num_rows) = plan.config, device_room(plan)
-        size = (config.max_num_seqs, plan.max_model_len, num_pages, config.page_size)
+        size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
         models = _DrafterModels(
             drafter=drafter,
             cache=cache,

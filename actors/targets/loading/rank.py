@@ -218,19 +218,14 @@ class _Rank:
 
         plan, config = self._plan, self._plan.config
         max_requests, num_rows = device_room(plan)
-        vocab, vocab_size = self._model.vocab_range, plan.target.vocab_size
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        workspace = local = SamplingWorkspace.build(num_rows, vocab_size, plan.device)
-        if self._communicator.world_size > 1:  # filters need all of it, so here there are no candidates
-            local = SamplingWorkspace.build(num_rows, vocab.stop - vocab.start, plan.device, max_candidates=1)
         models = DeviceModels(
             target=self._model,
             cache=self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), plan.page_size),
             drafter=self._drafter,
             draft_cache=self._draft_cache(num_pages),
             states=DeviceStates(*size, plan.device, plan.pages),
-            workspace=workspace,
-            local_workspace=local,
+            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
             communicator=self._communicator,
             remote=remote_drafts(plan, self.backend) if remote_drafts is not None else None,
         )

@@ -76,11 +76,6 @@ class Decoder:
         final_norm = RMSNorm(weights.final_norm(), spec.rms_norm_eps)
         self._stack = backend.stack(blocks, final_norm, tap_ids)
 
-    @property
-    def vocab_range(self) -> slice:
-        """Token ids of this rank's part of the head."""
-        return self._sharding.vocab
-
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this rank's K/V heads."""
         heads = self._sharding.num_kv_heads(0)

@@ -38,8 +38,7 @@ class DeviceModels:
     Attributes:
         drafter, draft_cache: None where there is none here.
         remote: the way to one in a process of its own; without either, a rank decodes plainly.
-        workspace: for choosing tokens over the whole vocabulary.
-        local_workspace: for this rank's part of it.
+        workspace: for choosing tokens, over the whole vocabulary or this rank's part of it.
     """
 
     target: Decoder
@@ -48,7 +47,6 @@ class DeviceModels:
     draft_cache: PagedKVCache | None
     states: DeviceStates
     workspace: SamplingWorkspace
-    local_workspace: SamplingWorkspace
     communicator: Communicator
     remote: RemoteDrafter | None = None
 
@@ -190,7 +188,7 @@ class Iteration:
             positions_X,
             models.states.sampling,
             filters=False,
-            workspace=models.local_workspace,
+            workspace=models.workspace,
             vocab_start=first_id,
         )
         return best_of_ranks(ids_X, scores_X, communicator)
