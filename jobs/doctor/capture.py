@@ -64,7 +64,8 @@ def _captured(plan: LoadPlan, drafts: int) -> Outcome:
 def _without_graphs(runner: DeviceRunner, plan: LoadPlan) -> DeviceRunner:
     """One over the same models, states and pages that captures nothing."""
     max_rows = plan.config.max_num_batched_tokens
-    return DeviceRunner(runner.models, len(_PROMPTS), plan.num_speculative_tokens, max_rows)
+    num_drafts = plan.num_speculative_tokens
+    return DeviceRunner(runner.models, len(_PROMPTS), num_drafts, max_rows, captures=False)
 
 
 def _compare(replayed: _Seen, launched: _Seen) -> Outcome:
