@@ -41,7 +41,10 @@ fresh-install:
 demo: install  ## serve the shipped pair over HTTP, run a dataset, compare with plain decoding
 	$(BIN)/manta demo
 
-test: install lint floors types pytest  ## every check and every test; CI runs this
+test: install lint floors  ## every check and every test; CI runs this
+	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(MAKE) --no-print-directory pytest; tests=$$?; wait $$types; types=$$?; \
+	cat $(VENV)/types.log; exit $$((tests > types ? tests : types))
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -54,7 +57,7 @@ floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
 pytest: install  ## the tests, in two processes; then those that want the machine for themselves
-	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --dist=loadgroup --no-loadscope-reorder --durations=15
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --no-loadscope-reorder --durations=15
 	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # the losslessness grid those of a pair, which share its plain decoding; else those of a file.
 _RAYS = ("batch", "demo", "lossless_topologies", "ray_executor", "room", "serve")
 _LONG = ("lossless", "device_runner")
+_PAIRS = ("qwen3 in bf16", "llama in bf16", "mistral in bf16", "qwen3", "llama", "qwen2", "mistral", "gemma3")
 
 # A busy machine must not fail a property: no test asserts a time.
 settings.register_profile("manta", deadline=None)
@@ -32,23 +34,32 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)  # its idle threads would wait on the cores of the other process
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group the tests; the longest groups first, so that no process is left with one at the end."""
-    if config.getoption("dist", "no") == "no":
-        return
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    order = {"ray": 0} | dict.fromkeys(_LONG, 1)
-    items.sort(key=lambda item: order.get(_group(item).partition(" ")[0], 2))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest groups first, so that no process is left with one at the end."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        order = {"ray": 0} | dict.fromkeys(_LONG, 1)
+        items.sort(key=lambda item: order.get(_group(item.nodeid).partition(" ")[0], 2))
 
 
-def _group(item: pytest.Item) -> str:
-    name = item.path.stem.removeprefix("test_")
-    if name.startswith(_RAYS) or "ray_session" in getattr(item, "fixturenames", ()):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a group go to one process."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Groups(config, log)
+
+
+def _group(nodeid: str) -> str:
+    file, _, test = nodeid.partition("::")
+    name = Path(file).stem.removeprefix("test_")
+    if name.startswith(_RAYS):
         return "ray"
-    call = getattr(item, "callspec", None)
-    return f"{name} {call.params['pair']}" if name == "lossless" and call else name
+    pair = next((pair for pair in _PAIRS if f"[{pair}-" in test or f"[{pair}]" in test), "")
+    return f"{name} {pair}" if name == "lossless" else name
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ CASES = [
     for i, length in enumerate((15, 14, 3))
 ]
 PLACE = {"device": DEVICE.type, "page_size": 16}  # so small that short sequences have several pages
-PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=4 + i) for i, name in enumerate(KNOB_NAMES)]
+PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=3 + i) for i, name in enumerate(KNOB_NAMES)]
 
 
 def generate(
@@ -83,19 +83,6 @@ def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) ->
     wrong = [knob for knob, mine, theirs in zip(KNOB_NAMES, got, expected, strict=True) if mine != theirs]
     assert not wrong, "these differ"
     assert stats.num_drafts > 0 and stats.preemptions > 0
-
-
-@pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
-def test_kernels_of_two_ranks_change_no_token(
-    ray_session: None, tiny_qwen3: Path, tiny_drafter: Path
-) -> None:
-    """Logits stay sharded until a token is chosen."""
-    expected, _ = generate(tiny_qwen3, None, "torch")
-    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 2}
-    got, stats = generate(
-        tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=2, async_scheduling=True
-    )
-    assert got == expected and stats.num_drafts > 0
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from devices import ON_GPU
 from manta import LLM
 from test_lossless import params_of, prompts, tokens_of
 
@@ -57,3 +58,19 @@ def test_the_topology_changes_no_token(
                 assert got == reference[name][:size], f"{name}, batch of {size}"
         if placement is not None:
             assert llm.stats().num_accepted_tokens > 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
+def test_kernels_of_two_ranks_change_no_token(
+    ray_session: None, tiny_qwen3: Path, tiny_drafter: Path
+) -> None:
+    """Logits stay sharded until a token is chosen."""
+    pytest.importorskip("triton")
+    from test_device_runner import generate
+
+    expected, _ = generate(tiny_qwen3, None, "torch")
+    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 2}
+    got, stats = generate(
+        tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=2, async_scheduling=True
+    )
+    assert got == expected and stats.num_drafts > 0
