@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..actors.batch.source import read_results
 from ..cluster.errors import CheckpointError, MantaError
-from .batch.source import read_results
 from .client import ServerClient
 from .demo_commands import run_command, serving
 from .serve import free_port

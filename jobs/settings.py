@@ -13,12 +13,12 @@ from typing import Any
 
 import yaml
 
+from ..actors.http.defaults import DEFAULT_MAX_TOKENS
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ..cluster.errors import ConfigError
 from ..cluster.request import SamplingParams
 
-DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONFIG = Path("ray_config.yaml")
 # vLLM's names for what is called otherwise here.
 ALIASES = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages"}

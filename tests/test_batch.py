@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 from manta import LLM, SamplingParams
+from manta.actors.batch.rows import row_seed
+from manta.actors.batch.source import read_results
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
 from manta.jobs.batch import room as batch_room
 from manta.jobs.batch.figures import JobFigures
 from manta.jobs.batch.job import BatchOptions, check_answered, run_batch
-from manta.jobs.batch.rows import row_seed
-from manta.jobs.batch.source import read_results
 from manta.jobs.cli import main
 from ray.util.placement_group import placement_group, remove_placement_group
 from text_pair import make_text_pair

@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from manta.actors.batch.answering import WIRE_SCHEMA
+from manta.actors.batch.rows import Layout, parse_line, read_request, row_id, row_seed
+from manta.actors.batch.source import check_columns, open_source, read_results
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.protocol import ChatRequest, CompletionRequest
 from manta.cluster.errors import ConfigError, DatasetError, RequestError
-from manta.jobs.batch.engine import WIRE_SCHEMA
-from manta.jobs.batch.rows import Layout, parse_line, read_request, row_id, row_seed
 from manta.jobs.batch.sink import LOCK, Sink
-from manta.jobs.batch.source import check_columns, open_source, read_results
 
 DATASET = Layout()
 OPENAI = Layout(kind="openai", lines=True)

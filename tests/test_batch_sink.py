@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from manta.actors.batch.answering import WIRE_SCHEMA
+from manta.actors.batch.reading import SpanReader
+from manta.actors.batch.source import line_spans, open_source, parquet_spans, read_results
 from manta.cluster.errors import ConfigError, OutputError
 from manta.jobs import files
 from manta.jobs.batch import sink as batch_sink
-from manta.jobs.batch.engine import WIRE_SCHEMA
 from manta.jobs.batch.figures import JobFigures, ProgressView
-from manta.jobs.batch.reading import SpanReader
 from manta.jobs.batch.sink import Sink
-from manta.jobs.batch.source import line_spans, open_source, parquet_spans, read_results
 
 
 def results(*names: str, failed: tuple[str, ...] = ()) -> pa.Table:
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_spans_bring_every_row_once_in_whatever_order_they_are_read(
     rows_per_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manta.jobs.batch.reading.ROWS_PER_READ", 5)
+    monkeypatch.setattr("manta.actors.batch.reading.ROWS_PER_READ", 5)
     rows = [{"id": i, "prompt": f"row {i}\u2028" * (i % 3)} for i in range(61)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=rows_per_group)
     lines = [json.dumps(row, ensure_ascii=False) + ("\r\n" if row["id"] % 2 else "\n\n") for row in rows]

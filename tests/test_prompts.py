@@ -13,14 +13,14 @@ import httpx
 import pyarrow as pa
 import pytest
 from manta import LLM, SamplingParams
+from manta.actors.batch.rows import Layout
+from manta.actors.batch.source import open_source
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.settings import ServerSettings
 from manta.actors.prompts import Chat, EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.jobs.batch.engine import BatchEngine
-from manta.jobs.batch.rows import Layout
-from manta.jobs.batch.source import open_source
 from text_pair import LiveServer, make_text_pair
 
 SAID = [{"role": "user", "content": "Say something."}, {"role": "assistant", "content": "It is"}]

@@ -11,6 +11,8 @@ from ...cluster.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_MAX_TOKENS = 256  # of commands and of rows of a dataset
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:

@@ -19,8 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ...actors.files import rounded
 from ...cluster.acceptance import mean_acceptance_length
-from ..files import rounded
 from ..tables import decimals, print_table
 
 PLAIN_INTERVAL_S = 10.0
@@ -42,7 +42,7 @@ class JobFigures:
     end_s: float = 0.0
 
     def add(self, results: pa.Table) -> None:
-        """Count a table of results (`engine.WIRE_SCHEMA`)."""
+        """Count a table of results (`answering.WIRE_SCHEMA`)."""
         if not results.num_rows:
             return
         self.rows += results.num_rows

@@ -20,15 +20,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from ...actors.batch.rows import Layout
+from ...actors.batch.source import InputFormat, OutputFormat, Source, check_columns, local_path, open_source
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError, OutputError
 from ..stop import Stopped, StopSignals
 from .figures import JobFigures, ProgressView
-from .rows import Layout
 from .run import EngineRun, Phase
 from .sink import Sink
-from .source import InputFormat, OutputFormat, Source, check_columns, local_path, open_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,13 +24,13 @@ import pyarrow as pa
 import ray
 import ray.data
 
+from ...actors.batch.rows import Layout
+from ...actors.batch.source import Source
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
 from ..ray_session import join_or_start_ray
 from .engine import BatchEngine
 from .room import Room, find_room
-from .rows import Layout
-from .source import Source
 
 MAX_ROWS_PER_SPAN = 16
 MAX_SPANS = 8192

@@ -22,9 +22,9 @@ from typing import IO, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...actors.batch.source import OutputFormat
+from ...actors.files import TEMPORARY, write_json, write_whole
 from ...cluster.errors import ConfigError, OutputError
-from ..files import TEMPORARY, write_json, write_whole
-from .source import OutputFormat
 
 ROWS_PER_PART = 4096
 PART_INTERVAL_S = 60.0  # what a killed job loses at most

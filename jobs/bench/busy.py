@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
+from ...actors.files import rounded
 from ...actors.machine import owned_cores
 from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ..files import rounded
 from ..tables import print_table
 from .busy_processes import busy_processes
 from .cpu_quota import QuotaGroup, quota_group

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from ...actors.files import rounded
 from ...actors.llm import LLM
 from ...actors.machine import owned_cores
 from ...actors.prompts import load_tokenizer
@@ -23,7 +24,6 @@ from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.request import SamplingParams
-from ..files import rounded
 from ..tables import decimals, print_table
 from .contender_server import OpenAIServer
 from .contenders import Contender, DFlashLoop, HuggingFaceGenerate, Prompts, Runner, TransformersTarget, Way

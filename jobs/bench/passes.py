@@ -16,6 +16,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from ...actors.batch.rows import Layout, parse_line, row_id, row_seed
+from ...actors.batch.source import open_source
+from ...actors.files import write_json
 from ...actors.llm import LLM
 from ...actors.outputs import RequestOutput
 from ...actors.prompts import Chat, encode_prompt
@@ -24,9 +27,6 @@ from ...cluster.acceptance import mean_acceptance_length
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.request import SamplingParams
-from ..batch.rows import Layout, parse_line, row_id, row_seed
-from ..batch.source import open_source
-from ..files import write_json
 from ..generate import open_llm
 from .provenance import provenance
 

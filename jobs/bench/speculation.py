@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...actors.files import rounded
 from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ..files import rounded
 from ..tables import decimals, print_table
 from .idleness import Watch, print_warning
 from .passes import (

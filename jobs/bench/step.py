@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...actors.files import write_json
 from ...actors.targets.loading.plan import LoadPlan, plan_models
 from ...cluster.acceptance import expected_acceptance_length
 from ...cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
 from ...cluster.roofline import Dense, Roofline, check_survival, geometric_survival
-from ..files import write_json
 from .device_rates import find_device
 from .provenance import provenance
 from .random_pair import PairShape

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+from ...actors.files import write_json
 from ...actors.machine import owned_cores
 from ...actors.targets.loading.backends import why_not
 from ...actors.targets.loading.plan import LoadPlan, plan_load
 from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import Machine
 from ..bench.provenance import provenance
-from ..files import write_json
 from ..tables import print_table
 from .choice import choice_checks
 from .findings import Check, Finding, NotHereError, Outcome, examine, raising

@@ -17,13 +17,12 @@ from typing import Any, Literal
 
 import pydantic
 
-from ...actors.http.completions import OPENAI_MAX_TOKENS
-from ...actors.http.defaults import GenerationDefaults
-from ...actors.http.fields import check_extra_fields
-from ...actors.http.protocol import ChatRequest, CompletionRequest
 from ...cluster.errors import RequestError
 from ...cluster.request import SamplingParams
-from ..settings import DEFAULT_MAX_TOKENS
+from ..http.completions import OPENAI_MAX_TOKENS
+from ..http.defaults import DEFAULT_MAX_TOKENS, GenerationDefaults
+from ..http.fields import check_extra_fields
+from ..http.protocol import ChatRequest, CompletionRequest
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"

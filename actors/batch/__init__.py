@@ -1,0 +1,1 @@
+"""Rows of datasets as they are read, answered and kept; what every door to batch work shares."""

@@ -1,0 +1,140 @@
+"""A folder that rows come from or go to: on a disk, or in an object store.
+
+`s3://`, `gs://` and `abfs://` are Arrow's own file systems, `hf://` is the hub's; credentials and endpoints
+are taken as those take them (environment, instance roles, `s3://bucket/x?endpoint_override=...`). What is
+written appears under its name whole or not at all: by rename on a disk, by a single put in an object store.
+Picklable, so that whoever reads or writes opens it where it lives. Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+from pyarrow import fs
+
+from ...cluster.errors import ConfigError
+from ..files import TEMPORARY, write_whole
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file as it is listed. `name` is relative to the storage's folder; `modified_s` is Unix time."""
+
+    name: str
+    size: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A folder; need not exist until something is written.
+
+    Attributes:
+        where: as the user wrote it.
+        filesystem: Arrow's.
+        root: the folder's path in it.
+    """
+
+    where: str
+    filesystem: fs.FileSystem
+    root: str
+
+    @classmethod
+    def open(cls, where: str, *, field: str) -> Storage:
+        """Find the file system of a path or URL. Raises ConfigError, which names `field`."""
+        where = str(where)
+        found = URL.match(where)
+        if found is None or found[1] == "file":
+            path = where[len(found[0]) :] if found else where
+            return cls(
+                where, fs.LocalFileSystem(), str(Path(f"/{path.lstrip('/')}" if found else path).resolve())
+            )
+        if found[1] not in SCHEMES:
+            raise ConfigError(
+                f"{field}: {where} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a path.",
+                param=field,
+            )
+        url = f"{found[1]}://{where[len(found[0]) :]}"  # both slashes, whoever took one
+        try:
+            if found[1] == "hf":
+                from huggingface_hub import HfFileSystem
+
+                return cls(
+                    where, fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), url.removeprefix("hf://")
+                )
+            filesystem, root = fs.FileSystem.from_uri(url)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise ConfigError(f"{field}: {where} cannot be used: {error}.", param=field) from None
+        return cls(where, filesystem, root.rstrip("/"))
+
+    @property
+    def local(self) -> bool:
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    def under(self, *parts: str) -> Storage:
+        """A folder in this folder."""
+        return Storage(self._join(self.where, *parts), self.filesystem, self.path(*parts))
+
+    def path(self, *parts: str) -> str:
+        """The path of a name, for the file system."""
+        return self._join(self.root, *parts)
+
+    def entries(self, folder: str = "", *, recursive: bool = False) -> list[Entry]:
+        """The files in a folder by name, hidden temporary ones left out; empty if there is no folder."""
+        base = self.path(folder) if folder else self.root
+        infos = self.filesystem.get_file_info(
+            fs.FileSelector(base, allow_not_found=True, recursive=recursive)
+        )
+        files = (info for info in infos if info.type == fs.FileType.File)
+        entries = (
+            Entry(str(PurePosixPath(info.path).relative_to(self.root)), info.size or 0, _modified_s(info))
+            for info in files
+            if not info.base_name.startswith(TEMPORARY)
+        )
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def entry(self, name: str) -> Entry | None:
+        """One file; None if it is not there."""
+        info = self.filesystem.get_file_info(self.path(name))
+        return Entry(name, info.size or 0, _modified_s(info)) if info.type == fs.FileType.File else None
+
+    def read(self, name: str) -> bytes:
+        """A whole file. Raises FileNotFoundError, OSError."""
+        with self.reader(name) as file:
+            return file.read()
+
+    def reader(self, name: str) -> pa.NativeFile:
+        """A file to seek and read in."""
+        return self.filesystem.open_input_file(self.path(name))
+
+    def write(self, name: str, content: bytes | pa.Buffer) -> str:
+        """Put a whole file in place, durably, over what was there. Returns its SHA-256. Raises OSError."""
+        path = self.path(name)
+        if self.local:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            return write_whole(Path(path), lambda temporary: temporary.write_bytes(content))
+        with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
+            stream.write(content)
+        return hashlib.sha256(content).hexdigest()
+
+    def remove(self, *names: str) -> None:
+        """Remove files; what is not there is no error."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.delete_file(self.path(name))
+
+    @staticmethod
+    def _join(base: str, *parts: str) -> str:
+        return "/".join([base.rstrip("/"), *(part for part in parts if part)])
+
+
+def _modified_s(info: fs.FileInfo) -> float:
+    return (info.mtime_ns or 0) / 1e9
