@@ -180,8 +180,8 @@ def batch(
     try:
         with StopSignals() as signals:
             from ..actors.batch.source import local_path
-            from .batch.figures import print_job
             from .batch.job import BatchOptions, check_answered, run_batch
+            from .batch.progress import print_job
 
             options = BatchOptions(
                 input=local_path(input_file, "input"),

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 from manta import LLM, SamplingParams
+from manta.actors.batch.figures import RowFigures
 from manta.actors.batch.rows import row_seed
 from manta.actors.batch.source import read_results
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
 from manta.jobs.batch import room as batch_room
-from manta.jobs.batch.figures import JobFigures
 from manta.jobs.batch.job import BatchOptions, check_answered, run_batch
 from manta.jobs.cli import main
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -81,7 +81,7 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["id"], r["token_ids"], r["text"], r["finish_reason"]) for r in read_results(folder)]
 
 
-Answered = dict[bool, tuple[Path, JobFigures]]
+Answered = dict[bool, tuple[Path, RowFigures]]
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_a_job_whose_rows_all_failed_has_failed(pair: tuple[Path, Path], tmp_pat
     figures = run_batch(config(pair), options)
     with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
         check_answered(figures, options)
-    check_answered(JobFigures(rows=2, failed=1), options)
+    check_answered(RowFigures(rows=2, failed=1), options)
 
 
 def test_urls_are_refused_as_they_were_written(

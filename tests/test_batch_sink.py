@@ -13,13 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from manta.actors import files
 from manta.actors.batch.answering import WIRE_SCHEMA
+from manta.actors.batch.figures import RowFigures
 from manta.actors.batch.reading import SpanReader
 from manta.actors.batch.source import line_spans, open_source, parquet_spans, read_results
 from manta.cluster.errors import ConfigError, OutputError
-from manta.jobs import files
 from manta.jobs.batch import sink as batch_sink
-from manta.jobs.batch.figures import JobFigures, ProgressView
+from manta.jobs.batch.progress import ProgressView
 from manta.jobs.batch.sink import Sink
 
 
@@ -192,5 +193,5 @@ def test_spans_bring_every_row_once_in_whatever_order_they_are_read(
 def test_words_reach_the_user_whatever_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressView(3) as view:
         view.say("waiting for 2 CPU; 0 of 2 are free")
-        view.update(JobFigures())
+        view.update(RowFigures())
     assert capsys.readouterr().err.splitlines()[1] == "waiting for 2 CPU; 0 of 2 are free"

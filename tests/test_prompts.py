@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pyarrow as pa
 import pytest
 from manta import LLM, SamplingParams
+from manta.actors.batch.answering import RowAnswerer
 from manta.actors.batch.rows import Layout
-from manta.actors.batch.source import open_source
 from manta.actors.engine import AsyncEngine
+from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.settings import ServerSettings
 from manta.actors.prompts import Chat, EncodedPrompt
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.jobs.batch.engine import BatchEngine
 from text_pair import LiveServer, make_text_pair
 
 SAID = [{"role": "user", "content": "Say something."}, {"role": "assistant", "content": "It is"}]
@@ -38,9 +37,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def doors(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ask]]:
+def doors(config: EngineConfig) -> Iterator[dict[str, Ask]]:
     """Every way to ask for the answer to a conversation, by name; `/tokenize` gives its tokens alone."""
-    folder = tmp_path_factory.mktemp("rows")
     with (
         LLM(**asdict(config)) as llm,
         LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
@@ -51,7 +49,7 @@ def doors(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
             "chat": lambda options: _ask_http(http, "/v1/chat/completions", options),
             "stream": lambda options: _ask_http(http, "/v1/chat/completions", {**options, "stream": True}),
             "tokenize": lambda options: _ask_http(http, "/tokenize", options),
-            "batch": lambda options: _ask_batch(config, folder, options),
+            "batch": lambda options: _ask_batch(config, options),
         }
 
 
@@ -80,23 +78,22 @@ def _ask_http(http: httpx.Client, path: str, options: dict[str, Any]) -> Answer:
     return len(choices[0]["prompt_token_ids"]), [i for c in choices for i in c.get("token_ids", ())]
 
 
-def _ask_batch(config: EngineConfig, folder: Path, options: dict[str, Any]) -> Answer:
+def _ask_batch(config: EngineConfig, options: dict[str, Any]) -> Answer:
     body = {"messages": SAID, "temperature": 0, "max_tokens": 6, **options}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    path = folder / "line.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    spans = pa.Table.from_pylist([asdict(span) for span in open_source(path).spans(1)])
-    engine = BatchEngine(config, Layout(kind="openai", lines=True), "tiny")
 
-    async def run() -> pa.Table:
+    async def run() -> dict[str, Any]:
+        engine = AsyncEngine(config)
+        await engine.start()
         try:
-            return await engine(spans)
+            layout = Layout(kind="openai", lines=True)
+            answerer = RowAnswerer(engine, layout, GenerationDefaults.load(Path(config.model)), "tiny")
+            return await answerer.answer({"text": json.dumps(line)})
         finally:
-            assert engine._engine is not None
-            engine._engine.close()
+            engine.close()
 
-    (row,) = asyncio.run(run()).to_pylist()
-    if row["error"] is not None:
+    row = asyncio.run(run())
+    if row.get("error") is not None:
         return "refused", row["error"]["param"]
     return row["prompt_tokens"], row["token_ids"]
 

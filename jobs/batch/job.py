@@ -20,13 +20,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from ...actors.batch.figures import RowFigures
 from ...actors.batch.rows import Layout
 from ...actors.batch.source import InputFormat, OutputFormat, Source, check_columns, local_path, open_source
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError, OutputError
 from ..stop import Stopped, StopSignals
-from .figures import JobFigures, ProgressView
+from .progress import ProgressView
 from .run import EngineRun, Phase
 from .sink import Sink
 
@@ -65,7 +66,7 @@ class BatchOptions:
             raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
 
 
-def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals | None = None) -> JobFigures:
+def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals | None = None) -> RowFigures:
     """Answer every row of the input; returns the job's figures. Failed rows do not fail the job.
 
     Args:
@@ -77,7 +78,7 @@ def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals 
     check_columns(source, layout)
     _check_models(config)
     output_format = _output_format(source, options)
-    figures, signals = JobFigures(), signals or StopSignals()
+    figures, signals = RowFigures(), signals or StopSignals()
     with Sink(options.output, output_format, overwrite=options.overwrite) as sink:
         run = EngineRun(source, layout, config, options.concurrency, options.model_name or config.model)
         with ProgressView(source.num_rows) as view, signals.told_to(run.tell):
@@ -95,7 +96,7 @@ def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals 
     return figures
 
 
-def check_answered(figures: JobFigures, options: BatchOptions) -> None:
+def check_answered(figures: RowFigures, options: BatchOptions) -> None:
     """Raise DatasetError when no row at all was answered: something is wrong with all of them."""
     if figures.failed and figures.failed == figures.rows:
         raise DatasetError(
@@ -106,7 +107,7 @@ def check_answered(figures: JobFigures, options: BatchOptions) -> None:
 
 
 def _collect(
-    run: EngineRun, sink: Sink, figures: JobFigures, view: ProgressView, signals: StopSignals
+    run: EngineRun, sink: Sink, figures: RowFigures, view: ProgressView, signals: StopSignals
 ) -> None:
     """Take what the run has to tell until all rows are answered."""
     while (event := run.next_event()) is not Phase.ANSWERED:

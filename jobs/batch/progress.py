@@ -1,14 +1,12 @@
-"""What a batch job tells its user: figures that add up, a progress bar or plain lines, a table at the end."""
+"""What a batch job tells its user: a progress bar or plain lines, a table at the end."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import pyarrow as pa
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -19,73 +17,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ...actors.files import rounded
-from ...cluster.acceptance import mean_acceptance_length
+from ...actors.batch.figures import RowFigures
 from ..tables import decimals, print_table
 
 PLAIN_INTERVAL_S = 10.0
-
-
-@dataclass(slots=True)
-class JobFigures:
-    """Counts over results. `begin_s`, `end_s` (Unix time) span the rows' work, not the start of Ray."""
-
-    rows: int = 0
-    failed: int = 0
-    first_error: str = ""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    begin_s: float = 0.0
-    end_s: float = 0.0
-
-    def add(self, results: pa.Table) -> None:
-        """Count a table of results (`answering.WIRE_SCHEMA`)."""
-        if not results.num_rows:
-            return
-        self.rows += results.num_rows
-        errors = [error for error in results["error"].to_pylist() if error]
-        self.failed += len(errors)
-        if errors:
-            self.first_error = self.first_error or errors[0]["message"]
-        for name in (
-            "prompt_tokens",
-            "completion_tokens",
-            "num_steps",
-            "num_draft_tokens",
-            "num_accepted_tokens",
-        ):
-            setattr(self, name, getattr(self, name) + sum(filter(None, results[name].to_pylist())))
-        begin_s, end_s = min(results["begin_s"].to_pylist()), max(results["end_s"].to_pylist())
-        self.begin_s = min(self.begin_s, begin_s) if self.begin_s else begin_s
-        self.end_s = max(self.end_s, end_s)
-
-    @property
-    def wall_s(self) -> float:
-        return self.end_s - self.begin_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.completion_tokens / self.wall_s if self.wall_s > 0 else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
-
-    def as_json(self) -> dict[str, Any]:  # Any: JSON
-        return {
-            "rows": self.rows,
-            "failed": self.failed,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "wall_s": round(self.wall_s, 3),
-            "tokens_per_s": round(self.tokens_per_s, 2),
-            "mean_acceptance_length": rounded(self.mean_acceptance_length),
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-        }
 
 
 class ProgressView:
@@ -129,7 +64,7 @@ class ProgressView:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def update(self, figures: JobFigures) -> None:
+    def update(self, figures: RowFigures) -> None:
         text = (
             f"{figures.prompt_tokens} tokens in, {figures.completion_tokens} out, "
             f"{figures.tokens_per_s:.0f} tokens/s, "
@@ -147,7 +82,7 @@ class ProgressView:
         print(f"{figures.rows}/{self.total} rows, {text}, {left_s:.0f} s left", file=sys.stderr, flush=True)
 
 
-def print_job(figures: JobFigures, output: str) -> None:
+def print_job(figures: RowFigures, output: str) -> None:
     """The final report of a batch job."""
     print_table(
         f"results in {output}",
