@@ -65,7 +65,7 @@ def test_whatever_happens_every_row_is_in_one_place_and_the_end_comes_when_all_a
 def test_rows_that_kill_are_found_within_a_bounded_number_of_deaths(
     data: st.DataObject, num_rows: int, killers: set[int], num_engines: int
 ) -> None:
-    """Engines hold several leases; one that comes to a row that kills dies, with some of the others durable."""
+    """Engines hold several leases; a row that kills does so with some of the others durable."""
     killers = {row for row in killers if row < num_rows}
     book = book_of(num_rows, smallest=4, largest=16)
     deaths = 0
