@@ -113,8 +113,8 @@ class LeaseBook:
 
     def returned(self, lease: int, rows: RowRanges) -> None:
         """These rows of the lease were given back, untouched or half done; somebody will answer them."""
-        deaths = self._held[lease].lease.deaths
-        self._put_back(self._release(lease, rows), deaths)
+        if held := self._held.get(lease):
+            self._put_back(self._release(lease, rows), held.lease.deaths)
 
     def died(self, engine: str, durable: RowRanges, *, blame: bool) -> RowRanges:
         """An engine is gone. Returns the rows that are now known as poison.
@@ -171,8 +171,9 @@ class LeaseBook:
         return lease
 
     def _release(self, lease: int, rows: RowRanges) -> RowRanges:
-        """Take rows out of a lease; those that were in it."""
-        held = self._held[lease]
+        """Take rows out of a lease; those that were in it. News of a lease that is over come late: none."""
+        if (held := self._held.get(lease)) is None:
+            return ()
         released = both(held.rows, rows)
         held.rows = minus(held.rows, released)
         if not held.rows:
