@@ -44,9 +44,15 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: the OpenAI response, and when the row was worked on (Unix time).
+# What is known of it besides: its number, the OpenAI response, when it was worked on (Unix time).
 WIRE_SCHEMA = pa.schema(
-    [*RESULT_SCHEMA, ("response", pa.string()), ("begin_s", pa.float64()), ("end_s", pa.float64())]
+    [
+        ("row", pa.int64()),
+        *RESULT_SCHEMA,
+        ("response", pa.string()),
+        ("begin_s", pa.float64()),
+        ("end_s", pa.float64()),
+    ]
 )
 Result = dict[str, Any]  # a row of WIRE_SCHEMA
 
