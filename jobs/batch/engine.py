@@ -51,7 +51,6 @@ class EngineSetup:
         config: of the engine; admission limits do not apply to batch rows.
         layout: how records are read.
         model_name: reported in OpenAI responses.
-        form: of the results; where order is preserved, rows are started in theirs.
         make: builds the executor.
     """
 
@@ -60,8 +59,20 @@ class EngineSetup:
     layout: Layout
     model_name: str
     output: Storage
-    form: OutputForm
     make: Callable[[EngineConfig], Executor]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is known when the input has been looked at and the output is ours. Picklable.
+
+    Attributes:
+        run: the number of the job's run.
+        form: of the results; where order is preserved, rows are started in theirs.
+    """
+
+    run: int
+    form: OutputForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,7 @@ class BatchEngine:
         self._running: dict[int, asyncio.Task[None]] = {}  # by row
         self._finished: list[Result] = []
         self._ended_shards: list[int] = []
+        self._ordered = False
         self._leaving = False
         self._failure: BaseException | None = None
         self._hungry = asyncio.Event()
@@ -160,20 +172,22 @@ class BatchEngine:
 
     async def start(self) -> EngineFacts:
         """Load the models. Raises ConfigError and its kin."""
-        setup = self._setup
-        folder = resolve_checkpoint(self._config.model, field="model")
-        generation = GenerationDefaults.load(folder)
-        self._engine = AsyncEngine(self._config, setup.make)
+        self._engine = AsyncEngine(self._config, self._setup.make)
         await self._engine.start()
-        self._answerer = RowAnswerer(self._engine, setup.layout, generation, setup.model_name)
         return EngineFacts(ray.get_runtime_context().get_node_id())
 
-    async def begin(self, run: int) -> None:
-        """Take leases from now on; `run` is the job's number of this run."""
+    async def begin(self, terms: Terms) -> None:
+        """Take leases from now on."""
+        assert self._engine is not None, "start() the engine first"
         setup = self._setup
-        self._writer = RowWriter(
-            setup.output, setup.form, run=run, shard=self._shard, writer=self._writer_name
+        generation = GenerationDefaults.load(resolve_checkpoint(self._config.model, field="model"))
+        self._answerer = RowAnswerer(
+            self._engine, setup.layout, generation, setup.model_name, terms.form.columns
         )
+        self._writer = RowWriter(
+            setup.output, terms.form, run=terms.run, shard=self._shard, writer=self._writer_name
+        )
+        self._ordered = terms.form.ordered
         self._tasks.append(asyncio.create_task(self._flush_often()))
         self._hungry.set()
 
@@ -265,7 +279,7 @@ class BatchEngine:
 
     def _read(self, work: Work) -> list[Row]:
         rows = self._reader.read(work)
-        return rows if self._setup.form.ordered else by_shared_prefix(rows, self._setup.layout)
+        return rows if self._ordered else by_shared_prefix(rows, self._setup.layout)
 
     def _feed(self) -> None:
         """Start what there is room for."""

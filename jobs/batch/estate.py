@@ -21,7 +21,7 @@ from ...actors.batch.rows import Layout
 from ...actors.batch.writer import RowWriter
 from ...cluster.errors import EngineDeadError
 from ...cluster.row_ranges import RowRanges, union
-from .engine import EngineSetup
+from .engine import EngineSetup, Terms
 
 ATTEMPTS = 3
 # No retries of Ray's own: what a task that died has left is looked at before the next one begins.
@@ -31,29 +31,31 @@ LIGHT: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}  # Any: Ray's options
 class Estates:
     """Settles what dead writers of a job leave.
 
-    Attributes:
-        setup: in Ray's store, for all who need it.
+    Args:
+        setup: in Ray's store.
     """
 
-    def __init__(self, setup: EngineSetup) -> None:
-        self.setup = ray.put(setup)
+    def __init__(self, setup: ray.ObjectRef, terms: Terms, ledger: Ledger) -> None:
+        self._setup = setup
+        self._terms = terms
+        self._ledger = ledger
         self._reading = asyncio.Lock()  # of the ledger
 
-    async def settle(self, ledger: Ledger, writer: str) -> RowRanges:
+    async def settle(self, writer: str) -> RowRanges:
         """See that all that a dead writer has finished is in parts. Returns those rows. Raises OutputError."""
         for attempt in range(ATTEMPTS):
             async with self._reading:
-                await asyncio.to_thread(ledger.refresh)
-                durable, known = ledger.durable(writer), ledger.known(writer)
+                await asyncio.to_thread(self._ledger.refresh)
+                durable, known = self._ledger.durable(writer), self._ledger.known(writer)
             try:
-                return union(durable, await _adopt.remote(self.setup, ledger.run, writer, known))
+                return union(durable, await _adopt.remote(self._setup, self._terms, writer, known))
             except RayError as error:
                 if isinstance(error, RayTaskError) or attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
     async def explain(
-        self, ledger: Ledger, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
+        self, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
     ) -> None:
         """Write error rows for rows that killed engines.
 
@@ -61,12 +63,12 @@ class Estates:
             deaths: that each row has seen.
             shards: of each row; None where order is free.
         """
-        await _explain.remote(self.setup, ledger.run, work, deaths, shards)
+        await _explain.remote(self._setup, self._terms, work, deaths, shards)
 
 
 @ray.remote(**LIGHT)
-def _adopt(setup: EngineSetup, run: int, writer: str, known: RowRanges) -> RowRanges:
-    heir = _writer(setup, run)
+def _adopt(setup: EngineSetup, terms: Terms, writer: str, known: RowRanges) -> RowRanges:
+    heir = _writer(setup, terms)
     rows = heir.adopt(writer, known)
     heir.close()
     return rows
@@ -74,13 +76,14 @@ def _adopt(setup: EngineSetup, run: int, writer: str, known: RowRanges) -> RowRa
 
 @ray.remote(**LIGHT)
 def _explain(
-    setup: EngineSetup, run: int, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
+    setup: EngineSetup, terms: Terms, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
 ) -> None:
-    writer = _writer(setup, run)
+    writer = _writer(setup, terms)
     for row in RowReader(setup.source, setup.layout).read(work):
         writer.add([_killer(row, setup.layout, deaths[row.number])], shard=shards[row.number])
     writer.close()
 
 
-def _writer(setup: EngineSetup, run: int) -> RowWriter:
-    return RowWriter(setup.output, setup.form, run=run, shard=0, writer=f"estate-{uuid.uuid4().hex}")
+def _writer(setup: EngineSetup, terms: Terms) -> RowWriter:
+    name = f"estate-{uuid.uuid4().hex}"
+    return RowWriter(setup.output, terms.form, run=terms.run, shard=0, writer=name)

@@ -15,14 +15,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import ray
+
 from ...actors.batch.figures import RowFigures
 from ...actors.batch.ledger import Ledger
+from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import Survey
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.leases import Lease, LeaseBook
 from ...cluster.pool_size import Concurrency, PoolSize
 from ...cluster.row_ranges import RowRanges, count, minus, rows_of
-from .engine import EngineSetup, LeasedWork, LeaseReport
+from .engine import EngineSetup, LeasedWork, LeaseReport, Terms
 from .estate import Estates
 from .nodes import NodeWatch, draining_nodes, living_nodes
 from .room import Rooms
@@ -47,9 +50,14 @@ class Job:
 
     survey: Survey
     ledger: Ledger
+    form: OutputForm
     rows: RowRanges
     largest: int
     smallest: int
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.ledger.run, self.form)
 
 
 class EnginePool:
@@ -71,9 +79,10 @@ class EnginePool:
         self._bounds = bounds
         self._say = say
         self._show = show
-        self._estates = Estates(setup)
+        self._shared = ray.put(setup)
         self._size = PoolSize(bounds)
         self._rooms: Rooms | None = None
+        self._estates: Estates | None = None
         self._seats: list[Seat] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_opened = 0
@@ -142,11 +151,13 @@ class EnginePool:
         )
         self._adjust()
         job = await opening
+        self._estates = Estates(self._shared, job.terms, job.ledger)
         rows = job.rows
         for writer in job.ledger.orphans:
-            rows = minus(rows, await self._estates.settle(job.ledger, writer))
-        ordered = self._setup.form.ordered
-        self._book = LeaseBook(rows, largest=job.largest, smallest=job.smallest, ordered=ordered)
+            rows = minus(rows, await self._estates.settle(writer))
+        self._book = LeaseBook(
+            rows, largest=job.largest, smallest=job.smallest, ordered=job.form.ordered
+        )
         self._job.set_result(job)
         self._stir()
 
@@ -245,13 +256,13 @@ class EnginePool:
         assert self._rooms is not None, "there are rooms before there are seats"
         if (place := await _unless(seat.dismissed, self._rooms.place())) is None:
             return
-        seat.occupy(place, self._estates.setup)
+        seat.occupy(place, self._shared)
         if await _unless(seat.dismissed, seat.start()) is None:
             return
         self._size.started(seat.start_s)
         if (job := await _unless(seat.dismissed, asyncio.shield(self._job))) is None:
             return
-        await seat.begin(job.ledger.run)
+        await seat.begin(job.terms)
         async with asyncio.TaskGroup() as calls:  # one that fails ends them all
             await self._hand_out(seat, job, calls)
             await seat.leave()
@@ -319,18 +330,18 @@ class EnginePool:
 
     async def _inherit(self, seat: Seat, *, blame: bool) -> bool:
         """Settle what a dead engine leaves. Returns whether its rows were in quarantine."""
-        assert self._book is not None
+        assert self._book is not None and self._estates is not None, "there is a job"
         job = self._job.result()
         alone = any(lease.alone for lease in self._book.holds(seat.name))
-        durable = await self._estates.settle(job.ledger, seat.name)
+        durable = await self._estates.settle(seat.name)
         poison = self._book.died(seat.name, durable, blame=blame)
         self._progress(durable)
         self._stir()
         if poison:
             deaths = {row: self._book.poison[row] for row in rows_of(poison)}
-            shards = {row: row // job.largest if self._setup.form.ordered else None for row in deaths}
+            shards = {row: row // job.largest if job.form.ordered else None for row in deaths}
             work = await asyncio.to_thread(job.survey.work, poison)
-            await self._estates.explain(job.ledger, work, deaths, shards)
+            await self._estates.explain(work, deaths, shards)
         return alone
 
 

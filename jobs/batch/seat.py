@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.row_ranges import RowRanges
-from .engine import BatchEngine, EngineFacts, EngineFigures, LeasedWork, LeaseReport
+from .engine import BatchEngine, EngineFacts, EngineFigures, LeasedWork, LeaseReport, Terms
 from .room import Place
 
 LOOK_TIMEOUT_S = 5.0
@@ -76,8 +76,8 @@ class Seat:
         self.node_id, self.start_s = facts.node_id, time.monotonic() - begin_s
         return facts
 
-    async def begin(self, run: int) -> None:
-        await self._actor.begin.remote(run)
+    async def begin(self, terms: Terms) -> None:
+        await self._actor.begin.remote(terms)
         self.working = True
 
     async def hungry(self) -> None:
