@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from ...cluster.errors import ConfigError
 from ...cluster.row_ranges import RowRanges, count, of_rows
-from .answering import RESULT_SCHEMA, WIRE_SCHEMA, Result
+from .answering import RESULT_SCHEMA, Result, wire_schema
 from .figures import RowFigures
 from .rows import content_id
 from .source import OutputFormat
@@ -44,7 +44,7 @@ class OutputForm:
 
     Attributes:
         format: of the parts.
-        columns: of the input, passed through; a result has them as a dict under "columns".
+        columns: of the input, handed on (`Survey.columns`).
         ordered: parts hold whole shards of consecutive rows.
     """
 
@@ -62,10 +62,8 @@ class OutputForm:
 
     @property
     def wire(self) -> pa.Schema:
-        """The schema of results with the columns that are passed through."""
-        if not len(self.columns):
-            return WIRE_SCHEMA
-        return WIRE_SCHEMA.append(pa.field("columns", pa.struct(list(self.columns))))
+        """The schema of results with the columns that are handed on."""
+        return wire_schema(self.columns)
 
     @property
     def suffix(self) -> str:
@@ -193,11 +191,8 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
     if form.format == "openai":
         make = _openai_success if name.startswith("part") else _openai_failure
         return _lines(make(row) for row in table.to_pylist())
-    columns = [table[name] for name in RESULT_SCHEMA.names]
-    if len(form.columns):
-        columns += table["columns"].combine_chunks().flatten()
     schema = pa.schema([*RESULT_SCHEMA, *form.columns])
-    written = pa.table(columns, schema=schema)
+    written = pa.table([table[name] for name in schema.names], schema=schema)
     return _lines(written.to_pylist()) if form.format == "jsonl" else _parquet(written)
 
 

@@ -137,12 +137,6 @@ def id_hash(row: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def id_hash(row: str) -> int:
-    """64 bits of an id: how a survey remembers millions of them."""
-    digest = hashlib.blake2b(row.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
 def row_seed(job_seed: int, row: str) -> int:
     """The seed of a row that brings none; the same whoever runs it, and when."""
     digest = hashlib.blake2b(f"{job_seed}/{row}".encode(), digest_size=8).digest()

@@ -1,11 +1,11 @@
 """The engine actor of a batch job: rows in, results durable.
 
-    leases ─▶ backlog ─ at most 1.25 x max_num_seqs at once ─▶ AsyncEngine ─▶ finished ─ every moment ─▶ RowWriter
+    leases ─▶ backlog ─ 1.25 x max_num_seqs at once ─▶ AsyncEngine ─▶ finished ─ every moment ─▶ RowWriter
 
-A plain async Ray actor. It reads the rows of its leases itself and writes their results itself; the driver
-(`pool.py`) hands out leases and hears which rows are durable. Whatever is wrong with a row is its result. What
-is wrong with the engine, the input's files or the output fails the calls of all its leases, after what was
-finished is durable: the driver knows what to do about it.
+A plain async Ray actor. It reads the rows of its leases, and writes their results; the driver (`pool.py`)
+hands out leases and hears which rows are durable. Whatever is wrong with a row is its result. What is wrong
+with the engine, the input's files or the output fails the calls of all its leases, after what was finished is
+durable: the driver knows what to do about it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-import pyarrow as pa
 import ray
 
-from ...actors.batch.answering import WIRE_SCHEMA, Result, RowAnswerer
+from ...actors.batch.answering import Result, RowAnswerer
 from ...actors.batch.figures import RowFigures
 from ...actors.batch.reading import Row, RowReader, Work
 from ...actors.batch.rows import Layout
@@ -33,7 +32,7 @@ from ...actors.checkpoints import resolve_checkpoint
 from ...actors.engine import AsyncEngine
 from ...actors.http.defaults import GenerationDefaults
 from ...cluster.config import EngineConfig
-from ...cluster.errors import EngineDeadError, MantaError
+from ...cluster.errors import MantaError
 from ...cluster.executor import Executor
 from ...cluster.row_ranges import RowRanges, minus, of_rows, rows_of
 from .order import by_shared_prefix
@@ -101,8 +100,8 @@ class LeaseReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFigures:
-    """What an engine has done since it started.
+class EngineState:
+    """What an engine does, and has done since it started.
 
     Attributes:
         rows: of durable results.
@@ -160,7 +159,7 @@ class BatchEngine:
         self._running: dict[int, asyncio.Task[None]] = {}  # by row
         self._finished: list[Result] = []
         self._ended_shards: list[int] = []
-        self._ordered = False
+        self._form: OutputForm | None = None
         self._leaving = False
         self._failure: BaseException | None = None
         self._hungry = asyncio.Event()
@@ -187,7 +186,7 @@ class BatchEngine:
         self._writer = RowWriter(
             setup.output, terms.form, run=terms.run, shard=self._shard, writer=self._writer_name
         )
-        self._ordered = terms.form.ordered
+        self._form = terms.form
         self._tasks.append(asyncio.create_task(self._flush_often()))
         self._hungry.set()
 
@@ -241,10 +240,10 @@ class BatchEngine:
         for row in list(self._lease_of):  # cancelled
             self._return(row)
 
-    async def figures(self) -> EngineFigures:
+    async def state(self) -> EngineState:
         """What there is to tell now."""
         since_s = None if self._writer is None else self._writer.failing_since_s
-        return EngineFigures(
+        return EngineState(
             rows=self._figures,
             running=len(self._running),
             capacity=self._setup.config.max_num_seqs,
@@ -279,7 +278,7 @@ class BatchEngine:
 
     def _read(self, work: Work) -> list[Row]:
         rows = self._reader.read(work)
-        return rows if self._ordered else by_shared_prefix(rows, self._setup.layout)
+        return rows if self._form and self._form.ordered else by_shared_prefix(rows, self._setup.layout)
 
     def _feed(self) -> None:
         """Start what there is room for."""
@@ -366,8 +365,8 @@ class BatchEngine:
 
     def _write(self, finished: Sequence[Result], ended: Sequence[int], last: bool) -> RowRanges:
         """In a thread: results to the writer."""
-        writer = self._writer
-        if writer is None:
+        writer, form = self._writer, self._form
+        if writer is None or form is None:
             return ()
         shards: dict[int | None, list[Result]] = {}
         for result in finished:
@@ -376,7 +375,7 @@ class BatchEngine:
             writer.add(results, shard=shard)
         for shard in ended:
             writer.end_shard(shard)
-        self._figures.add(pa.Table.from_pylist(list(finished), schema=WIRE_SCHEMA))
+        self._figures.add(form.table(finished))
         return writer.close() if last else writer.flush()
 
     def _fail(self, error: BaseException) -> None:

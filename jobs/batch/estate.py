@@ -1,16 +1,18 @@
 """What dead engines leave behind: rows they had finished, and rows that killed them.
 
-Done by light tasks on the cluster, without a CPU of their own: the driver writes no rows. Called by `pool.py`,
-also for the engines that an earlier run of the job has left.
+Done by light tasks on the cluster, without a CPU of their own: the driver writes no rows. Called by
+`pool.py`, also for the engines that an earlier run of the job has left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -42,7 +44,7 @@ class Estates:
         self._reading = asyncio.Lock()  # of the ledger
 
     async def settle(self, writer: str) -> RowRanges:
-        """See that all that a dead writer has finished is in parts. Returns those rows. Raises OutputError."""
+        """See that what a dead writer has finished is in parts. Returns those rows. Raises OutputError."""
         for attempt in range(ATTEMPTS):
             async with self._reading:
                 await asyncio.to_thread(self._ledger.refresh)
@@ -54,9 +56,7 @@ class Estates:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    async def explain(
-        self, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
-    ) -> None:
+    async def explain(self, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]) -> None:
         """Write error rows for rows that killed engines.
 
         Args:
@@ -80,8 +80,22 @@ def _explain(
 ) -> None:
     writer = _writer(setup, terms)
     for row in RowReader(setup.source, setup.layout).read(work):
-        writer.add([_killer(row, setup.layout, deaths[row.number])], shard=shards[row.number])
+        writer.add(
+            [_killer(row, setup.layout, terms.form.columns, deaths[row.number])], shard=shards[row.number]
+        )
     writer.close()
+
+
+def _killer(row: Row, layout: Layout, columns: pa.Schema, deaths: int) -> Result:
+    """The result of a row that killed the engine which had nothing but it."""
+    error = EngineDeadError(
+        f"An engine died whenever it had this row: {deaths} times, the last time with this row alone. All "
+        "other rows go on without it."
+    )
+    result = failure(row, error, layout, columns, attempts=deaths)
+    now_s = time.time()
+    result["error"]["type"] = EngineDeadError.__name__
+    return result | {"begin_s": now_s, "end_s": now_s}
 
 
 def _writer(setup: EngineSetup, terms: Terms) -> RowWriter:

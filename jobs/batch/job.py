@@ -1,6 +1,6 @@
 """`manta batch`: a dataset through engines on Ray, row by row, into an output that loses nothing.
 
-    files ─ survey ─▶ leases ─▶ engine actors ─▶ segments, parts        (the engines read and write: `engine.py`)
+    files ─ survey ─▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine.py`)
                         ▲            │
                     LeaseBook ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
 
@@ -10,31 +10,33 @@ there.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import closing, suppress
 from dataclasses import replace
+from types import TracebackType
+from typing import Self
 
 from ...actors.batch.figures import RowFigures
-from ...actors.batch.rows import Layout
-from ...actors.batch.source import Source, check_columns, open_source
+from ...actors.batch.source import check_columns, open_source
 from ...actors.batch.storage import Storage
 from ...actors.executor import make_executor
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
-from ...cluster.errors import DatasetError, MantaError
+from ...cluster.errors import DatasetError, OutputError
 from ...cluster.executor import Executor
-from ...cluster.row_ranges import count
+from ...cluster.row_ranges import count, union
 from ..stop import Stopped, StopSignals
 from .engine import EngineSetup
 from .opening import Opening
 from .options import BatchOptions
 from .pool import Job
 from .progress import ProgressView
-from .run import EngineRun, Phase
+from .run import EngineRun, Event, Phase
 
 OPENING_S = 1.0  # a small input is known before Ray is asked for anything
 TIME_UP_EXIT_CODE = 3
@@ -69,23 +71,26 @@ def run_batch(
         OutputError, EngineDeadError, PlacementError: later; what is answered is kept.
         TimeUp: the time limit has come.
     """
-    started_s = time.monotonic()
     source = open_source(options.input, options.input_format)
     layout = options.layout(source, config)
     check_columns(source, layout)
     options.format(source)
-    Storage.open(options.output, field="output")
-    check_models(config)
-    signals = signals or StopSignals()
-    with ProgressView() as view, contextlib.closing(
-        Opening(source, layout, config, options, view.say)
-    ) as opening:
-        with contextlib.suppress(NotYet):
-            if _nothing_to_do(job := opening.job.result(OPENING_S)):
-                return _finished(job, view, started_s)
-        driver = Driver(options, opening, view)
-        driver.answer(_setup(config, options, source, layout, make), signals)
-        return _finished(opening.job.result(), view, started_s)
+    output = Storage.open(options.output, field="output")
+    _check_models(config)
+    setup = EngineSetup(
+        config=config,
+        source=source,
+        layout=layout,
+        model_name=options.model_name or config.model,
+        output=output,
+        make=make,
+    )
+    with _View() as view, closing(Opening(setup, options, view.say)) as opening:
+        with suppress(NotYet):
+            view.show(opening.job.result(OPENING_S))
+        if not (opening.job.done() and _nothing_is_left(opening.job.result())):
+            _Driver(setup, options, opening, view, signals or StopSignals()).answer()
+        return _finish(opening.job.result(), view)
 
 
 def check_answered(figures: RowFigures, options: BatchOptions) -> None:
@@ -96,3 +101,139 @@ def check_answered(figures: RowFigures, options: BatchOptions) -> None:
             f"inputs are in {options.output}.",
             param="input",
         )
+
+
+class _Driver:
+    """Follows the engines until their work is done, or it is to end."""
+
+    def __init__(
+        self, setup: EngineSetup, options: BatchOptions, opening: Opening, view: _View, signals: StopSignals
+    ) -> None:
+        self._options = options
+        self._opening = opening
+        self._view = view
+        self._signals = signals
+        self._run = EngineRun(setup, options.concurrency, opening.job)
+        limit_s = options.limit_time_s
+        self._deadline_s = None if limit_s is None else time.monotonic() + limit_s
+
+    def answer(self) -> None:
+        """Returns when all rows are answered. Raises Stopped, or what ended the engines' work."""
+        self._opening.job.add_done_callback(lambda _: self._run.tell(Phase.OPENED))
+        with self._signals.told_to(self._run.tell):
+            self._run.start()
+            try:
+                self._follow()
+            except BaseException as error:
+                self._say_what_is_kept(error)
+                raise
+            finally:
+                self._run.end()
+
+    def _follow(self) -> None:
+        stopped: Stopped | None = None
+        while (event := self._next_event()) is not Phase.LEFT:
+            if isinstance(event, RowFigures):
+                self._view.update(event)
+            elif isinstance(event, str):
+                self._view.say(event)
+            elif event is Phase.CONNECTED:
+                self._signals.take_back()
+            elif event is Phase.OPENED:
+                self._view.show(self._opening.job.result())
+            elif isinstance(event, (signal.Signals, TimeUp)):
+                stopped = event if isinstance(event, TimeUp) else Stopped(event)
+                self._deadline_s = None
+                if not self._run.stop():
+                    raise stopped
+            elif isinstance(event, BaseException):
+                raise event if stopped is None else stopped from event
+        if stopped is not None:
+            raise stopped
+
+    def _next_event(self) -> Event | TimeUp:
+        if self._deadline_s is None:
+            return self._run.next_event()
+        try:
+            return self._run.next_event(max(self._deadline_s - time.monotonic(), 0.0))
+        except queue.Empty:
+            assert self._options.limit_time_s is not None
+            return TimeUp(self._options.limit_time_s)
+
+    def _say_what_is_kept(self, error: BaseException) -> None:
+        """What the output holds now that the job ends early, in words."""
+        if (job := self._view.job) is None:
+            return
+        with suppress(OutputError):  # then what was read last
+            job.ledger.refresh()
+        ledger = job.ledger
+        waiting = (ledger.durable(writer) for writer in ledger.orphans)
+        kept = count(union(ledger.answered, ledger.failed, *waiting))
+        words = f"{kept} of {job.num_rows} rows are in {self._options.output}; the same command goes on there"
+        if self._options.overwrite:
+            words += " without --overwrite"
+        if isinstance(error, Stopped):
+            error.told = True
+            words = f"{error}: {words}"
+        self._view.say(words)
+
+
+class _View:
+    """Progress, from when it is known of how many rows; lines for the user at any time."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self._before = RowFigures()
+        self._view: ProgressView | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._view is not None:
+            self._view.__exit__(kind, error, trace)
+
+    def show(self, job: Job) -> None:
+        """Begin to show progress. Once."""
+        if self.job is None:
+            self.job, self._before = job, job.ledger.figures
+            if not _nothing_is_left(job):
+                self._view = ProgressView(job.num_rows).__enter__()
+
+    def say(self, line: str) -> None:
+        if self._view is not None:
+            self._view.say(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def update(self, figures: RowFigures) -> None:
+        """Show what is durable of this run's rows, beside those of earlier runs."""
+        if self._view is not None:
+            together = RowFigures()
+            for each in (self._before, figures):
+                together.merge(each)
+            self._view.update(together)
+
+
+def _nothing_is_left(job: Job) -> bool:
+    return not job.rows and not job.ledger.orphans
+
+
+def _finish(job: Job, view: _View) -> RowFigures:
+    """The end of a job whose rows are all durable. Returns the figures of all of them."""
+    ledger = job.ledger
+    if ledger.complete:
+        view.say("all rows are answered already; nothing is left to do")
+        return ledger.figures
+    ledger.refresh()
+    ledger.finish(ledger.figures.as_json())
+    return ledger.figures
+
+
+def _check_models(config: EngineConfig) -> None:
+    """Check the checkpoints before Ray starts. What the engines compute with is another node's matter."""
+    if config.device != "cpu":
+        config = replace(config, device="cpu", attention_backend="auto")
+    plan_load(config)

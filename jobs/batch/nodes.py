@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import ray
 from ray._private import worker as ray_worker
@@ -45,7 +46,8 @@ def living_nodes() -> set[str]:
 
 def draining_nodes() -> dict[str, float]:
     """Nodes that leave, with the seconds that engines there still have."""
-    found = ray_worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_TIMEOUT_S)
+    client: Any = ray_worker.global_worker  # its attributes are made at run time
+    found: Mapping[str, int] = client.gcs_client.get_draining_nodes(timeout=GCS_TIMEOUT_S)
     return {
         node: max(deadline_ms / 1e3 - time.time() - MARGIN_S, 0.0) if deadline_ms else NO_DEADLINE_S
         for node, deadline_ms in found.items()

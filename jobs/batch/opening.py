@@ -12,12 +12,9 @@ from concurrent.futures import CancelledError, Future
 
 from ...actors.batch.ledger import Ledger
 from ...actors.batch.parts import OutputForm
-from ...actors.batch.rows import Layout
-from ...actors.batch.source import Source
-from ...actors.batch.storage import Storage
 from ...actors.batch.survey import survey
-from ...cluster.config import EngineConfig
-from ...cluster.row_ranges import RowRanges, count, union
+from ...cluster.row_ranges import count, union
+from .engine import EngineSetup
 from .options import BatchOptions
 from .papers import job_paper, rows_per_shard
 from .pool import Job
@@ -33,21 +30,17 @@ class Opening:
         say: takes a line for the user.
 
     Attributes:
-        job: what engines work on. Fails with ConfigError (the output is in use, or another job's) or DatasetError.
+        job: what engines work on. Fails with DatasetError, and with ConfigError: the output is another's.
     """
 
     def __init__(
         self,
-        source: Source,
-        layout: Layout,
-        config: EngineConfig,
+        setup: EngineSetup,
         options: BatchOptions,
         say: Callable[[str], None],
     ) -> None:
         self.job: Future[Job] = Future()
-        self._source = source
-        self._layout = layout
-        self._config = config
+        self._setup = setup
         self._options = options
         self._say = say
         self._stopping = threading.Event()
@@ -70,14 +63,14 @@ class Opening:
             self.job.set_exception(error)
 
     def _open(self) -> Job:
-        options, source = self._options, self._source
+        options, setup = self._options, self._setup
         found = survey(
-            source, self._layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set
+            setup.source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set
         )
-        form = OutputForm(options.format(source), found.columns, options.preserve_order)
-        paper = job_paper(self._config, options, source, self._layout, form, found.num_rows)
+        form = OutputForm(options.format(setup.source), found.columns, options.preserve_order)
+        paper = job_paper(setup, options, form, found.num_rows)
         ledger = Ledger.open(
-            Storage.open(options.output, field="output"),
+            setup.output,
             paper,
             resume=options.resume,
             overwrite=options.overwrite,
@@ -102,5 +95,5 @@ class Opening:
 
     def _lease_sizes(self) -> tuple[int, int]:
         """As large as an engine's order of rows can use, as small as the end wants."""
-        seats = self._config.max_num_seqs
+        seats = self._setup.config.max_num_seqs
         return min(LEASES_PER_SEAT * seats, LARGEST_LEASE), max(seats // 8, 1)

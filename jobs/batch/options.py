@@ -23,7 +23,7 @@ class BatchOptions:
         input_format: found from suffix and content if absent.
         output_format: the input's if results can be of it, else JSONL.
         overwrite: replace what an earlier job has left in `output`.
-        resume: "no" refuses an output that is not empty; "force" goes on though settings or input have changed.
+        resume: "no" refuses an output that is not empty; "force" goes on though settings or input differ.
         retry_failed: answer rows again that stand as failed.
         preserve_order: parts, read by name, give the rows in the input's order.
         sample: answer that many rows only, drawn by `seed`.
@@ -48,7 +48,7 @@ class BatchOptions:
     sample: int | None = None
     duplicate_ids: Literal["refuse", "number"] = "refuse"
     limit_time_s: float | None = None
-    concurrency: Concurrency = Concurrency()
+    concurrency: Concurrency = field(default_factory=Concurrency)
     prompt_column: str | None = None
     template: str | None = None
     id_column: str | None = None

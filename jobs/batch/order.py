@@ -8,12 +8,11 @@ cheapest rows. Changes no answer. Pure; called by `engine.py` beside the event l
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...actors.batch.reading import Row
-from ...actors.batch.rows import Layout, parse_line, prompt_column
+from ...actors.batch.reading import Row, record_of
+from ...actors.batch.rows import Layout, prompt_column
 from ...cluster.errors import RequestError
 
 SHARED_CHARS = 64  # of a prefix that is worth a family: about a page of tokens
@@ -33,19 +32,19 @@ def by_shared_prefix(rows: Sequence[Row], layout: Layout) -> list[Row]:
 
 
 def _alike(one: str, other: str) -> bool:
-    return len(os.path.commonprefix([one[:SHARED_CHARS], other[:SHARED_CHARS]])) == SHARED_CHARS
+    return len(one) >= SHARED_CHARS and one[:SHARED_CHARS] == other[:SHARED_CHARS]
 
 
 def _prompt(row: Row, layout: Layout) -> str:
-    """What the model will read, about; rows that cannot be read fail later, where it can be said."""
-    record: Mapping[str, Any] = row.record  # Any: whatever a row of the user's dataset holds
-    if layout.lines:
-        try:
-            record = parse_line(record["text"])
-        except RequestError:
-            return ""
+    """What the model will read, about; a row that cannot be read fails later, where it can be said."""
+    try:
+        record: Mapping[str, Any] = record_of(row, layout)  # Any: whatever a row of the dataset holds
+    except RequestError:
+        return ""
     if layout.kind == "openai":
-        record = record["body"] if isinstance(record.get("body"), Mapping) else {}
-    column = prompt_column([name for name, value in record.items() if value is not None], layout)
+        body = record.get("body")
+        record = body if isinstance(body, Mapping) else {}
+    present = [name for name, value in record.items() if value is not None]
+    column = None if layout.template else prompt_column(present, layout)
     value = record if column is None else record[column]
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

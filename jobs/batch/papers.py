@@ -1,7 +1,7 @@
-"""What a job's answers are made from, written down: the model's identity, the settings, the rows that are meant.
+"""What a job's answers are made from, written down: the model's identity, the settings, the rows.
 
-By its paper a later run knows whether it may go on with an output. The drafter is told, but is not part of the
-identity: it changes no answer. Called by `job.py`.
+By its paper a later run knows whether it may go on with an output. The drafter is told, but is not part of
+the identity: it changes no answer. Called by `opening.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from ...actors.batch.paper import JobPaper
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.rows import Layout
-from ...actors.batch.source import Source
 from ...actors.checkpoints import resolve_checkpoint
 from ...cluster.config import EngineConfig
 from ...cluster.row_ranges import RowRanges, of_rows
+from .engine import EngineSetup
 from .options import BatchOptions
 
 PROBE_BYTES = 65536  # of the begin, the middle and the end of a file of weights
@@ -26,18 +26,11 @@ SHARDS = 64  # of a job that preserves order, unless they would be very small or
 SMALLEST_SHARD, LARGEST_SHARD = 64, 4096
 
 
-def job_paper(
-    config: EngineConfig,
-    options: BatchOptions,
-    source: Source,
-    layout: Layout,
-    form: OutputForm,
-    num_rows: int,
-) -> JobPaper:
-    """The paper of a job over so many rows."""
-    spec = config.speculative_config
+def job_paper(setup: EngineSetup, options: BatchOptions, form: OutputForm, num_rows: int) -> JobPaper:
+    """The paper of a job over an input of so many rows."""
+    source, layout, spec = setup.source, setup.layout, setup.config.speculative_config
     return JobPaper(
-        made_from=_made_from(config, layout),
+        made_from=_made_from(setup.config, layout),
         input=source.identity(),
         input_format=source.format,
         form=form,
@@ -47,7 +40,7 @@ def job_paper(
         about={
             "drafter": None if spec is None else spec.model,
             "concurrency": str(options.concurrency),
-            "model_name": options.model_name or config.model,
+            "model_name": setup.model_name,
         },
     )
 
@@ -85,7 +78,9 @@ def checkpoint_identity(folder: Path) -> str:
 
 def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: JSON
     target = resolve_checkpoint(config.model, field="model")
-    tokenizer = target if config.tokenizer is None else resolve_checkpoint(config.tokenizer, field="tokenizer")
+    tokenizer = (
+        target if config.tokenizer is None else resolve_checkpoint(config.tokenizer, field="tokenizer")
+    )
     return {
         "model": checkpoint_identity(target),
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),

@@ -45,6 +45,7 @@ class Job:
 
     Attributes:
         rows: to be answered; those that dead writers have finished may be among them.
+        num_rows: that the output is to have in the end.
         largest, smallest: rows of a lease.
     """
 
@@ -52,6 +53,7 @@ class Job:
     ledger: Ledger
     form: OutputForm
     rows: RowRanges
+    num_rows: int
     largest: int
     smallest: int
 
@@ -155,9 +157,7 @@ class EnginePool:
         rows = job.rows
         for writer in job.ledger.orphans:
             rows = minus(rows, await self._estates.settle(writer))
-        self._book = LeaseBook(
-            rows, largest=job.largest, smallest=job.smallest, ordered=job.form.ordered
-        )
+        self._book = LeaseBook(rows, largest=job.largest, smallest=job.smallest, ordered=job.form.ordered)
         self._job.set_result(job)
         self._stir()
 
@@ -190,7 +190,7 @@ class EnginePool:
         book = self._book
         if book is None or book.left or not any(seat.idle for seat in working):
             return
-        longest = max(working, key=lambda seat: seat.figures.waiting)
+        longest = max(working, key=lambda seat: seat.state.waiting)
         if longest.figures.waiting:
             await self._give_back(longest)
 
@@ -232,7 +232,7 @@ class EnginePool:
 
     def _figures(self) -> RowFigures:
         figures = RowFigures()
-        for each in (self._past, *(seat.figures.rows for seat in self._seats)):
+        for each in (self._past, *(seat.state.rows for seat in self._seats)):
             figures.merge(each)
         return figures
 
@@ -245,7 +245,7 @@ class EnginePool:
             await self._guard(self._mourn(seat, reason(error)))
         finally:
             seat.working = False
-            self._past.merge(seat.figures.rows)
+            self._past.merge(seat.state.rows)
             self._seats.remove(seat)
             seat.left.set()
             self._stir()
@@ -317,7 +317,7 @@ class EnginePool:
         self._deaths += blame
         if self._deaths >= (MAX_QUARANTINE_DEATHS if alone else MAX_DEATHS):
             raise EngineDeadError(
-                f"{self._deaths} engines have died one after the other, and no row was answered between them. "
+                f"{self._deaths} engines have died one after the other, without a row answered between them. "
                 f"The last one: {' '.join(str(error).split())}"
             )
 

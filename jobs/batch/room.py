@@ -60,9 +60,7 @@ class Rooms:
         PlacementError: the engines that there must be can never fit.
     """
 
-    def __init__(
-        self, config: EngineConfig, engines: int, needed: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: EngineConfig, engines: int, needed: int, say: Callable[[str], None]) -> None:
         self._config = config
         self._engines = engines
         self._say = say

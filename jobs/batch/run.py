@@ -1,8 +1,8 @@
 """The Ray half of a batch job: a Ray to run on, and the engines on it, in a thread of their own.
 
-The driver's main thread waits for one thing only: the next event, be it figures, a line for the user, the end,
-or a signal. With RAY_ADDRESS set (`ray job submit ... -- manta batch ...` sets it) the job joins that cluster,
-else it starts a Ray of its own.
+The driver's main thread waits for one thing only: the next event, be it figures, a line for the user, the
+end, or a signal. With RAY_ADDRESS set (`ray job submit ... -- manta batch ...` sets it) the job joins that
+cluster, else it starts a Ray of its own.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ END_TIMEOUT_S = 30.0
 
 
 class Phase(Enum):
-    """Where the run is: connected to Ray, which took the signals over; engines gone, all they did durable."""
+    """How far it is: Ray has taken the signals over; the rows are known; the engines' work is durable."""
 
     CONNECTED = auto()
+    OPENED = auto()
     LEFT = auto()
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.row_ranges import RowRanges
-from .engine import BatchEngine, EngineFacts, EngineFigures, LeasedWork, LeaseReport, Terms
+from .engine import BatchEngine, EngineFacts, EngineState, LeasedWork, LeaseReport, Terms
 from .room import Place
 
 LOOK_TIMEOUT_S = 5.0
@@ -35,7 +35,7 @@ class Seat:
         number: counts the job's engines; names their files where order is free.
         name: of its writer; no other has or had it.
         node_id: where it runs, once it does.
-        figures: as of the last look.
+        state: as of the last look.
         working: takes leases.
         dismissed: it is to leave, within `within_s`.
         left: it is gone, and all that it had finished is durable.
@@ -45,7 +45,7 @@ class Seat:
         self.number = number
         self.name = f"engine-{number:04d}-{uuid.uuid4().hex}"
         self.node_id = ""
-        self.figures = EngineFigures()
+        self.state = EngineState()
         self.working = False
         self.dismissed = asyncio.Event()
         self.left = asyncio.Event()
@@ -57,7 +57,7 @@ class Seat:
     @property
     def idle(self) -> bool:
         """Whether it could run more than it has."""
-        return self.figures.running < self.figures.capacity and not self.figures.waiting
+        return self.state.running < self.state.capacity and not self.state.waiting
 
     def occupy(self, place: Place, setup: ray.ObjectRef) -> None:
         """Start the engine's process in its place."""
@@ -97,9 +97,9 @@ class Seat:
         await self._actor.leave.remote(self.within_s)
 
     async def look(self) -> None:
-        """Ask for figures. An engine that does not tell is somebody else's concern."""
+        """Ask how it is. An engine that does not tell is somebody else's concern."""
         with contextlib.suppress(RayError, TimeoutError):
-            self.figures = await asyncio.wait_for(_result(self._actor.figures.remote()), LOOK_TIMEOUT_S)
+            self.state = await asyncio.wait_for(_result(self._actor.state.remote()), LOOK_TIMEOUT_S)
 
     def dismiss(self, within_s: float) -> None:
         """Let it leave; what runs may take that long."""
@@ -112,7 +112,7 @@ class Seat:
         while isinstance(error, ActorUnavailableError) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
             try:
-                await self._actor.figures.remote()
+                await self._actor.state.remote()
             except RayActorError as again:
                 error = again
             else:
