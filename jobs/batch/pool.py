@@ -191,7 +191,7 @@ class EnginePool:
         if book is None or book.left or not any(seat.idle for seat in working):
             return
         longest = max(working, key=lambda seat: seat.state.waiting)
-        if longest.figures.waiting:
+        if longest.state.waiting:
             await self._give_back(longest)
 
     async def _give_back(self, seat: Seat) -> None:
