@@ -32,7 +32,8 @@ from text_pair import make_text_pair
 
 cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests
 POINTS = int(os.environ.get("MANTA_CHAOS_POINTS", "1"))
-NUM_ROWS = 1000 if POINTS > 1 else 400
+NUM_ROWS = 1000 if POINTS > 1 else 240
+MAX_ROWS_LOST = 50  # by a kill, however many rows the job has: a twentieth of a pass over 1000
 MAX_TOKENS = 8
 WAIT_S = 120.0
 
@@ -79,7 +80,7 @@ def check(folder: Path, undisturbed: Path) -> None:
     assert (folder / "out" / "_SUCCESS").exists()
     assert answers(folder / "out") == answers(undisturbed)
     tokens = (folder / "counter").stat().st_size
-    assert NUM_ROWS * MAX_TOKENS <= tokens <= 1.05 * NUM_ROWS * MAX_TOKENS
+    assert NUM_ROWS * MAX_TOKENS <= tokens <= (NUM_ROWS + MAX_ROWS_LOST) * MAX_TOKENS
 
 
 class Running:
@@ -87,7 +88,8 @@ class Running:
 
     def __init__(self, job: ChaosJob) -> None:
         self.job = job
-        self._log = Path(job.output + ".log").open("w+")
+        log = Path(job.output).with_name("log")
+        self._log = log.open("w+")
         self.ray_folder = tempfile.mkdtemp(prefix="mc-")  # short: Ray puts sockets below it
         environment = {**os.environ, "RAY_TMPDIR": self.ray_folder}
         environment.pop("RAY_ADDRESS", None)
@@ -123,6 +125,18 @@ def processes(mark: str) -> list[tuple[int, str]]:
             if mark.encode() in command + (folder / "environ").read_bytes():
                 found.append((int(folder.name), command.replace(b"\0", b" ").decode()))
     return found
+
+
+def own_engines() -> list[int]:
+    """Engine actors below the raylet that this process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::BatchEngine"):
+                raylet = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                if Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                    found.append(int(folder.name))
+    return sorted(found)
 
 
 def wait_for_tokens(job: ChaosJob, number: int, going: Any = lambda: True) -> None:
@@ -163,9 +177,10 @@ def test_a_job_whose_driver_or_ray_is_killed_goes_on_where_it_was(
     first.wait_for_tokens(point(victim, number))
     for pid in [first.process.pid] if victim == "driver" else first.processes("/raylet/raylet"):
         os.kill(pid, signal.SIGKILL)
-    assert first.process.wait(WAIT_S) != 0
-    running.append(second := Running(this))
-    assert second.process.wait(WAIT_S) == 0, second.said()
+    if first.process.wait(WAIT_S):  # without their raylet engines go on for some seconds: it may be enough
+        assert read_results(tmp_path / "out") or list((tmp_path / "out" / "_manta").glob("pending/*/*"))
+        running.append(second := Running(this))
+        assert second.process.wait(WAIT_S) == 0, second.said()
     check(tmp_path, undisturbed)
 
 
@@ -184,8 +199,7 @@ def test_an_engine_that_is_killed_is_replaced_while_another_goes_on(
     wait_for_tokens(this, point("engine", number))
     with pytest.raises(ConfigError, match="being written by another job"):
         this.run()
-    pids = [pid for pid, command in processes("manta-ray-") if command.startswith("ray::BatchEngine")]
-    os.kill(random.Random(number).choice(sorted(pids)), signal.SIGKILL)
+    os.kill(random.Random(number).choice(own_engines()), signal.SIGKILL)
     thread.join(WAIT_S)
     assert not thread.is_alive()
     check(tmp_path, undisturbed)
