@@ -23,6 +23,7 @@ from ..http.defaults import GenerationDefaults
 from ..http.generation import whole_choice
 from ..http.protocol import ChatRequest, conversation
 from ..outputs import RequestOutput
+from .figures import SPENT
 from .rows import Layout, Record, RowRequest, content_id, parse_line, read_request, row_id
 
 ERROR_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("param", pa.string())])
@@ -44,9 +45,19 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: the OpenAI response, and when the row was worked on (Unix time).
+# What is known of it besides: the OpenAI response; when the row was worked on (Unix time); and what `figures.py`
+# counts: how often it was begun, its category, steps by accepted drafts, what the engine spent meanwhile.
 WIRE_SCHEMA = pa.schema(
-    [*RESULT_SCHEMA, ("response", pa.string()), ("begin_s", pa.float64()), ("end_s", pa.float64())]
+    [
+        *RESULT_SCHEMA,
+        ("response", pa.string()),
+        ("begin_s", pa.float64()),
+        ("end_s", pa.float64()),
+        ("attempts", pa.int32()),
+        ("category", pa.string()),
+        ("acceptance_histogram", pa.list_(pa.int32())),
+        ("spent", pa.struct([(name, pa.float64()) for name in SPENT])),
+    ]
 )
 Result = dict[str, Any]  # a row of WIRE_SCHEMA
 
@@ -116,6 +127,7 @@ class RowAnswerer:
             "num_steps": metrics.num_steps,
             "num_draft_tokens": metrics.num_draft_tokens,
             "num_accepted_tokens": metrics.num_accepted_tokens,
+            "acceptance_histogram": metrics.acceptance_histogram,
         }
         if self._layout.kind == "openai":
             result["response"] = json.dumps(self._response(row, request, answer), ensure_ascii=False)
