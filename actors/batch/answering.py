@@ -45,7 +45,7 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: the OpenAI response; when the row was worked on (Unix time); and what `figures.py`
+# What is known of it besides: the OpenAI response; when the row was worked on (Unix time); and what `figures`
 # counts: how often it was begun, its category, steps by accepted drafts, what the engine spent meanwhile.
 WIRE_SCHEMA = pa.schema(
     [
