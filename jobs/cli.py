@@ -179,9 +179,10 @@ def batch(
 
     try:
         with StopSignals() as signals:
+            from ..actors.batch.figures import EngineFigures
             from ..actors.batch.source import local_path
             from .batch.job import BatchOptions, check_answered, run_batch
-            from .batch.progress import print_job
+            from .batch.report import make_report
 
             options = BatchOptions(
                 input=local_path(input_file, "input"),
@@ -196,7 +197,7 @@ def batch(
                 model_name=names[0] if isinstance(names, list) else names,
             )
             figures = run_batch(config, options, signals)
-            print_job(figures, output)
+            make_report(figures, EngineFigures(), {"output": output}, device="core").print()
             check_answered(figures, options)
     except Stopped as stopped:
         if not stopped.told:

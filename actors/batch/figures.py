@@ -120,7 +120,11 @@ class RowFigures(Compared):
     @property
     def first_error(self) -> str:
         """The example of the most frequent error; empty if no row failed."""
-        return max(self.errors.values(), key=lambda count: count.rows).example if self.errors else ""
+        return self.ranked_errors()[0][1].example if self.errors else ""
+
+    def ranked_errors(self) -> list[tuple[str, ErrorCount]]:
+        """By the error's type, the most frequent first."""
+        return sorted(self.errors.items(), key=lambda item: (-item[1].rows, item[0]))
 
     @property
     def wall_s(self) -> float:

@@ -14,6 +14,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from ...cluster.acceptance import mean_acceptance_length
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -34,6 +36,11 @@ def lengths(numbers: Ints) -> list[int]:
     if not len(numbers):
         return []
     return np.bincount(np.frexp(numbers.astype(np.float64))[1]).tolist()
+
+
+def length_range(place: int) -> tuple[int, int]:
+    """The lengths that a place of such a histogram counts: the first, the last."""
+    return (1 << place - 1, (1 << place) - 1) if place else (0, 0)
 
 
 @dataclass(slots=True)
@@ -146,6 +153,10 @@ class Category:
     num_steps: int = 0
     num_accepted_tokens: int = 0
 
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return mean_acceptance_length(self.num_steps, self.num_accepted_tokens)
+
     def merge(self, other: Category) -> None:
         for name in ("rows", "failed", "completion_tokens", "num_steps", "num_accepted_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -176,6 +187,11 @@ class Categories:
             self._put(name, sums)
         self.rest.merge(other.rest)
         self._fold()
+
+    def ranked(self) -> list[tuple[str, Category]]:
+        """Those with names, the largest first; then all others together."""
+        named = sorted(self.named.items(), key=lambda item: (-item[1].rows, item[0]))
+        return [*named, ("(all others)", self.rest)] if self.rest.rows else named
 
     def _put(self, name: str, sums: Category) -> None:
         self.named.setdefault(name, Category()).merge(sums)
