@@ -182,7 +182,9 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
     clock.now_s += 5
     meter.row_ended(None, True)  # given up: what it took is nobody's, until a row ends
     figures = meter.figures()
-    spent = {name: sum(result["spent"][name] for result in results) for name in results[0]["spent"]}
+    spent = {
+        name: sum(result["engine_spent"][name] for result in results) for name in results[0]["engine_spent"]
+    }
     assert spent["device_s"] == 4 * (10 + 8 * 3 - 1) and figures.loose_s == 4 * (1 + 5)
     assert spent["device_s"] + figures.loose_s == figures.device_s == 4 * (10 + 8 * 3 + 5)
     assert (spent["open_s"], spent["busy_s"]) == (4 * (8 * 3 - 1), 4 * 8 * 2)
@@ -191,7 +193,7 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
     assert figures.completion_tokens == 6 * 60 + 2 * 20
     assert figures.comparison is not None and figures.comparison.speedup == pytest.approx(3)
     assert (spent["plain_tokens"], spent["plain_s"]) == (40, 4)
-    assert [bool(result["spent"]["plain_s"]) for result in results].count(True) == 1
+    assert [bool(result["engine_spent"]["plain_s"]) for result in results].count(True) == 1
 
 
 def test_figures_of_engines_add_up() -> None:

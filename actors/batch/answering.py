@@ -24,7 +24,7 @@ from ..http.generation import whole_choice
 from ..http.protocol import ChatRequest, conversation
 from ..outputs import RequestOutput
 from .figures import SPENT
-from .rows import Layout, Record, RowRequest, content_id, parse_line, read_request, row_id
+from .rows import Layout, Record, RowRequest, category_of, content_id, parse_line, read_request, row_id
 
 ERROR_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("param", pa.string())])
 # What is written of a row; `input` is kept for failed rows only.
@@ -45,18 +45,19 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: the OpenAI response; when the row was worked on (Unix time); and what `figures`
-# counts: how often it was begun, its category, steps by accepted drafts, what the engine spent meanwhile.
+# What is known of it besides: the OpenAI response; when the row was worked on (Unix time); what is counted
+# and kept nowhere else (`figures.py`): how often it was begun, the category that it is counted in, verified
+# blocks by accepted drafts, what its engine spent. Names that columns of the user's will hardly have.
 WIRE_SCHEMA = pa.schema(
     [
         *RESULT_SCHEMA,
         ("response", pa.string()),
         ("begin_s", pa.float64()),
         ("end_s", pa.float64()),
-        ("attempts", pa.int32()),
-        ("category", pa.string()),
+        ("attempts", pa.int64()),
+        ("counted_as", pa.string()),
         ("acceptance_histogram", pa.list_(pa.int32())),
-        ("spent", pa.struct([(name, pa.float64()) for name in SPENT])),
+        ("engine_spent", pa.struct([(name, pa.float64()) for name in SPENT])),
     ]
 )
 Result = dict[str, Any]  # a row of WIRE_SCHEMA
@@ -87,6 +88,7 @@ class RowAnswerer:
         row: Result = {}
         try:
             record = self._record(raw, row)
+            row["counted_as"] = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation)
             answer = await self._complete(request)
             row |= self._success(row["id"], request, answer)

@@ -231,7 +231,7 @@ def _counted(results: pa.Table) -> RowFigures:
         categories=_categories(results),
         stretches=Stretches.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
         timeline=Timeline.of(_floats(timed["end_s"]), _ints(timed["completion_tokens"])),
-        **_spent(results["spent"]),
+        **_spent(results["engine_spent"]),
     )
 
 
@@ -253,10 +253,10 @@ def _acceptance(histograms: pa.ChunkedArray) -> list[int]:
 
 def _categories(results: pa.Table) -> Categories:
     named: dict[str, Category] = {}
-    columns = ("category", "error", "completion_tokens", "num_steps", "num_accepted_tokens")
-    table = results.select(columns).filter(results["category"].is_valid())
+    columns = ("counted_as", "error", "completion_tokens", "num_steps", "num_accepted_tokens")
+    table = results.select(columns).filter(results["counted_as"].is_valid())
     for row in table.to_pylist():
-        named.setdefault(row["category"], Category()).merge(
+        named.setdefault(row["counted_as"], Category()).merge(
             Category(
                 rows=1,
                 failed=row["error"] is not None,

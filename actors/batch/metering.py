@@ -1,9 +1,9 @@
 """What an engine's devices are spent on, metered row by row.
 
-One per engine actor; whoever starts rows tells it of every start and end. What was spent since the row before
-is stamped on each result (`spent`, of WIRE_SCHEMA), so it is counted exactly once, with the row: figures add
-up over runs, and a kill loses only what the rows lost with it had spent. Not thread-safe: called on the event
-loop.
+One per engine actor; whoever starts rows tells it of every start and end. What was spent since the row
+before is stamped on each result (`engine_spent` of WIRE_SCHEMA). So it is counted exactly once, with the row:
+figures add up over runs, and a kill loses only what was spent on rows that are lost with it. Not thread-safe:
+called on the event loop.
 
     meter = EngineMeter(engine.stats, num_devices, began_s, sample)     # sample: PlainSample or None
     speculate = meter.row_started()
@@ -82,7 +82,7 @@ class EngineMeter:
             return
         self._done += 1
         self._last_row_s = time.time()
-        result["spent"] = self._spent(now_s)
+        result["engine_spent"] = self._spent(now_s)
 
     def figures(self) -> EngineFigures:
         """Everything since the start."""

@@ -55,6 +55,7 @@ class Layout:
         id_column: column of the row's id; found by name if absent, else the record's hash is its id.
         defaults: sampling fields for rows that bring none.
         seed: of the job; a row without a seed gets one from it and its id.
+        category_column: rows are counted by its values in the job's report.
     """
 
     kind: Literal["dataset", "openai"] = "dataset"
@@ -63,6 +64,7 @@ class Layout:
     id_column: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    category_column: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,12 @@ class RowRequest:
     url: str
     body: ChatRequest | CompletionRequest
     params: SamplingParams
+
+
+def category_of(record: Record, layout: Layout) -> str | None:
+    """The category that the row is counted in, if any. What is not text is shown as JSON."""
+    value = record.get(layout.category_column) if layout.category_column else None
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
 
 def parse_line(line: str) -> Record:

@@ -206,7 +206,10 @@ def _errors(figures: RowFigures) -> Markup:
         )
         for kind, count in figures.ranked_errors()
     ]
-    return _card("Errors", "Rows that failed, by kind, with an example.", element("table", *rows), wide=True)
+    again = sum(count.rows for count in figures.errors.values()) - figures.failed
+    later = f"; {again:,} of them were answered later" if again > 0 else ""
+    words = f"Rows that failed, by kind, with an example{later}."
+    return _card("Errors", words, element("table", *rows), wide=True)
 
 
 def _flat(about: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
