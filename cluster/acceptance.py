@@ -28,3 +28,13 @@ def expected_acceptance_length(survival: Sequence[float], rows: int) -> float:
         survival: survival[i] is how likely drafts 0..i are all accepted.
     """
     return 1.0 + sum(survival[: rows - 1])
+
+
+def acceptance_by_position(histogram: Sequence[int]) -> list[float]:
+    """Of all verified blocks, in what share draft 1, 2, ... was accepted; empty if nothing was drafted.
+
+    Args:
+        histogram: histogram[a] counts blocks of which `a` drafts were accepted.
+    """
+    blocks = sum(histogram)
+    return [sum(histogram[i:]) / blocks for i in range(1, len(histogram))] if blocks else []

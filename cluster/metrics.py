@@ -2,7 +2,8 @@
 
 Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work. Exported by
 `actors/telemetry.py`, where counters get `_total`; a few also by `actors/ray_metrics.py`. A test serves
-requests and finds a sample of every one.
+requests and finds a sample of every one. Those of a batch job stand apart: its driver gives them to Ray
+(`jobs/batch/gauges.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions"]
+Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines"]
 
 SHARED_LABELS = ("model_name", "engine")
 
@@ -144,4 +145,39 @@ CATALOGUE: tuple[Metric, ...] = (
         (),
         _HTTP_S,
     ),
+)
+
+_JOB = ("job",)
+
+BATCH_CATALOGUE: tuple[Metric, ...] = (
+    Metric("manta_batch_rows", "gauge", "rows", "Rows of the dataset.", _JOB),
+    Metric("manta_batch_rows_done", "gauge", "rows", "Rows that are answered or failed, of all runs.", _JOB),
+    Metric("manta_batch_rows_failed", "gauge", "rows", "Rows that failed, of all runs.", _JOB),
+    Metric("manta_batch_prompt_tokens", "gauge", "tokens", "Prompt tokens so far, of all runs.", _JOB),
+    Metric("manta_batch_generation_tokens", "gauge", "tokens", "Tokens that came out, of all runs.", _JOB),
+    Metric(
+        "manta_batch_tokens_per_second", "gauge", "tokens", "Tokens out per second over the last 10 s.", _JOB
+    ),
+    Metric(
+        "manta_batch_seconds_left",
+        "gauge",
+        "seconds",
+        "Until all rows are done, at the pace of the last minute; no value before one can tell.",
+        _JOB,
+    ),
+    Metric(
+        "manta_batch_mean_accepted_length",
+        "gauge",
+        "tokens",
+        "Mean acceptance length of this run, the bonus token included; no value before the first draft.",
+        _JOB,
+    ),
+    Metric(
+        "manta_batch_speedup",
+        "gauge",
+        "ratio",
+        "Tokens per second against the job's plain sample; no value unless it was measured.",
+        _JOB,
+    ),
+    Metric("manta_batch_engines", "gauge", "engines", "Engines that live.", _JOB),
 )

@@ -11,7 +11,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine import STEP_PARTS, Engine
 from manta.cluster.errors import OverloadedError, RequestError, UnprocessableError
 from manta.cluster.made_up_plans import made_up_plan
-from manta.cluster.metrics import CATALOGUE
+from manta.cluster.metrics import BATCH_CATALOGUE, CATALOGUE
 from manta.cluster.page_groups import PageGroup
 from manta.cluster.request import SamplingParams
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
@@ -202,9 +202,10 @@ def test_what_a_slot_gets_to_know_of_the_parameters() -> None:
 
 
 def test_the_catalogue_names_everything_once_and_histograms_have_rising_buckets() -> None:
-    names = [metric.name for metric in CATALOGUE]
+    metrics = (*CATALOGUE, *BATCH_CATALOGUE)
+    names = [metric.name for metric in metrics]
     assert len(set(names)) == len(names)
-    for metric in CATALOGUE:
+    for metric in metrics:
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert list(metric.buckets) == sorted(set(metric.buckets)) and metric.help.endswith(".")
         assert not metric.name.endswith("_total")

@@ -25,8 +25,9 @@ from ..http.generation import whole_choice
 from ..http.protocol import ChatRequest, conversation
 from ..outputs import RequestOutput
 from .columns import handed_on
+from .figures import SPENT
 from .reading import Row, id_of, record_of
-from .rows import Layout, RowRequest, content_id, read_request
+from .rows import Layout, RowRequest, category_of, content_id, read_request
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: its number, the OpenAI response, how often and when (Unix time) it was begun.
+# What is known of it besides: its number, the OpenAI response; when the row was worked on (Unix time); what is
+# counted and kept nowhere else (`figures.py`): how often it was begun, the category that it is counted in,
+# verified blocks by accepted drafts, what its engine spent. Names that columns of the user's will hardly have.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -61,6 +64,9 @@ WIRE_SCHEMA = pa.schema(
         ("attempts", pa.int64()),
         ("begin_s", pa.float64()),
         ("end_s", pa.float64()),
+        ("counted_as", pa.string()),
+        ("acceptance_histogram", pa.list_(pa.int32())),
+        ("engine_spent", pa.struct([(name, pa.float64()) for name in SPENT])),
     ]
 )
 NO_COLUMNS = pa.schema([])
@@ -105,9 +111,10 @@ class RowAnswerer:
             speculate: False to answer it by the target alone, whatever the row says: a measured plain sample.
         """
         begin_s = time.time()
-        name = id_of(row, self._layout)
+        name, category = id_of(row, self._layout), None
         try:
             record = record_of(row, self._layout)
+            category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
             answer = await self._complete(request, speculate=speculate)
             result = self._success(name, request, answer) | handed_on(record, self._columns)
@@ -123,6 +130,7 @@ class RowAnswerer:
             "row": row.number,
             "id": name,
             "attempts": 1,
+            "counted_as": category,
             **result,
             "begin_s": begin_s,
             "end_s": time.time(),
@@ -151,6 +159,7 @@ class RowAnswerer:
             "num_steps": metrics.num_steps,
             "num_draft_tokens": metrics.num_draft_tokens,
             "num_accepted_tokens": metrics.num_accepted_tokens,
+            "acceptance_histogram": metrics.acceptance_histogram,
         }
         if self._layout.kind == "openai":
             result["response"] = json.dumps(self._response(row, request, answer), ensure_ascii=False)

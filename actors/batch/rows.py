@@ -64,6 +64,7 @@ class Layout:
         columns: handed on from the input to the results; "all": all of the input's.
         defaults: sampling fields for rows that bring none.
         seed: of the job; a row without a seed gets one from it and its id.
+        category_column: rows are counted by its values in the job's report.
     """
 
     kind: Literal["dataset", "openai"] = "dataset"
@@ -74,6 +75,7 @@ class Layout:
     columns: tuple[str, ...] | Literal["all"] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    category_column: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,12 @@ class RowRequest:
     url: str
     body: ChatRequest | CompletionRequest
     params: SamplingParams
+
+
+def category_of(record: Record, layout: Layout) -> str | None:
+    """The category that the row is counted in, if any. What is not text is shown as JSON."""
+    value = record.get(layout.category_column) if layout.category_column else None
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
 
 def parse_line(line: str | bytes) -> Record:

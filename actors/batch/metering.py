@@ -1,0 +1,137 @@
+"""What an engine's devices are spent on, metered row by row.
+
+One per engine actor; whoever starts rows tells it of every start and end. What was spent since the row
+before is stamped on each result (`engine_spent` of WIRE_SCHEMA). So it is counted exactly once, with the row:
+figures add up over runs, and a kill loses only what was spent on rows that are lost with it. Not thread-safe:
+called on the event loop.
+
+    meter = EngineMeter(engine.stats, num_devices, began_s, sample)     # sample: PlainSample or None
+    speculate = meter.row_started()
+    result = await answerer.answer(row, speculate=speculate)
+    meter.row_ended(result, speculate)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...cluster.engine import EngineStats
+from ...cluster.plain_sample import PlainSample
+from .figures import EngineFigures
+
+NO_COMPARISON = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
+
+
+class EngineMeter:
+    """See above.
+
+    Args:
+        stats: of the started engine.
+        num_devices: GPUs, or CPU cores, that the engine holds.
+        began_s: when it began to hold them, on `clock`.
+        sample: decides which rows are answered plainly; None: none are.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        num_devices: float,
+        began_s: float,
+        sample: PlainSample | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stats = stats
+        self._num_devices = num_devices
+        self._sample = sample
+        self._clock = clock
+        self._began_s = began_s
+        self._stamped_s = began_s  # the last row's end
+        self._changed_s = began_s  # the last start or end of a row
+        self._opened_s: float | None = None  # the first row's start
+        self._busy_s = 0.0  # until _changed_s
+        self._stamped = {"open_s": 0.0, "busy_s": 0.0}
+        self._stamped_sample = False
+        self._running = self._done = 0
+        self._first_row_s = self._last_row_s = 0.0  # Unix time
+
+    def row_started(self) -> bool:
+        """A row goes to the engine now. Returns whether it is to be speculated."""
+        now_s = self._advance()
+        if self._opened_s is None:
+            self._opened_s, self._first_row_s = now_s, time.time()
+        self._running += 1
+        if self._sample is None:
+            return True
+        return self._sample.start(now_s, self._stats().generation_tokens)
+
+    def row_ended(self, result: dict[str, Any] | None, speculate: bool) -> None:
+        """A row has left the engine.
+
+        Args:
+            result: stamped with what was spent since the row before; None if the row has none (given up).
+            speculate: what `row_started` said of it.
+        """
+        now_s = self._advance()
+        self._running -= 1
+        if self._sample is not None:
+            self._sample.end(now_s, self._stats().generation_tokens, speculate)
+        if result is None:
+            return
+        self._done += 1
+        self._last_row_s = time.time()
+        result["engine_spent"] = self._spent(now_s)
+
+    def figures(self) -> EngineFigures:
+        """Everything since the start."""
+        now_s = self._advance()
+        stats = self._stats()
+        open_until_s = now_s if self._running else self._stamped_s
+        return EngineFigures(
+            rows_done=self._done,
+            rows_running=self._running,
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.generation_tokens,
+            num_steps=stats.num_drafts,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            device_s=(now_s - self._began_s) * self._num_devices,
+            open_s=(max(0.0, open_until_s - self._opened_s) if self._opened_s else 0.0) * self._num_devices,
+            busy_s=self._busy_s * self._num_devices,
+            loose_s=(now_s - self._stamped_s) * self._num_devices,
+            first_row_s=self._first_row_s,
+            last_row_s=self._last_row_s,
+            num_devices=self._num_devices,
+            **self._compared(),
+        )
+
+    def _advance(self) -> float:
+        now_s = self._clock()
+        if self._running:
+            self._busy_s += now_s - self._changed_s
+        self._changed_s = now_s
+        return now_s
+
+    def _spent(self, now_s: float) -> dict[str, float]:
+        assert self._opened_s is not None, "a row ended before one started"
+        held_s, self._stamped_s = now_s - self._stamped_s, now_s
+        totals = {"open_s": now_s - self._opened_s, "busy_s": self._busy_s}
+        since = {name: total - self._stamped[name] for name, total in totals.items()}
+        self._stamped = totals
+        compared = NO_COMPARISON if self._stamped_sample else self._compared()
+        self._stamped_sample = self._stamped_sample or bool(compared["plain_s"])
+        times = {"device_s": held_s, **since}
+        return {name: seconds * self._num_devices for name, seconds in times.items()} | compared
+
+    def _compared(self) -> dict[str, Any]:
+        """Both sides of the plain sample; zeros until it is whole."""
+        found = None if self._sample is None else self._sample.comparison
+        if found is None:
+            return NO_COMPARISON
+        return {
+            "plain_tokens": found.plain_tokens,
+            "plain_s": found.plain_s,
+            "drafted_tokens": found.drafted_tokens,
+            "drafted_s": found.drafted_s,
+        }

@@ -1,0 +1,233 @@
+"""The report of a batch job: what was answered, what it took, what speculation saved; JSON, tables, a page.
+
+Made once, at the job's end, of figures that came with the results (`RowFigures`, of all runs) and of the last
+that the engines said. What was not measured is said to be so; nothing is estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...actors.batch.figures import EngineFigures, RowFigures
+from ...actors.batch.tallies import Category, length_range
+from ...actors.files import rounded
+from ...cluster.acceptance import acceptance_by_position
+from ...cluster.plain_sample import Comparison
+from ..tables import NO_FIGURE, decimals, print_table
+from .pace import spell_time
+from .report_html import Tile, page
+
+Device = Literal["GPU", "core"]
+NOT_MEASURED = "not measured; --plain-sample N answers N rows without it, to compare"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """See `make_report`."""
+
+    figures: RowFigures
+    about: Mapping[str, Any]  # Any: JSON
+    device: Device
+    device_s: float
+    price_per_device_hour: float | None
+
+    @property
+    def tokens_per_device_s(self) -> float | None:
+        return self.figures.completion_tokens / self.device_s if self.device_s else None
+
+    @property
+    def busy_share(self) -> float | None:
+        """Of the engines' time between their first and their last row, how much had a row in it."""
+        return self.figures.busy_s / self.figures.open_s if self.figures.open_s else None
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """What speculation was worth; None if that was not measured."""
+        return self.figures.comparison
+
+    @property
+    def saved_s(self) -> float | None:
+        """Device-seconds that the answers would have taken more without speculation; negative if less."""
+        found = self.comparison
+        return None if found is None else self.figures.busy_s * (found.speedup - 1)
+
+    def price(self, device_s: float | None) -> float | None:
+        """Of so many device-seconds; None if no price was given."""
+        price = self.price_per_device_hour
+        return None if price is None or device_s is None else price * device_s / 3600
+
+    def as_json(self) -> dict[str, Any]:  # Any: JSON
+        figures = self.figures
+        return {
+            **figures.as_json(),
+            "ok": figures.rows - figures.failed,
+            "device": self.device,
+            "device_s": round(self.device_s, 3),
+            "busy_share": rounded(self.busy_share),
+            "tokens_per_device_s": rounded(self.tokens_per_device_s),
+            "price_per_device_hour": self.price_per_device_hour,
+            "price": rounded(self.price(self.device_s)),
+            "speculation": self._speculation(),
+            "acceptance": {
+                "histogram": figures.acceptance,
+                "by_position": [round(share, 4) for share in acceptance_by_position(figures.acceptance)],
+                "by_category": {name: _category_json(sums) for name, sums in figures.categories.ranked()},
+            },
+            "lengths": {
+                "prompt": _lengths_json(figures.prompt_lengths),
+                "output": _lengths_json(figures.output_lengths),
+            },
+            "throughput": {
+                "width_s": figures.timeline.width_s,
+                "tokens": {
+                    bucket * figures.timeline.width_s: tokens
+                    for bucket, tokens in sorted(figures.timeline.tokens.items())
+                },
+            },
+            "stretches": figures.stretches.times,
+            "errors": {
+                kind: {"rows": count.rows, "example": count.example} for kind, count in figures.errors.items()
+            },
+            "job": dict(self.about),
+        }
+
+    def _speculation(self) -> dict[str, Any]:  # Any: JSON
+        found = self.comparison
+        if found is None:
+            return {"measured": False, "why": NOT_MEASURED}
+        return {
+            "measured": True,
+            "speedup": round(found.speedup, 4),
+            "plain_tokens_per_s": round(found.plain_tokens_per_s, 3),
+            "tokens_per_s": round(found.drafted_tokens_per_s, 3),
+            "plain_tokens": found.plain_tokens,
+            "plain_s": round(found.plain_s, 3),
+            "tokens": found.drafted_tokens,
+            "seconds": round(found.drafted_s, 3),
+            "device_s_saved": rounded(self.saved_s, 3),
+            "price_saved": rounded(self.price(self.saved_s)),
+        }
+
+    def print(self) -> None:
+        """Tables on standard output."""
+        where = self.about.get("output")
+        print_table(
+            "batch job" if where is None else f"results in {where}",
+            ["", "figure"],
+            [[name, value] for name, value in self.lines()],
+            num_left=2,
+        )
+        if self.figures.errors:
+            print_table(
+                "errors",
+                ["error", "rows", "for example"],
+                [[kind, str(count.rows), count.example] for kind, count in self.figures.ranked_errors()],
+                num_left=3,
+            )
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The figures in words, as table and page show them."""
+        figures, unit = self.figures, self.device
+        mean = figures.mean_acceptance_length
+        lines = [
+            ("rows answered", f"{figures.rows - figures.failed} of {figures.rows}"),
+            ("rows failed", str(figures.failed)),
+            ("rows retried", str(figures.retried)),
+            ("tokens in", str(figures.prompt_tokens)),
+            ("tokens out", str(figures.completion_tokens)),
+            ("time", f"{figures.wall_s:.1f} s"),
+            ("tokens/s", f"{figures.tokens_per_s:.1f}"),
+            (f"{unit}-seconds", f"{self.device_s:.1f}" if self.device_s else NO_FIGURE),
+            (f"tokens/s/{unit}", decimals(self.tokens_per_device_s)),
+            ("engines busy", NO_FIGURE if self.busy_share is None else f"{100 * self.busy_share:.1f} %"),
+            ("mean acceptance length", f"{decimals(mean)} tokens per step" if mean else NO_FIGURE),
+            ("speculation", self.speculation_in_words()),
+        ]
+        if self.saved_s is not None:
+            lines.append((f"{unit}-seconds saved", f"{self.saved_s:.1f}"))
+        if (price := self.price(self.device_s)) is not None:
+            saved = self.price(self.saved_s)
+            lines.append(("price", f"{price:.2f}" + ("" if saved is None else f" ({saved:.2f} saved)")))
+        return lines
+
+    def speculation_in_words(self) -> str:
+        found = self.comparison
+        if found is None:
+            return NOT_MEASURED
+        return (
+            f"{found.speedup:.2f} x plain decoding: {found.drafted_tokens_per_s:.1f} tokens/s over "
+            f"{spell_time(found.drafted_s)}, {found.plain_tokens_per_s:.1f} without it over "
+            f"{spell_time(found.plain_s)}"
+        )
+
+    def html(self) -> str:
+        """A page that needs nothing else."""
+        return page(self._tiles(), self.lines(), self.figures, self.about)
+
+    def _tiles(self) -> list[Tile]:
+        """What the page shows large."""
+        figures, found, saved_s = self.figures, self.comparison, self.saved_s
+        mean = figures.mean_acceptance_length
+        tiles = [
+            Tile(f"{figures.rows - figures.failed:,}", f"of {figures.rows:,} rows answered"),
+            Tile(f"{figures.completion_tokens:,}", f"tokens out, of {figures.prompt_tokens:,} in"),
+            Tile(f"{figures.tokens_per_s:,.0f}", f"tokens/s, for {spell_time(figures.wall_s)}"),
+        ]
+        if mean is not None:
+            tiles.append(Tile(decimals(mean), "tokens per step, on average"))
+        if found is not None and saved_s is not None:
+            tiles.append(Tile(f"{found.speedup:.2f} x", "plain decoding, measured", found.speedup > 1))
+            tiles.append(
+                Tile(
+                    f"{saved_s:,.0f}",
+                    f"{self.device}-seconds saved, of {self.device_s:,.0f} spent",
+                    saved_s > 0,
+                )
+            )
+        elif self.device_s:
+            tiles.append(Tile(f"{self.device_s:,.0f}", f"{self.device}-seconds"))
+        if (price := self.price(self.device_s)) is not None:
+            tiles.append(
+                Tile(f"{price:,.2f}", f"price, at {self.price_per_device_hour:g} per {self.device}-hour")
+            )
+        return tiles
+
+
+def make_report(
+    figures: RowFigures,
+    engines: EngineFigures,
+    about: Mapping[str, Any],
+    *,
+    device: Device,
+    price_per_device_hour: float | None = None,
+) -> Report:
+    """The report of a job.
+
+    Args:
+        figures: of all rows, of all runs.
+        engines: of all engines of this run together, those that are gone among them, as they were last.
+        about: the job: `output`, its fingerprint, settings, whatever a reader of the report must know. JSON.
+        device: what engines hold: GPUs, or cores of CPUs.
+        price_per_device_hour: of one, in any currency.
+    """
+    return Report(figures, about, device, figures.device_s + engines.loose_s, price_per_device_hour)
+
+
+def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON
+    return {
+        "rows": sums.rows,
+        "failed": sums.failed,
+        "completion_tokens": sums.completion_tokens,
+        "mean_acceptance_length": rounded(sums.mean_acceptance_length),
+    }
+
+
+def _lengths_json(histogram: list[int]) -> list[dict[str, int]]:
+    return [
+        {"from": first, "to": last, "rows": rows}
+        for place, rows in enumerate(histogram)
+        for first, last in (length_range(place),)
+        if rows
+    ]

@@ -1,0 +1,343 @@
+"""What a batch job says while it runs: rates, time left, words, gauges; and how it measures speculation."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from io import StringIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.actors.batch.figures import EngineFigures, RowFigures
+from manta.actors.batch.metering import EngineMeter
+from manta.cluster.engine import EngineStats
+from manta.cluster.errors import ConfigError
+from manta.cluster.metrics import BATCH_CATALOGUE
+from manta.cluster.plain_sample import PlainSample, num_plain_rows
+from manta.jobs.batch import progress
+from manta.jobs.batch.gauges import JobGauges
+from manta.jobs.batch.pace import Pace, Progress, spell_time
+from manta.jobs.batch.progress import ProgressView
+from rich.console import Console
+
+SEATS = 8
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SimulatedEngine:
+    """An engine of SEATS rows that all go on at once, a tick at a time, and always has as many as it can."""
+
+    def __init__(
+        self, sample: PlainSample, rates: Callable[[int], tuple[float, float]], surplus: int
+    ) -> None:
+        self.sample = sample
+        self.rates = rates  # tokens per tick and row, plain and speculated, by the rows that were started
+        self.surplus = surplus
+        self.now_s, self.tokens, self.started = 0.0, 0.0, 0
+        self.plain: list[int] = []  # numbers of rows that were answered plainly
+        self.running: list[list[float]] = []  # tokens left, speculated
+
+    def run(self, lengths: list[int]) -> None:
+        waiting = list(lengths)
+        while waiting or self.running:
+            while waiting and len(self.running) < SEATS + self.surplus:
+                speculate = self.sample.start(self.now_s, round(self.tokens))
+                if not speculate:
+                    self.plain.append(self.started)
+                self.running.append([waiting.pop(0), speculate])
+                self.started += 1
+            self._tick()
+
+    def _tick(self) -> None:
+        self.now_s += 0.1
+        for row in self.running[:SEATS]:  # those beyond wait in the engine
+            came = self.rates(self.started)[bool(row[1])]
+            row[0] -= came
+            self.tokens += came  # the last tick counts as a whole one, so that rates are exact
+        for row in [row for row in self.running if row[0] <= 0]:
+            self.running.remove(row)
+            self.sample.end(self.now_s, round(self.tokens), bool(row[1]))
+
+
+@settings(max_examples=40)
+@given(
+    plain=st.floats(1, 8),
+    speedup=st.floats(0.5, 6),
+    surplus=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
+def test_the_plain_sample_finds_the_speedup_whatever_it_is(
+    plain: float, speedup: float, surplus: int, seed: int
+) -> None:
+    sample = PlainSample(2 * SEATS, SEATS)
+    engine = SimulatedEngine(sample, lambda _: (plain, plain * speedup), surplus)
+    lengths = random.Random(seed).choices(range(60, 100), k=30 * SEATS)
+    engine.run(lengths)
+    found = sample.comparison
+    assert found is not None
+    assert found.speedup == pytest.approx(speedup, rel=0.02)
+    assert found.plain_tokens_per_s == pytest.approx(10 * SEATS * plain, rel=0.02)
+    first = engine.plain[0]
+    assert engine.plain == list(range(first, first + 2 * SEATS)), "one window"
+    assert first >= 2 * SEATS, "after as many speculated rows"
+
+
+def test_what_changes_slowly_over_the_job_falls_out_of_the_comparison() -> None:
+    sample = PlainSample(2 * SEATS, SEATS)
+    # Rows become faster and faster, plain ones and speculated ones: either side alone would be far off.
+    engine = SimulatedEngine(sample, lambda n: (2 + n / 40, 4 + n / 20), 2)
+    engine.run([80] * 40 * SEATS)
+    assert sample.comparison is not None
+    assert sample.comparison.speedup == pytest.approx(2, rel=0.03)
+
+
+def test_mixed_and_half_empty_time_is_not_counted() -> None:
+    sample = PlainSample(2, full=2)
+
+    def both(now_s: float, tokens: int) -> None:
+        sample.end(now_s, tokens, True)
+        assert sample.start(now_s, tokens)
+
+    assert sample.start(0, 0)
+    assert sample.start(10, 1000)  # alone until here: not full
+    both(20, 1100)  # 10 a second
+    sample.end(30, 1200, True)
+    assert not sample.start(31, 1500)  # alone for a second; the first plain row
+    sample.end(40, 9000, True)  # mixed until here
+    assert not sample.start(40, 9000)
+    sample.end(50, 9040, False)  # 4 a second
+    assert sample.comparison is None
+    assert sample.start(50, 9040)
+    sample.end(60, 20000, False)  # mixed
+    assert sample.start(60, 20000)
+    sample.end(64, 20080, True)  # 20 a second
+    assert sample.comparison is None, "4 s after the plain rows are less than their 10"
+    assert sample.start(64, 20080)
+    sample.end(72, 20240, True)
+    found = sample.comparison
+    assert found is not None
+    assert (found.plain_tokens, found.plain_s) == (40, 10)
+    assert (found.drafted_tokens, found.drafted_s) == (100 + 200, 20), "10 s before, the first 10 s after"
+    assert found.speedup == pytest.approx(15 / 4)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [90] * SEATS * 3,  # too few rows
+        [50] * 3,
+        [20] * SEATS * 2 + [4000] + [20] * SEATS * 40,  # plain rows never run alone
+    ],
+)
+def test_a_sample_that_does_not_come_to_its_end_says_nothing(lengths: list[int]) -> None:
+    sample = PlainSample(2 * SEATS, SEATS)
+    SimulatedEngine(sample, lambda _: (2.0, 6.0), 2).run(lengths)
+    assert sample.comparison is None
+
+
+def test_no_sample_without_rows_for_it() -> None:
+    sample = PlainSample(0, SEATS)
+    engine = SimulatedEngine(sample, lambda _: (2.0, 6.0), 2)
+    engine.run([50] * 200)
+    assert not engine.plain and sample.comparison is None
+    assert num_plain_rows(10_000, 64) == 128
+    assert num_plain_rows(6_399, 64) == 0, "more than 2 % of the rows"
+    assert num_plain_rows(100, 8, asked=20) == 20
+    assert num_plain_rows(10_000, 64, asked=0) == 0
+    with pytest.raises(ConfigError, match=r"plain_sample=15 .*Ask for 16 or more") as caught:
+        num_plain_rows(100, 8, asked=15)
+    assert caught.value.param == "plain_sample"
+
+
+def stats(tokens: int) -> EngineStats:
+    return EngineStats(0, 0, 0.0, 1, 7, tokens, 0, 0, 0, {}, 3, 9, 4, (2, 2), {})
+
+
+def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
+    clock, tokens = Clock(), [0]
+    meter = EngineMeter(lambda: stats(tokens[0]), 4, clock.now_s, PlainSample(2, full=1), clock)
+    clock.now_s += 10  # loading
+    results: list[dict[str, dict[str, float]]] = []
+    for _ in range(8):
+        speculate = meter.row_started()
+        clock.now_s += 2
+        tokens[0] += 60 if speculate else 20
+        results.append({})
+        meter.row_ended(results[-1], speculate)
+        clock.now_s += 1  # nothing runs
+    meter.row_started()
+    clock.now_s += 5
+    meter.row_ended(None, True)  # given up: what it took is nobody's, until a row ends
+    figures = meter.figures()
+    spent = {
+        name: sum(result["engine_spent"][name] for result in results) for name in results[0]["engine_spent"]
+    }
+    assert spent["device_s"] == 4 * (10 + 8 * 3 - 1) and figures.loose_s == 4 * (1 + 5)
+    assert spent["device_s"] + figures.loose_s == figures.device_s == 4 * (10 + 8 * 3 + 5)
+    assert (spent["open_s"], spent["busy_s"]) == (4 * (8 * 3 - 1), 4 * 8 * 2)
+    assert figures.rows_done == 8 and figures.rows_running == 0
+    assert (figures.num_steps, figures.num_accepted_tokens, figures.prompt_tokens) == (3, 4, 7)
+    assert figures.completion_tokens == 6 * 60 + 2 * 20
+    assert figures.comparison is not None and figures.comparison.speedup == pytest.approx(3)
+    assert (spent["plain_tokens"], spent["plain_s"]) == (40, 4)
+    assert [bool(result["engine_spent"]["plain_s"]) for result in results].count(True) == 1
+
+
+def test_figures_of_engines_add_up() -> None:
+    one = EngineFigures(rows_done=2, busy_s=3, first_row_s=50, last_row_s=60, num_devices=1)
+    two = EngineFigures(rows_done=5, busy_s=4, first_row_s=40, last_row_s=55, num_devices=1)
+    both = one.merge(two)
+    assert (both.rows_done, both.busy_s, both.num_devices) == (7, 7, 2)
+    assert (both.first_row_s, both.last_row_s) == (40, 60)
+    assert one.merge(EngineFigures()) == one == EngineFigures().merge(one)
+
+
+def durable(rows: int, tokens_out: int) -> RowFigures:
+    return RowFigures(rows=rows, prompt_tokens=10 * rows, completion_tokens=tokens_out)
+
+
+def test_rates_and_time_left_follow_the_tokens() -> None:
+    clock = Clock()
+    pace = Pace(300, clock=clock)
+    now = pace.look(durable(100, 1000), EngineFigures(), 2)  # of an earlier run
+    assert (now.rows, now.answering, now.left_s, now.mean_tokens_per_s) == (100, False, None, 0)
+    clock.now_s += 100  # loading: no part of any rate
+    pace.look(durable(100, 1000), EngineFigures(rows_running=10), 2)
+    for second in range(1, 41):
+        clock.now_s += 1
+        done = second // 2 * 10
+        live = EngineFigures(rows_done=done, rows_running=10, completion_tokens=50 * second, prompt_tokens=9)
+        now = pace.look(durable(100 + done, 1000 + 10 * done), live, 2)
+        if second == 1:
+            assert now.left_s is None, "no row of this run is done"
+    assert now.rows == 300 and now.left_s == 0
+    assert now.completion_tokens == 1000 + 2000 and now.prompt_tokens == 10 * 300
+    assert now.tokens_per_s == pytest.approx(50) and now.mean_tokens_per_s == pytest.approx(50)
+
+
+def test_the_time_left_counts_what_running_rows_have() -> None:
+    clock = Clock()
+    pace = Pace(100, clock=clock)
+    pace.look(durable(0, 0), EngineFigures(rows_running=4), 1)
+    clock.now_s += 10
+    live = EngineFigures(rows_done=20, rows_running=4, completion_tokens=240)
+    now = pace.look(durable(10, 100), live, 1)  # of 20 done rows 10 are durable
+    # 80 rows of 10 tokens are left, of which 240 - 100 - 10 x 10 = 40 tokens are there; 24 a second come.
+    assert now.left_s == pytest.approx((800 - 40) / 24) and now.rows == 20
+
+
+def test_the_pace_of_now_forgets_what_was_and_survives_a_lost_engine() -> None:
+    clock, tokens = Clock(), 0
+    pace = Pace(1000, left=500, clock=clock)
+    for _ in range(100):
+        clock.now_s += 1
+        tokens += 10
+        pace.look(durable(700, 0), EngineFigures(rows_running=4, completion_tokens=tokens), 1)
+    for _ in range(12):
+        clock.now_s += 1
+        tokens += 200
+        now = pace.look(durable(700, 0), EngineFigures(rows_running=4, completion_tokens=tokens), 1)
+    assert now.tokens_per_s == pytest.approx(200) and now.mean_tokens_per_s < 40
+    assert now.rows == 500, "failed rows are answered again: what is left counts"
+    clock.now_s += 1
+    now = pace.look(durable(700, 0), EngineFigures(rows_running=2, completion_tokens=tokens // 2), 1)
+    assert now.tokens_per_s == 0 and now.left_s is None
+    clock.now_s += 1
+    live = EngineFigures(rows_running=2, completion_tokens=tokens // 2 + 30)
+    assert pace.look(durable(700, 0), live, 1).tokens_per_s == pytest.approx(30)
+
+
+def test_times_are_spelled_in_two_units() -> None:
+    spelled = [spell_time(s) for s in (0, 59.6, 61, 3600, 7260, 90000)]
+    assert spelled == ["0 s", "1 min", "1 min 1 s", "1 h", "2 h 1 min", "1 d 1 h"]
+
+
+def test_without_a_terminal_a_line_comes_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ProgressView(10) as view:
+        view.update(RowFigures(), EngineFigures(), 2)
+        view.update(durable(1, 30), EngineFigures(rows_done=1), 2)  # within the interval
+        monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
+        time.sleep(0.01)
+        live = EngineFigures(
+            rows_done=5, rows_running=4, completion_tokens=150, num_steps=10, num_accepted_tokens=25
+        )
+        figures = durable(5, 150)
+        figures.failed = 1
+        view.update(figures, live, 2)
+        view.update(RowFigures(rows=5, plain_tokens=10, plain_s=1, drafted_tokens=25, drafted_s=1), live, 1)
+    first, loading, half, measured = capsys.readouterr().err.splitlines()
+    assert first == "10 rows; loading the models"
+    assert loading == "0/10 rows (0 %); 2 engines; loading the models"
+    assert re.fullmatch(
+        r"5/10 rows \(50 %\); 1 failed; 50 tokens in, 150 out; \d+ tokens/s now, \d+ on average; "
+        r"3\.50 tokens per step; speed-up not measured yet; 2 engines; about \d.* left",
+        half,
+    )
+    assert "2.50 x plain decoding; 1 engine" in measured
+
+
+def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=True, width=100, legacy_windows=False)
+    with ProgressView(10, console, compares=False) as view:
+        view.say("waiting for [2 CPU]")
+        view.update(RowFigures())
+        view.update(durable(4, 60), EngineFigures(rows_done=4, completion_tokens=60), 1)
+        view._live.refresh()
+    text = shown.getvalue()
+    assert "waiting for [2 CPU]" in text and "4/10" in text and "40 tokens in, 60 out" in text
+    assert "speed-up" not in text, "a job that measures nothing does not promise to"
+
+
+@pytest.fixture(scope="module")
+def metrics_of_ray() -> Iterator[str]:
+    """The address of a small cluster's metrics, which come every second."""
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
+    ray.init(
+        num_cpus=1,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+        _system_config={"metrics_report_interval_ms": 500},
+    )
+    yield f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_ray_shows_the_progress_of_a_job(metrics_of_ray: str) -> None:
+    now = Progress(3, 10, 1, 50, 60, 7.5, 7.0, 12.0, 2.5, 3.25, 2, True)
+    JobGauges("answers").show(now)
+    found: dict[str, float] = {}
+    deadline_s = time.monotonic() + 60
+    while len(found) < len(BATCH_CATALOGUE) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+        with urllib.request.urlopen(metrics_of_ray, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        found = {
+            match[1]: float(match[2])
+            for line in lines
+            if (match := re.match(r'ray_(manta_batch_\w+)\{.*job="answers".*\} (\S+)', line))
+        }
+    assert set(found) == {metric.name for metric in BATCH_CATALOGUE}
+    assert found["manta_batch_rows_done"] == 3 and found["manta_batch_rows"] == 10
+    assert found["manta_batch_speedup"] == 3.25 and found["manta_batch_seconds_left"] == 12

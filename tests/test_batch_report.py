@@ -1,0 +1,392 @@
+"""What rows cost adds up in any order; the report says it in JSON, in tables, and on a page in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.actors.batch.answering import WIRE_SCHEMA, RowAnswerer
+from manta.actors.batch.figures import EngineFigures, RowFigures
+from manta.actors.batch.metering import EngineMeter
+from manta.actors.batch.rows import Layout
+from manta.actors.batch.tallies import (
+    MAX_BUCKETS,
+    MAX_NAMES,
+    MAX_STRETCHES,
+    Categories,
+    Category,
+    length_range,
+    lengths,
+)
+from manta.actors.engine import AsyncEngine
+from manta.actors.http.defaults import GenerationDefaults
+from manta.cluster.acceptance import acceptance_by_position
+from manta.cluster.config import EngineConfig
+from manta.jobs.batch.report import Report, make_report
+from manta.jobs.batch.report_html import rates
+
+HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+
+def answered(at_s: float, category: str | None = None, **fields: Any) -> dict[str, Any]:
+    """A result."""
+    return {
+        "id": "r",
+        "prompt_tokens": 100,
+        "completion_tokens": 20,
+        "num_steps": 5,
+        "num_draft_tokens": 35,
+        "num_accepted_tokens": 15,
+        "begin_s": at_s,
+        "end_s": at_s + 2,
+        "attempts": 1,
+        "counted_as": category,
+        "acceptance_histogram": [1, 0, 1, 1, 1, 0, 1],
+        "engine_spent": {"device_s": 0.5, "open_s": 0.5, "busy_s": 0.25},
+        **fields,
+    }
+
+
+def failed(at_s: float, kind: str, message: str, category: str | None = None) -> dict[str, Any]:
+    times = {"begin_s": at_s, "end_s": at_s}
+    return {"id": "f", "error": {"type": kind, "message": message}, "counted_as": category, **times}
+
+
+def table(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_pylist(list(rows), schema=WIRE_SCHEMA)
+
+
+def figures_of(*rows: dict[str, Any]) -> RowFigures:
+    figures = RowFigures()
+    figures.add(table(*rows))
+    return figures
+
+
+def made_up(seed: int, num_rows: int) -> list[dict[str, Any]]:
+    """Rows of two days, in more categories than are kept."""
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for _ in range(num_rows):
+        at_s = rng.choice((1.0e9, 1.0e9 + 80_000)) + rng.randrange(40 * MAX_BUCKETS) / 4
+        category = rng.choice((None, *(f"c{i}" for i in range(MAX_NAMES + 6))))
+        if rng.random() < 0.2:
+            rows.append(failed(at_s, rng.choice("AB"), rng.choice(("x", "y" * 900)), category))
+            continue
+        histogram = [rng.randrange(4) for _ in range(rng.randrange(9))]
+        numbers = {"prompt_tokens": rng.randrange(5000), "completion_tokens": rng.randrange(300)}
+        row = answered(at_s, category, **numbers, acceptance_histogram=histogram, attempts=rng.randint(1, 2))
+        rows.append(row)
+    return rows
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), num_rows=st.integers(1, 400), cuts=st.lists(st.integers(0, 400)))
+def test_figures_of_parts_add_up_to_those_of_the_whole_in_any_order(
+    seed: int, num_rows: int, cuts: list[int]
+) -> None:
+    rows = made_up(seed, num_rows)
+    whole = figures_of(*rows)
+    random.Random(seed).shuffle(rows)
+    edges = [0, *sorted(min(cut, num_rows) for cut in cuts), num_rows]
+    parts = [figures_of(*rows[a:b]) for a, b in pairwise(edges)]
+    random.Random(seed + 1).shuffle(parts)
+    total = RowFigures()
+    for part in parts:
+        stored = json.loads(json.dumps(part.counts()))
+        assert len(json.dumps(stored)) < 8192, "a part's record stays small"
+        total.merge(RowFigures.from_counts(stored))
+    assert total == whole
+    assert sum(whole.timeline.tokens.values()) == whole.completion_tokens
+    assert len(whole.timeline.tokens) <= MAX_BUCKETS
+    assert sum(whole.prompt_lengths) == sum(whole.output_lengths) == whole.rows - whole.failed
+    categories = [sums for _, sums in whole.categories.ranked()]
+    assert sum(c.rows for c in categories) == sum(row["counted_as"] is not None for row in rows)
+    assert len(whole.categories.named) <= MAX_NAMES
+
+
+def test_a_table_is_counted_by_what_its_rows_say() -> None:
+    figures = figures_of(
+        answered(1000, "code", attempts=3),
+        answered(1001, "code", prompt_tokens=0, completion_tokens=1),
+        answered(1002, "math", acceptance_histogram=[2, 1]),
+        failed(1003, "BadRequestError", "too long", "math"),
+        failed(1003, "BadRequestError", "cannot be read"),
+        {"id": "killed its engines", "error": {"type": "EngineDeadError", "message": "poison"}},
+    )
+    assert (figures.rows, figures.failed, figures.retried) == (6, 3, 1)
+    assert figures.first_error == "cannot be read"
+    assert {kind: count.rows for kind, count in figures.errors.items()} == {
+        "BadRequestError": 2,
+        "EngineDeadError": 1,
+    }
+    assert figures.acceptance == [4, 1, 2, 2, 2, 0, 2]
+    assert figures.prompt_lengths == [1, 0, 0, 0, 0, 0, 0, 2]
+    assert figures.output_lengths == [0, 1, 0, 0, 0, 2]
+    assert figures.categories.named["math"] == Category(2, 1, 20, 5, 15)
+    assert figures.stretches.times == [[1000, 1004]] and figures.wall_s == 4
+    assert figures.timeline.tokens == {1002: 20, 1003: 1 + 0, 1004: 20}
+    assert (figures.device_s, figures.busy_s) == (1.5, 0.75)
+
+
+def test_pauses_between_runs_are_no_time_of_work() -> None:
+    figures = figures_of(answered(1000), answered(1050), answered(90_000))
+    assert figures.stretches.times == [[1000, 1052], [90_000, 90_002]]
+    assert figures.wall_s == 54 and figures.tokens_per_s == pytest.approx(60 / 54)
+    many = figures_of(*(answered(100 * i) for i in range(4 * MAX_STRETCHES)))
+    assert len(many.stretches.times) <= MAX_STRETCHES
+
+
+def test_lengths_are_counted_by_powers_of_two() -> None:
+    import numpy as np
+
+    counted = lengths(np.array([0, 1, 2, 3, 4, 7, 8, 1023, 1024, 2**40]))
+    assert {place: rows for place, rows in enumerate(counted) if rows} == {
+        **{0: 1, 1: 1, 2: 2, 3: 2, 4: 1},
+        **{10: 1, 11: 1, 41: 1},
+    }
+    assert [length_range(place) for place in (0, 1, 2, 11)] == [(0, 0), (1, 1), (2, 3), (1024, 2047)]
+
+
+def test_acceptance_by_position_counts_blocks_that_got_so_far() -> None:
+    assert acceptance_by_position([1, 1, 0, 2]) == [0.75, 0.5, 0.5]
+    assert acceptance_by_position([]) == acceptance_by_position([0, 0]) == []
+
+
+def test_long_names_of_categories_are_cut() -> None:
+    categories = Categories()
+    categories.add("x" * 500, Category(rows=1))
+    (name,) = categories.named
+    assert len(name) == 80 and name.endswith("…")
+
+
+def test_the_rate_over_time_holds_every_token_once_and_leaves_pauses_out() -> None:
+    figures = figures_of(*made_up(3, 2000))
+    drawn = rates(figures.timeline, figures.stretches)
+    assert len(drawn) == len(figures.stretches.times) == 2
+    points = [point for stretch in drawn for point in stretch]
+    assert len(points) <= 160
+    assert sum((end - begin) * rate for begin, end, rate in points) == pytest.approx(
+        figures.completion_tokens
+    )
+    assert points[0][0] == 0 and points[-1][1] == pytest.approx(figures.wall_s)
+    assert all(a[1] == b[0] for a, b in pairwise(points))
+
+
+def measured() -> Report:
+    """Of 100 rows, 3 failed, with a plain sample, categories and words that want to be a script."""
+    rows = [answered(1e9 + i, ("code", "math", HOSTILE)[i % 3]) for i in range(97)]
+    rows[50]["engine_spent"] = {
+        **{"device_s": 0.5, "open_s": 0.5, "busy_s": 0.25},
+        **{"plain_tokens": 100, "plain_s": 10.0, "drafted_tokens": 600, "drafted_s": 20.0},
+    }
+    rows += [failed(1e9 + i, kind, HOSTILE) for i, kind in enumerate(("A", "B", "A"))]
+    about = {"output": f"s3://x/{HOSTILE}", "settings": {"model": HOSTILE, "seed": 0}, "input": [HOSTILE]}
+    loose = EngineFigures(device_s=1e9, loose_s=2.0)
+    return make_report(figures_of(*rows), loose, about, device="GPU", price_per_device_hour=3.6)
+
+
+def test_the_report_says_what_was_measured() -> None:
+    report = json.loads(json.dumps(measured().as_json()))
+    assert (report["rows"], report["ok"], report["failed"], report["retried"]) == (100, 97, 3, 0)
+    assert (report["device"], report["device_s"]) == ("GPU", 97 * 0.5 + 2)
+    assert report["busy_share"] == 0.5
+    assert report["tokens_per_device_s"] == pytest.approx(97 * 20 / 50.5, rel=1e-4)
+    assert report["price"] == pytest.approx(50.5 * 3.6 / 3600, abs=1e-4)
+    speculation = report["speculation"]
+    assert speculation["measured"] and speculation["speedup"] == 3
+    assert (speculation["plain_tokens_per_s"], speculation["tokens_per_s"]) == (10, 30)
+    assert speculation["device_s_saved"] == pytest.approx(97 * 0.25 * 2), "of the time with rows in work"
+    assert report["acceptance"]["by_position"] == [0.8, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert set(report["acceptance"]["by_category"]) == {"code", "math", HOSTILE}
+    assert report["lengths"]["prompt"] == [{"from": 64, "to": 127, "rows": 97}]
+    assert sum(report["throughput"]["tokens"].values()) == 97 * 20
+    assert report["errors"]["A"] == {"rows": 2, "example": HOSTILE}
+    assert report["job"]["settings"]["model"] == HOSTILE
+
+
+def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = figures_of(answered(1000))
+    report = make_report(figures, EngineFigures(), {"output": "out"}, device="core")
+    assert report.as_json()["speculation"] == {
+        "measured": False,
+        "why": "not measured; --plain-sample N answers N rows without it, to compare",
+    }
+    assert report.saved_s is None and "saved" not in report.html()
+    report.print()
+    shown = capsys.readouterr().out
+    assert "results in out" in shown and "core-seconds" in shown and "--plain-sample" in shown
+    assert "GPU" not in shown and "price" not in shown
+
+
+def test_a_job_without_a_row_has_a_report() -> None:
+    report = make_report(RowFigures(), EngineFigures(), {}, device="GPU")
+    assert report.as_json()["rows"] == 0 and "<svg" not in report.html()
+    report.print()
+
+
+class Page(HTMLParser):
+    """What elements and attributes a page has."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_shows_data_as_text_and_needs_no_network() -> None:
+    html = measured().html()
+    page = Page(html)
+    assert not {"script", "img", "link", "iframe", "object", "base"} & {tag for tag, _ in page.elements}
+    names = {name for _, attributes in page.elements for name in attributes}
+    assert not {name for name in names if name.startswith("on") or name in ("src", "href", "style")}
+    assert "http" not in html.replace("http-equiv", "")
+    assert {HOSTILE, f"s3://x/{HOSTILE}"} <= set(page.text)
+    drawings = re.findall(r"<svg.*?</svg>", html)
+    assert len(drawings) == 5
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+
+
+class Browser:
+    """A real one, by the WebDriver protocol."""
+
+    def __init__(self, port: int) -> None:
+        self._at = f"http://127.0.0.1:{port}/session"
+        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+        arguments = [*flags.split(), "--disable-background-networking", "--hide-scrollbars"]
+        options = {"binary": CHROMIUM, "args": arguments}
+        made = self._call("POST", "", {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}})
+        self._at += f"/{made['sessionId']}"
+
+    def open(self, page: Path, width: int) -> None:
+        self._call("POST", "/window/rect", {"width": width, "height": 900})
+        self._call("POST", "/url", {"url": page.as_uri()})
+
+    def run(self, script: str) -> Any:
+        return self._call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def close(self) -> None:
+        self._call("DELETE", "")
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._at + path, data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("there is no chromium with a chromedriver here")
+    process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ports = (re.search(r"started successfully on port (\d+)", line) for line in process.stdout)
+        found = Browser(int(next(match[1] for match in ports if match)))
+        yield found
+        found.close()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_browser_lays_the_page_out_and_runs_nothing_of_it(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(measured().html(), encoding="utf-8")
+    for width in (1280, 520):
+        browser.open(page, width)
+        assert browser.run("return document.title") == "Batch job"
+        assert browser.run("return document.querySelectorAll('script, img').length") == 0
+        assert browser.run("return document.documentElement.scrollWidth - innerWidth") <= 0, "no sideways"
+        assert browser.run("return document.querySelectorAll('svg .bar').length") == 6 + 3 + 1 + 1
+        outside = browser.run(
+            "const out = [];"
+            "for (const text of document.querySelectorAll('svg text, td, th, .tile')) {"
+            "  const box = text.getBoundingClientRect();"
+            "  const around = (text.closest('section') || document.body).getBoundingClientRect();"
+            "  if (!box.width || !box.height || box.left < around.left || box.right > around.right"
+            "      || box.bottom > around.bottom) out.push(text.textContent);"
+            "}"
+            "return out"
+        )
+        assert outside == []
+        tallest = browser.run(
+            "return [...document.querySelectorAll('svg')].map(s =>"
+            " Math.max(0, ...[...s.querySelectorAll('.bar')].map(b => b.getBoundingClientRect().height)))"
+        )
+        assert all(height > 10 for height in tallest[1:]), "columns and bars are there to be seen"
+    assert "text" in browser.run("return document.querySelectorAll('svg')[0].innerHTML")
+
+
+def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    config = EngineConfig.from_dict(
+        {
+            "model": str(tiny_qwen3),
+            "speculative_config": {"model": str(tiny_drafter)},
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+        }
+    )
+    layout = Layout(category_column="kind", defaults={"max_tokens": 12, "temperature": 0.0})
+    rng = random.Random(1)
+    records: list[dict[str, Any]] = [
+        {"prompt": [rng.randrange(3, 60) for _ in range(5 + i)], "kind": i % 3} for i in range(10)
+    ]
+    records.append({"prompt": [5] * 500, "kind": 0})  # too long
+
+    async def run() -> tuple[RowFigures, EngineFigures, Any]:
+        began_s = time.monotonic()
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            meter = EngineMeter(engine.stats, 2, began_s)
+            answerer = RowAnswerer(engine, layout, GenerationDefaults(), "m")
+
+            async def answer(record: dict[str, Any]) -> dict[str, Any]:
+                speculate = meter.row_started()
+                result = await answerer.answer(record)
+                meter.row_ended(result, speculate)
+                return result
+
+            results = await asyncio.gather(*map(answer, records))
+            return figures_of(*results), meter.figures(), engine.stats()
+        finally:
+            engine.close()
+
+    figures, live, stats = asyncio.run(run())
+    assert (figures.rows, figures.failed, live.rows_done) == (11, 1, 11)
+    assert sum(figures.acceptance) == figures.num_steps == stats.num_drafts > 0
+    assert sum(a * n for a, n in enumerate(figures.acceptance)) == figures.num_accepted_tokens
+    shares = acceptance_by_position(figures.acceptance)
+    assert [round(share * figures.num_steps) for share in shares] == [n for n in stats.accepted_per_pos if n]
+    assert live.completion_tokens == figures.completion_tokens == 120
+    assert figures.device_s + live.loose_s == pytest.approx(live.device_s)
+    assert figures.busy_s == pytest.approx(live.busy_s) and 0 < figures.busy_s <= figures.open_s
+    assert {name: sums.rows for name, sums in figures.categories.named.items()} == {"0": 5, "1": 3, "2": 3}
