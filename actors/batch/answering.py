@@ -53,9 +53,9 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: its number, the OpenAI response; when the row was worked on (Unix time); what is
-# counted and kept nowhere else (`figures.py`): how often it was begun, the category that it is counted in,
-# verified blocks by accepted drafts, what its engine spent. Names that columns of the user's will hardly have.
+# What is known of it besides: its number, the OpenAI response; when the row was worked on (Unix time); what
+# is counted and kept nowhere else (`figures.py`): how often it was begun, the category that it is counted
+# in, verified blocks by accepted drafts, what its engine spent. Names that a user's columns will hardly have.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
