@@ -96,7 +96,7 @@ def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.Te
     for speculate in (True, False):
         output = tmp_path_factory.mktemp("answered") / "out"
         job = options(parquet, output, sampling={"max_tokens": 16})
-        done[speculate] = output, run_batch(config(pair, speculate=speculate), job)
+        done[speculate] = output, run_batch(config(pair, speculate=speculate), job).figures
     return done
 
 
@@ -149,7 +149,7 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
     path = tmp_path / "batch.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     job = options(path, tmp_path / "out", model_name="small")
-    figures = run_batch(config(pair), job)
+    figures = run_batch(config(pair), job).figures
     assert (figures.rows, figures.failed) == (5, 3)
     by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
     body = by_id["chat"]["response"]["body"]
@@ -195,7 +195,7 @@ def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tm
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     for backend in ("auto", "triton"):
         engine = config(pair, speculate=False, device="auto", attention_backend=backend)
-        figures = run_batch(engine, options(path, tmp_path / backend))
+        figures = run_batch(engine, options(path, tmp_path / backend)).figures
         assert (figures.rows, figures.failed) == (1, 0)
 
 
@@ -238,7 +238,7 @@ def test_a_job_makes_do_with_the_cores_that_are_free(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     with _Taken((os.cpu_count() or 2) - 1):
-        figures = run_batch(config(pair), options(path, tmp_path / "out"))
+        figures = run_batch(config(pair), options(path, tmp_path / "out")).figures
     assert (figures.rows, figures.failed) == (1, 0)
     assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
 
@@ -276,7 +276,7 @@ def test_a_job_whose_rows_all_failed_has_failed(pair: tuple[Path, Path], tmp_pat
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "temperature": -1}\n')
     job = options(path, tmp_path / "out")
-    figures = run_batch(config(pair), job)
+    figures = run_batch(config(pair), job).figures
     with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
         check_answered(figures, job)
     check_answered(RowFigures(rows=2, failed=1), job)

@@ -91,6 +91,22 @@ def batch(
             "--limit-time", metavar="SECONDS", help="End then, keeping what is answered (exit code 3)."
         ),
     ] = None,
+    category_column: Annotated[
+        str | None, typer.Option("--category-column", help="Count rows by its values in the report.")
+    ] = None,
+    plain_sample: Annotated[
+        int | None,
+        typer.Option(
+            "--plain-sample",
+            metavar="N",
+            help="Rows to answer without speculation, which measures what it is worth; 0 is none. By itself "
+            "where that costs little.",
+        ),
+    ] = None,
+    price_per_device_hour: Annotated[
+        float | None,
+        typer.Option("--price-per-gpu-hour", metavar="PRICE", help="Of a GPU (of a core, on CPUs)."),
+    ] = None,
     validate_only: Annotated[
         bool, typer.Option("--validate-only", help="Check every row, answer none but a few to estimate.")
     ] = False,
@@ -114,7 +130,6 @@ def batch(
             from ...cluster.pool_size import Concurrency
             from .job import check_answered, run_batch
             from .options import BatchOptions
-            from .progress import print_job
 
             options = BatchOptions(
                 input=tuple(input_file),
@@ -135,10 +150,13 @@ def batch(
                 pass_through=tuple(pass_through or ()),
                 sampling=sampling,
                 model_name=names[0] if isinstance(names, list) else names,
+                category_column=category_column,
+                plain_sample=plain_sample,
+                price_per_device_hour=price_per_device_hour,
             )
-            figures = run_batch(config, options, signals)
-            print_job(figures, output)
-            check_answered(figures, options)
+            report = run_batch(config, options, signals)
+            report.print()
+            check_answered(report.figures, options)
     except Stopped as stopped:
         if not stopped.told:
             typer.echo(f"{stopped} before anything was answered", err=True)

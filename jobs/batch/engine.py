@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 import ray
 
 from ...actors.batch.answering import Result, RowAnswerer
-from ...actors.batch.figures import RowFigures
+from ...actors.batch.figures import EngineFigures, RowFigures
+from ...actors.batch.metering import EngineMeter
 from ...actors.batch.reading import Row, RowReader, Work
 from ...actors.batch.rows import Layout
 from ...actors.batch.source import Source
@@ -34,6 +35,7 @@ from ...actors.http.defaults import GenerationDefaults
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
 from ...cluster.executor import Executor
+from ...cluster.plain_sample import PlainSample
 from ...cluster.row_ranges import RowRanges, minus, of_rows, rows_of
 from .order import by_shared_prefix
 
@@ -68,10 +70,12 @@ class Terms:
     Attributes:
         run: the number of the job's run.
         form: of the results; where order is preserved, rows are started in theirs.
+        plain_rows: that the first engine answers plainly, to measure what speculation is worth.
     """
 
     run: int
     form: OutputForm
+    plain_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +109,17 @@ class EngineState:
 
     Attributes:
         rows: of durable results.
+        engine: of all that it did, rows under way among it.
         running: rows in the engine; at most `capacity` are wanted there.
         waiting: rows that could be given back.
-        busy_s: time with a row in the engine, of the time from the first row's start to the last row's end.
-        begin_s, end_s: of that time, Unix; 0 before.
         failing_s: how long the output cannot be written already; None while it can.
     """
 
     rows: RowFigures = field(default_factory=RowFigures)
+    engine: EngineFigures = field(default_factory=EngineFigures)
     running: int = 0
     capacity: int = 1
     waiting: int = 0
-    busy_s: float = 0.0
-    begin_s: float = 0.0
-    end_s: float = 0.0
     failing_s: float | None = None
 
 
@@ -139,13 +140,18 @@ class BatchEngine:
 
     Args:
         num_threads: that its room has cores for; None leaves them to whoever computes.
+        num_devices: GPUs that it holds, or cores of CPUs.
         shard: names the files of this engine, where order is free.
         writer: a name that no other writer has or had.
     """
 
-    def __init__(self, setup: EngineSetup, num_threads: int | None, shard: int, writer: str) -> None:
+    def __init__(
+        self, setup: EngineSetup, num_threads: int | None, num_devices: float, shard: int, writer: str
+    ) -> None:
         self._setup = setup
         self._config = replace(setup.config, num_threads=num_threads, max_num_queued_reqs=None)
+        self._num_devices = num_devices
+        self._began_s = time.monotonic()
         self._shard = shard
         self._writer_name = writer
         self._engine: AsyncEngine | None = None
@@ -167,7 +173,7 @@ class BatchEngine:
         self._flushing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._figures = RowFigures()
-        self._clock = _BusyClock()
+        self._meter: EngineMeter | None = None
 
     async def start(self) -> EngineFacts:
         """Load the models. Raises ConfigError and its kin."""
@@ -187,6 +193,10 @@ class BatchEngine:
             setup.output, terms.form, run=terms.run, shard=self._shard, writer=self._writer_name
         )
         self._form = terms.form
+        sample = None
+        if terms.plain_rows and not self._shard:
+            sample = PlainSample(terms.plain_rows, self._config.max_num_seqs)
+        self._meter = EngineMeter(self._engine.stats, self._num_devices, self._began_s, sample)
         self._tasks.append(asyncio.create_task(self._flush_often()))
         self._hungry.set()
 
@@ -245,12 +255,10 @@ class BatchEngine:
         since_s = None if self._writer is None else self._writer.failing_since_s
         return EngineState(
             rows=self._figures,
+            engine=EngineFigures() if self._meter is None else self._meter.figures(),
             running=len(self._running),
             capacity=self._setup.config.max_num_seqs,
             waiting=self._num_waiting(),
-            busy_s=self._clock.busy_s(),
-            begin_s=self._clock.begin_s,
-            end_s=self._clock.end_s,
             failing_s=None if since_s is None else time.monotonic() - since_s,
         )
 
@@ -284,8 +292,6 @@ class BatchEngine:
         """Start what there is room for."""
         while self._backlog and len(self._running) < self._capacity and not self._leaving:
             row = self._backlog.popleft()
-            if not self._running:
-                self._clock.start()
             self._drained.clear()
             self._running[row.number] = asyncio.create_task(self._answer(row))
         self._look_for_hunger()
@@ -300,17 +306,18 @@ class BatchEngine:
         return len(self._backlog) + sum(len(held.open) for held in self._held.values() if not held.read)
 
     async def _answer(self, row: Row) -> None:
-        assert self._answerer is not None, "start() the engine first"
+        assert self._answerer is not None and self._meter is not None, "begin() first"
+        speculate, result = self._meter.row_started(), None
         try:
-            result = await self._answerer.answer(row)
+            result = await self._answerer.answer(row, speculate=speculate)
         except Exception as error:  # EngineDeadError, or a fault of ours: neither is the row's
             self._fail(error)
-        else:
-            self._finish(result, self._lease_of[row.number])
         finally:
+            self._meter.row_ended(result, speculate)
+            if result is not None:
+                self._finish(result, self._lease_of[row.number])
             del self._running[row.number]
             if not self._running:
-                self._clock.stop()
                 self._drained.set()
         self._feed()
 
@@ -395,24 +402,3 @@ class BatchEngine:
         for held in self._held.values():
             if not held.ended.done():
                 held.ended.set_exception(error)
-
-
-class _BusyClock:
-    """Time with at least one row in the engine."""
-
-    def __init__(self) -> None:
-        self.begin_s = self.end_s = 0.0
-        self._busy_s = 0.0
-        self._started_s: float | None = None
-
-    def start(self) -> None:
-        self._started_s = time.monotonic()
-        self.begin_s = self.begin_s or time.time()
-
-    def stop(self) -> None:
-        self._busy_s, self._started_s = self.busy_s(), None
-        self.end_s = time.time()
-
-    def busy_s(self) -> float:
-        running_s = 0.0 if self._started_s is None else time.monotonic() - self._started_s
-        return self._busy_s + running_s

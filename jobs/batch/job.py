@@ -21,6 +21,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+import ray
+
 from ...actors.batch.figures import RowFigures
 from ...actors.batch.source import check_columns, open_source
 from ...actors.batch.storage import Storage
@@ -32,10 +34,12 @@ from ...cluster.executor import Executor
 from ...cluster.row_ranges import count, union
 from ..stop import Stopped, StopSignals
 from .engine import EngineSetup
+from .gauges import JobGauges
 from .opening import Opening
 from .options import BatchOptions
-from .pool import Job
+from .pool import Done, Job
 from .progress import ProgressView
+from .report import Report, make_report
 from .run import EngineRun, Event, Phase
 
 OPENING_S = 1.0  # a small input is known before Ray is asked for anything
@@ -57,8 +61,8 @@ def run_batch(
     signals: StopSignals | None = None,
     *,
     make: Callable[[EngineConfig], Executor] = make_executor,
-) -> RowFigures:
-    """Answer every row of the input that is not answered yet; returns the figures of all rows.
+) -> Report:
+    """Answer every row of the input that is not answered yet; returns the report on all rows.
 
     Failed rows do not fail the job, nor do rows that kill engines.
 
@@ -90,7 +94,7 @@ def run_batch(
             view.show(opening.job.result(OPENING_S))
         if not (opening.job.done() and _nothing_is_left(opening.job.result())):
             _Driver(setup, options, opening, view, signals or StopSignals()).answer()
-        return _finish(opening.job.result(), view)
+        return _finish(opening.job.result(), view, options)
 
 
 def check_answered(figures: RowFigures, options: BatchOptions) -> None:
@@ -133,7 +137,7 @@ class _Driver:
     def _follow(self) -> None:
         stopped: Stopped | None = None
         while (event := self._next_event()) is not Phase.LEFT:
-            if isinstance(event, RowFigures):
+            if isinstance(event, Done):
                 self._view.update(event)
             elif isinstance(event, str):
                 self._view.say(event)
@@ -183,8 +187,10 @@ class _View:
 
     def __init__(self) -> None:
         self.job: Job | None = None
+        self.done = Done()  # in this run
         self._before = RowFigures()
         self._view: ProgressView | None = None
+        self._gauges: JobGauges | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +206,8 @@ class _View:
         if self.job is None:
             self.job, self._before = job, job.ledger.figures
             if not _nothing_is_left(job):
-                self._view = ProgressView(job.num_rows).__enter__()
+                left, compares = count(job.rows), job.plain_rows > 0
+                self._view = ProgressView(job.num_rows, left=left, compares=compares).__enter__()
 
     def say(self, line: str) -> None:
         if self._view is not None:
@@ -208,28 +215,47 @@ class _View:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def update(self, figures: RowFigures) -> None:
-        """Show what is durable of this run's rows, if anything is, beside those of earlier runs."""
-        if self._view is not None and figures.rows:
-            together = RowFigures()
-            for each in (self._before, figures):
-                together.merge(each)
-            self._view.update(together)
+    def update(self, done: Done) -> None:
+        """Show what is done in this run, beside the rows of earlier ones."""
+        self.done = done
+        if self._view is None or self.job is None:
+            return
+        together = RowFigures()
+        for each in (self._before, done.rows):
+            together.merge(each)
+        now = self._view.update(together, done.live, done.engines)
+        if ray.is_initialized():
+            self._gauges = self._gauges or JobGauges(self.job.paper.fingerprint[:12])
+            self._gauges.show(now)
 
 
 def _nothing_is_left(job: Job) -> bool:
     return not job.rows and not job.ledger.orphans
 
 
-def _finish(job: Job, view: _View) -> RowFigures:
-    """The end of a job whose rows are all durable. Returns the figures of all of them."""
-    ledger = job.ledger
+def _finish(job: Job, view: _View, options: BatchOptions) -> Report:
+    """The end of a job whose rows are all durable."""
+    ledger, paper = job.ledger, job.paper
+    if not ledger.complete:
+        ledger.refresh()
+    report = make_report(
+        ledger.figures,
+        view.done.live,
+        {
+            "output": options.output,
+            "input": list(options.input),
+            "fingerprint": paper.fingerprint,
+            **paper.made_from,
+            **paper.about,
+        },
+        device=view.done.device,
+        price_per_device_hour=options.price_per_device_hour,
+    )
     if ledger.complete:
         view.say("all rows are answered already; nothing is left to do")
-        return ledger.figures
-    ledger.refresh()
-    ledger.finish(ledger.figures.as_json())
-    return ledger.figures
+    else:
+        ledger.finish(report.as_json(), report.html())
+    return report
 
 
 def _check_models(config: EngineConfig) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from ...actors.batch.ledger import Ledger
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import survey
+from ...cluster.plain_sample import num_plain_rows
 from ...cluster.row_ranges import count, union
 from .engine import EngineSetup
 from .options import BatchOptions
@@ -84,14 +85,23 @@ class Opening:
         if form.ordered:
             largest = rows_per_shard(found.num_rows)
         return Job(
+            paper=paper,
             survey=found,
             ledger=ledger,
             form=form,
             rows=rows,
+            plain_rows=self._plain_rows(count(rows)),
             num_rows=count(paper.rows),
             largest=largest,
             smallest=min(smallest, largest),
         )
+
+    def _plain_rows(self, num_rows: int) -> int:
+        """None where there is nothing to compare."""
+        config = self._setup.config
+        if config.speculative_config is None:
+            return 0
+        return num_plain_rows(num_rows, config.max_num_seqs, self._options.plain_sample)
 
     def _lease_sizes(self) -> tuple[int, int]:
         """As large as an engine's order of rows can use, as small as the end wants."""

@@ -35,6 +35,10 @@ class BatchOptions:
         pass_through: columns handed on to the results; ("*",) is all of them.
         sampling: fields for rows that bring none.
         model_name: in OpenAI responses; the engine's `model` if absent.
+        category_column: rows are counted by its values in the report.
+        plain_sample: rows answered without speculation, to measure what it is worth; by itself as many as
+            that takes, where that is a small share of the job's.
+        price_per_device_hour: of a GPU (of a core, on CPUs), for the report.
     """
 
     input: tuple[str, ...]
@@ -55,6 +59,9 @@ class BatchOptions:
     pass_through: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model_name: str | None = None
+    category_column: str | None = None
+    plain_sample: int | None = None
+    price_per_device_hour: float | None = None
 
     def __post_init__(self) -> None:
         if not self.input:
@@ -62,6 +69,9 @@ class BatchOptions:
         for name in ("sample", "limit_time_s"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConfigError(f"{name}={value} must be more than 0.", param=name)
+        for name in ("plain_sample", "price_per_device_hour"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ConfigError(f"{name}={value} must not be less than 0.", param=name)
         for one, other in (("prompt_column", "template"), ("overwrite", "retry_failed")):
             if getattr(self, one) and getattr(self, other):
                 raise ConfigError(f"{one} and {other} exclude each other; give one of them.", param=other)
@@ -79,6 +89,7 @@ class BatchOptions:
             columns="all" if "*" in self.pass_through else self.pass_through,
             defaults=dict(self.sampling),
             seed=config.seed or 0,
+            category_column=self.category_column,
         )
 
     def format(self, source: Source) -> OutputFormat:

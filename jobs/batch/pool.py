@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import ray
 
-from ...actors.batch.figures import RowFigures
+from ...actors.batch.figures import EngineFigures, RowFigures
 from ...actors.batch.ledger import Ledger
+from ...actors.batch.paper import JobPaper
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import Survey
 from ...cluster.errors import EngineDeadError, MantaError
@@ -28,6 +29,7 @@ from ...cluster.row_ranges import RowRanges, count, minus, rows_of
 from .engine import EngineSetup, LeasedWork, LeaseReport, Terms
 from .estate import Estates
 from .nodes import NodeWatch, draining_nodes, living_nodes
+from .report import Device
 from .room import Rooms
 from .seat import Seat, engine_died, reason
 
@@ -45,21 +47,46 @@ class Job:
 
     Attributes:
         rows: to be answered; those that dead writers have finished may be among them.
+        plain_rows: of them, answered plainly to measure what speculation is worth.
         num_rows: that the output is to have in the end.
         largest, smallest: rows of a lease.
     """
 
+    paper: JobPaper
     survey: Survey
     ledger: Ledger
     form: OutputForm
     rows: RowRanges
+    plain_rows: int
     num_rows: int
     largest: int
     smallest: int
 
     @property
     def terms(self) -> Terms:
-        return Terms(self.ledger.run, self.form)
+        return Terms(self.ledger.run, self.form, self.plain_rows)
+
+
+@dataclass(slots=True)
+class Done:
+    """What engines have done in this run.
+
+    Attributes:
+        rows: that are durable.
+        live: what the engines say of themselves, those that are gone among them.
+        engines: that work.
+        device: what they hold.
+    """
+
+    rows: RowFigures = field(default_factory=RowFigures)
+    live: EngineFigures = field(default_factory=EngineFigures)
+    engines: int = 0
+    device: Device = "core"
+
+    def add(self, rows: RowFigures, live: EngineFigures) -> None:
+        """Count what an engine has done."""
+        self.rows.merge(rows)
+        self.live = self.live.merge(live)
 
 
 class EnginePool:
@@ -67,7 +94,7 @@ class EnginePool:
 
     Args:
         say: takes a line for the user.
-        show: takes figures of the rows that became durable in this run.
+        show: takes what was done in this run.
     """
 
     def __init__(
@@ -75,7 +102,7 @@ class EnginePool:
         setup: EngineSetup,
         bounds: Concurrency,
         say: Callable[[str], None],
-        show: Callable[[RowFigures], None],
+        show: Callable[[Done], None],
     ) -> None:
         self._setup = setup
         self._bounds = bounds
@@ -94,7 +121,8 @@ class EnginePool:
         self._stirred = asyncio.Event()  # for the watch: something has happened
         self._changed = asyncio.Event()  # for engines: there may be rows again; replaced each time
         self._deaths = 0
-        self._past = RowFigures()  # of engines that are gone
+        self._device: Device = "core"
+        self._past = Done()  # of engines that are gone
 
     async def run(self, opening: Awaitable[Job]) -> None:
         """Returns when all rows are durable; after `stop`, when all that was finished is.
@@ -230,11 +258,12 @@ class EnginePool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _figures(self) -> RowFigures:
-        figures = RowFigures()
-        for each in (self._past, *(seat.state.rows for seat in self._seats)):
-            figures.merge(each)
-        return figures
+    def _figures(self) -> Done:
+        done = Done(engines=sum(seat.working for seat in self._seats), device=self._device)
+        done.add(self._past.rows, self._past.live)
+        for seat in self._seats:
+            done.add(seat.state.rows, seat.state.engine)
+        return done
 
     # An engine's life.
 
@@ -245,7 +274,7 @@ class EnginePool:
             await self._guard(self._mourn(seat, reason(error)))
         finally:
             seat.working = False
-            self._past.merge(seat.state.rows)
+            self._past.add(seat.state.rows, seat.state.engine)
             self._seats.remove(seat)
             seat.left.set()
             self._stir()
@@ -256,6 +285,7 @@ class EnginePool:
         assert self._rooms is not None, "there are rooms before there are seats"
         if (place := await _unless(seat.dismissed, self._rooms.place())) is None:
             return
+        self._device = "GPU" if "GPU" in place.claim.needs else "core"
         seat.occupy(place, self._shared)
         if await _unless(seat.dismissed, seat.start()) is None:
             return

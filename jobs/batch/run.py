@@ -20,11 +20,10 @@ from enum import Enum, auto
 
 import ray
 
-from ...actors.batch.figures import RowFigures
 from ...cluster.pool_size import Concurrency
 from ..ray_session import join_or_start_ray
 from .engine import EngineSetup
-from .pool import EnginePool, Job
+from .pool import Done, EnginePool, Job
 from .seat import reason
 
 END_TIMEOUT_S = 30.0
@@ -38,8 +37,8 @@ class Phase(Enum):
     LEFT = auto()
 
 
-# Figures of this run's rows, a line for the user, a signal, why the run failed.
-Event = Phase | RowFigures | str | signal.Signals | BaseException
+# What is done in this run, a line for the user, a signal, why the run failed.
+Event = Phase | Done | str | signal.Signals | BaseException
 
 
 class EngineRun:

@@ -67,7 +67,9 @@ class Seat:
             num_gpus=place.claim.actor.get("GPU"),
             scheduling_strategy=place.strategy,
         )
-        self._actor = actor.remote(setup, place.claim.num_threads, self.number, self.name)
+        claim = place.claim
+        num_devices = claim.needs.get("GPU") or claim.needs.get("CPU", 1.0)
+        self._actor = actor.remote(setup, claim.num_threads, num_devices, self.number, self.name)
 
     async def start(self) -> EngineFacts:
         """Load the models."""
