@@ -52,21 +52,14 @@ class DryRun:
     first_prompt: str
 
 
-def dry_run(
-    source: Source,
-    layout: Layout,
-    config: EngineConfig,
-    *,
-    duplicates: Duplicates,
-    limit: int | None = None,
-) -> DryRun:
+def dry_run(source: Source, layout: Layout, config: EngineConfig, *, duplicates: Duplicates) -> DryRun:
     """Try a few rows. Raises what a job would before it starts: DatasetError, ConfigError.
 
     Args:
-        duplicates, limit: of the survey.
+        duplicates: of the survey.
     """
     checker = RowChecker(layout, config)
-    rows = survey(source, layout, duplicates=duplicates, limit=limit)
+    rows = survey(source, layout, duplicates=duplicates)
     num_tried = min(ROWS_TRIED, rows.num_rows)
     reader = RowReader(source, layout)
     tried = reader.read(rows.work(of_rows(i * rows.num_rows // num_tried for i in range(num_tried))))

@@ -74,17 +74,16 @@ def validate(
     config: EngineConfig,
     *,
     duplicates: Duplicates,
-    limit: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> ValidationReport:
     """Look at every row. Raises what a job would before it starts: DatasetError, ConfigError.
 
     Args:
-        duplicates, limit, stop: of the survey.
+        duplicates, stop: of the survey.
     """
     begin_s = time.monotonic()
     checker = RowChecker(layout, config)
-    rows = survey(source, layout, duplicates=duplicates, limit=limit, stop=stop)
+    rows = survey(source, layout, duplicates=duplicates, stop=stop)
     lengths: array[int] = array("q")
     bad: list[tuple[int, str]] = []
     num_bad = num_too_long = most = 0
