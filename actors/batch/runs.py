@@ -9,7 +9,6 @@ Written by whoever holds the output's lock (`ledger.py`), read by writers.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -80,6 +79,10 @@ class Job:
             paper=paper.as_json(),
         )
 
+    def as_json(self) -> Json:
+        """For readers: the paper, and who made the results when."""
+        return {"runs": self.runs, **self.paper}
+
     def write(self, output: Storage) -> None:
         content = {
             "version": VERSION,
@@ -130,12 +133,6 @@ def remove_earlier(output: Storage) -> None:
     if names:
         output.remove(SUCCESS, *names)
         output.remove(EARLIER)
-
-
-def remove_folder(output: Storage, folder: str) -> None:
-    """A folder with all that is in it. What is not there is no error."""
-    with contextlib.suppress(FileNotFoundError):
-        output.filesystem.delete_dir(output.path(folder))
 
 
 def write_json(output: Storage, name: str, content: Mapping[str, Any]) -> None:
