@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from manta.actors.batch.answering import WIRE_SCHEMA, RowAnswerer
 from manta.actors.batch.figures import EngineFigures, RowFigures
 from manta.actors.batch.metering import EngineMeter
+from manta.actors.batch.reading import Row
 from manta.actors.batch.rows import Layout
 from manta.actors.batch.tallies import (
     MAX_BUCKETS,
@@ -369,13 +370,13 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
             meter = EngineMeter(engine.stats, 2, began_s)
             answerer = RowAnswerer(engine, layout, GenerationDefaults(), "m")
 
-            async def answer(record: dict[str, Any]) -> dict[str, Any]:
+            async def answer(row: Row) -> dict[str, Any]:
                 speculate = meter.row_started()
-                result = await answerer.answer(record)
+                result = await answerer.answer(row)
                 meter.row_ended(result, speculate)
                 return result
 
-            results = await asyncio.gather(*map(answer, records))
+            results = await asyncio.gather(*(answer(Row(*row)) for row in enumerate(records)))
             return figures_of(*results), meter.figures(), engine.stats()
         finally:
             engine.close()

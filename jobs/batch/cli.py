@@ -108,7 +108,8 @@ def batch(
         typer.Option("--price-per-gpu-hour", metavar="PRICE", help="Of a GPU (of a core, on CPUs)."),
     ] = None,
     validate_only: Annotated[
-        bool, typer.Option("--validate-only", help="Check every row, answer none but a few to estimate.")
+        bool,
+        typer.Option("--validate-only", help="Look at every row, answer none; exit code 1 if rows are bad."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the job would do, and end.")] = False,
 ) -> None:
@@ -154,6 +155,10 @@ def batch(
                 plain_sample=plain_sample,
                 price_per_device_hour=price_per_device_hour,
             )
+            if dry_run or validate_only:
+                from .preview import preview
+
+                raise typer.Exit(preview(config, options, dry_run=dry_run))
             report = run_batch(config, options, signals)
             report.print()
             check_answered(report.figures, options)
