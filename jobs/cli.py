@@ -197,7 +197,7 @@ def batch(
                 model_name=names[0] if isinstance(names, list) else names,
             )
             figures = run_batch(config, options, signals)
-            make_report(figures, EngineFigures(), {"output": output}, device="core").print()
+            make_report(figures, EngineFigures(), {"output": output}).print()
             check_answered(figures, options)
     except Stopped as stopped:
         if not stopped.told:
