@@ -12,7 +12,7 @@ Time counts only while the engine is full and all of its rows are of one kind. T
 before the plain rows as after them, and at most as long as theirs, so that a drift (rows ordered by length)
 falls out. Plain rows are started until half of `num_rows` were while no speculated one ran: that takes about
 `num_rows`, and up to twice as many where they are so fast that speculated ones outlast them. A sample that
-does not come to its end says nothing.
+does not come to its end, or that was over in no time, says nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .errors import ConfigError
 
 ROWS_PER_SEAT = 2  # the first fill the engine, the second keep it full while the first are answered
 STRETCH = 2  # what a sample may take at most, of what it is to take
+LEAST_S = 1.0  # of each kind of time; less than that is noise
 MAX_SHARE = 0.02  # of a job's rows, where nobody asked
 
 
@@ -134,7 +135,7 @@ class PlainSample:
         if self._phase is _Phase.BEFORE and self._warm:
             self._phase = _Phase.PLAIN
         elif self._phase is _Phase.PLAIN and self._enough:
-            self._phase = _Phase.AFTER if _seconds(self._plain) > 0 else _Phase.DONE
+            self._phase = _Phase.AFTER if _seconds(self._plain) >= LEAST_S else _Phase.DONE
         speculate = self._phase is not _Phase.PLAIN
         if not speculate:
             self._num_started += 1
@@ -155,13 +156,15 @@ class PlainSample:
         return (
             self._num_warm >= self._num_rows
             and sum(self._num_running.values()) + 1 >= self._full
-            and _seconds(self._before) > 0
+            and _seconds(self._before) >= LEAST_S
         )
 
     @property
     def _enough(self) -> bool:
         """No more plain rows are to be started."""
-        return 2 * self._num_alone >= self._num_rows or self._num_started >= STRETCH * self._num_rows
+        if self._num_started >= STRETCH * self._num_rows:
+            return True
+        return 2 * self._num_alone >= self._num_rows and _seconds(self._plain) >= LEAST_S
 
     def _count(self, now_s: float, num_tokens: int) -> None:
         """Take the time since the last event for what it was."""

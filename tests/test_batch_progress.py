@@ -62,7 +62,7 @@ class SimulatedEngine:
             self._tick()
 
     def _tick(self) -> None:
-        self.now_s += 0.1
+        self.now_s += 1
         for row in self.running[:SEATS]:  # those beyond wait in the engine
             came = self.rates(self.started)[bool(row[1])]
             row[0] -= came
@@ -89,7 +89,7 @@ def test_the_plain_sample_finds_the_speedup_whatever_it_is(
     found = sample.comparison
     assert found is not None
     assert found.speedup == pytest.approx(speedup, rel=0.02)
-    assert found.plain_tokens_per_s == pytest.approx(10 * SEATS * plain, rel=0.02)
+    assert found.plain_tokens_per_s == pytest.approx(SEATS * plain, rel=0.02)
     first = engine.plain[0]
     assert engine.plain == list(range(first, first + len(engine.plain))), "one window"
     assert SEATS < len(engine.plain) <= 4 * SEATS
@@ -146,6 +146,18 @@ def test_mixed_and_half_empty_time_is_not_counted() -> None:
 def test_a_sample_that_does_not_come_to_its_end_says_nothing(lengths: list[int]) -> None:
     sample = PlainSample(2 * SEATS, SEATS)
     SimulatedEngine(sample, lambda _: (2.0, 6.0), 2).run(lengths)
+    assert sample.comparison is None
+
+
+def test_a_sample_that_is_over_in_no_time_says_nothing() -> None:
+    sample = PlainSample(2, full=1)
+    now_s, num_plain = 0.0, 0
+    for row in range(100):
+        speculate = sample.start(now_s, row * 10)
+        num_plain += not speculate
+        now_s += 0.25 if speculate else 0.2
+        sample.end(now_s, row * 10 + 10, speculate)
+    assert num_plain == 4, "twice as many as are to be, to no avail"
     assert sample.comparison is None
 
 

@@ -226,7 +226,7 @@ def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[st
     report = make_report(figures, EngineFigures(device="core"), {"output": "out"}, price_per_gpu_hour=2.0)
     assert report.as_json()["speculation"] == {
         "measured": False,
-        "why": "not measured; --plain-sample N answers N rows without it, to compare",
+        "why": "not measured: --plain-sample N answers about N rows without it (the more, the surer)",
     }
     assert report.saved_s is None and "saved" not in report.html()
     report.print()
