@@ -4,13 +4,15 @@ Answers do not depend on speculation, so a few rows can be answered without it a
 rows, and what of the time is comparable, is decided here; who starts rows asks and tells (`EngineMeter`).
 Pure: times and the engine's token counter are given.
 
-    rows started   speculated ......... | num_rows plain ones      | speculated .............
+    rows started   speculated ......... | plain ................   | speculated .............
     rows running   speculated ......... | both . | plain alone . | both . | speculated ......
     counted            [<-- before -->]          [<-- plain -->]          [<-- after -->]
 
 Time counts only while the engine is full and all of its rows are of one kind. The speculated time is as long
 before the plain rows as after them, and at most as long as theirs, so that a drift (rows ordered by length)
-falls out. A sample that does not come to its end says nothing.
+falls out. Plain rows are started until half of `num_rows` were while no speculated one ran: that takes about
+`num_rows`, and up to twice as many where they are so fast that speculated ones outlast them. A sample that
+does not come to its end, or that was over in no time, says nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from enum import Enum, auto
 from .errors import ConfigError
 
 ROWS_PER_SEAT = 2  # the first fill the engine, the second keep it full while the first are answered
+STRETCH = 2  # what a sample may take at most, of what it is to take
+LEAST_S = 1.0  # of each kind of time; less than that is noise
 MAX_SHARE = 0.02  # of a job's rows, where nobody asked
 
 
@@ -96,7 +100,7 @@ class PlainSample:
     """The sample of one engine.
 
     Args:
-        num_rows: how many rows are answered plainly; see `num_plain_rows`.
+        num_rows: how many rows are about to be answered plainly; see `num_plain_rows`.
         full: with that many rows in it the engine is full.
     """
 
@@ -107,6 +111,7 @@ class PlainSample:
         self._num_running = {True: 0, False: 0}  # by whether they are speculated
         self._num_warm = 0  # speculated rows answered before the sample
         self._num_started = 0  # plain rows
+        self._num_alone = 0  # of them, while no speculated row ran
         self._event_s: float | None = None
         self._event_tokens = 0
         self._before: list[_Stretch] = []
@@ -129,10 +134,12 @@ class PlainSample:
         self._count(now_s, num_tokens)
         if self._phase is _Phase.BEFORE and self._warm:
             self._phase = _Phase.PLAIN
-        elif self._phase is _Phase.PLAIN and self._num_started == self._num_rows:
-            self._phase = _Phase.AFTER if _seconds(self._plain) > 0 else _Phase.DONE
+        elif self._phase is _Phase.PLAIN and self._enough:
+            self._phase = _Phase.AFTER if _seconds(self._plain) >= LEAST_S else _Phase.DONE
         speculate = self._phase is not _Phase.PLAIN
-        self._num_started += not speculate
+        if not speculate:
+            self._num_started += 1
+            self._num_alone += not self._num_running[True]
         self._num_running[speculate] += 1
         return speculate
 
@@ -149,8 +156,15 @@ class PlainSample:
         return (
             self._num_warm >= self._num_rows
             and sum(self._num_running.values()) + 1 >= self._full
-            and _seconds(self._before) > 0
+            and _seconds(self._before) >= LEAST_S
         )
+
+    @property
+    def _enough(self) -> bool:
+        """No more plain rows are to be started."""
+        if self._num_started >= STRETCH * self._num_rows:
+            return True
+        return 2 * self._num_alone >= self._num_rows and _seconds(self._plain) >= LEAST_S
 
     def _count(self, now_s: float, num_tokens: int) -> None:
         """Take the time since the last event for what it was."""

@@ -133,7 +133,7 @@ def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
             return []
 
     with ThreadPoolExecutor(3) as pool:
-        held = sum(pool.map(start, range(3)), [])
+        held = [each for started in pool.map(start, range(3)) for each in started]
     for each in held:
         each.close()
     assert len(held) <= 1

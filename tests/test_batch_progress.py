@@ -62,7 +62,7 @@ class SimulatedEngine:
             self._tick()
 
     def _tick(self) -> None:
-        self.now_s += 0.1
+        self.now_s += 1
         for row in self.running[:SEATS]:  # those beyond wait in the engine
             came = self.rates(self.started)[bool(row[1])]
             row[0] -= came
@@ -75,7 +75,7 @@ class SimulatedEngine:
 @settings(max_examples=40)
 @given(
     plain=st.floats(1, 8),
-    speedup=st.floats(0.5, 6),
+    speedup=st.floats(0.4, 6),
     surplus=st.integers(0, 2),
     seed=st.integers(0, 1000),
 )
@@ -89,19 +89,20 @@ def test_the_plain_sample_finds_the_speedup_whatever_it_is(
     found = sample.comparison
     assert found is not None
     assert found.speedup == pytest.approx(speedup, rel=0.02)
-    assert found.plain_tokens_per_s == pytest.approx(10 * SEATS * plain, rel=0.02)
+    assert found.plain_tokens_per_s == pytest.approx(SEATS * plain, rel=0.02)
     first = engine.plain[0]
-    assert engine.plain == list(range(first, first + 2 * SEATS)), "one window"
+    assert engine.plain == list(range(first, first + len(engine.plain))), "one window"
+    assert SEATS < len(engine.plain) <= 4 * SEATS
     assert first >= 2 * SEATS, "after as many speculated rows"
 
 
 def test_what_changes_slowly_over_the_job_falls_out_of_the_comparison() -> None:
     sample = PlainSample(2 * SEATS, SEATS)
-    # Rows become faster and faster, plain ones and speculated ones: either side alone would be far off.
+    # Rows become faster and faster, plain ones and speculated ones: either side alone would be 20 % off.
     engine = SimulatedEngine(sample, lambda n: (2 + n / 40, 4 + n / 20), 2)
     engine.run([80] * 40 * SEATS)
     assert sample.comparison is not None
-    assert sample.comparison.speedup == pytest.approx(2, rel=0.03)
+    assert sample.comparison.speedup == pytest.approx(2, rel=0.05)
 
 
 def test_mixed_and_half_empty_time_is_not_counted() -> None:
@@ -148,6 +149,18 @@ def test_a_sample_that_does_not_come_to_its_end_says_nothing(lengths: list[int])
     assert sample.comparison is None
 
 
+def test_a_sample_that_is_over_in_no_time_says_nothing() -> None:
+    sample = PlainSample(2, full=1)
+    now_s, num_plain = 0.0, 0
+    for row in range(100):
+        speculate = sample.start(now_s, row * 10)
+        num_plain += not speculate
+        now_s += 0.25 if speculate else 0.2
+        sample.end(now_s, row * 10 + 10, speculate)
+    assert num_plain == 4, "twice as many as are to be, to no avail"
+    assert sample.comparison is None
+
+
 def test_no_sample_without_rows_for_it() -> None:
     sample = PlainSample(0, SEATS)
     engine = SimulatedEngine(sample, lambda _: (2.0, 6.0), 2)
@@ -163,12 +176,12 @@ def test_no_sample_without_rows_for_it() -> None:
 
 
 def stats(tokens: int) -> EngineStats:
-    return EngineStats(0, 0, 0.0, 1, 7, tokens, 0, 0, 0, {}, 3, 9, 4, (2, 2), {})
+    return EngineStats(0, 0, 0, 0, 0.0, 1, 7, tokens, 0, 0, 0, {}, 3, 9, 4, (2, 2), {})
 
 
 def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
     clock, tokens = Clock(), [0]
-    meter = EngineMeter(lambda: stats(tokens[0]), 4, clock.now_s, PlainSample(2, full=1), clock)
+    meter = EngineMeter(lambda: stats(tokens[0]), "GPU", 4, clock.now_s, PlainSample(4, full=1), clock)
     clock.now_s += 10  # loading
     results: list[dict[str, dict[str, float]]] = []
     for _ in range(8):
@@ -197,11 +210,11 @@ def test_what_an_engine_spends_is_on_its_results_exactly_once() -> None:
 
 
 def test_figures_of_engines_add_up() -> None:
-    one = EngineFigures(rows_done=2, busy_s=3, first_row_s=50, last_row_s=60, num_devices=1)
+    one = EngineFigures(rows_done=2, busy_s=3, first_row_s=50, last_row_s=60, num_devices=1, device="GPU")
     two = EngineFigures(rows_done=5, busy_s=4, first_row_s=40, last_row_s=55, num_devices=1)
     both = one.merge(two)
     assert (both.rows_done, both.busy_s, both.num_devices) == (7, 7, 2)
-    assert (both.first_row_s, both.last_row_s) == (40, 60)
+    assert (both.first_row_s, both.last_row_s, both.device) == (40, 60, "GPU")
     assert one.merge(EngineFigures()) == one == EngineFigures().merge(one)
 
 

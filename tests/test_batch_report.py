@@ -199,8 +199,8 @@ def measured() -> Report:
     }
     rows += [failed(1e9 + i, kind, HOSTILE) for i, kind in enumerate(("A", "B", "A"))]
     about = {"output": f"s3://x/{HOSTILE}", "settings": {"model": HOSTILE, "seed": 0}, "input": [HOSTILE]}
-    loose = EngineFigures(device_s=1e9, loose_s=2.0)
-    return make_report(figures_of(*rows), loose, about, device="GPU", price_per_device_hour=3.6)
+    loose = EngineFigures(device="GPU", device_s=1e9, loose_s=2.0)
+    return make_report(figures_of(*rows), loose, about, price_per_gpu_hour=3.6)
 
 
 def test_the_report_says_what_was_measured() -> None:
@@ -224,10 +224,10 @@ def test_the_report_says_what_was_measured() -> None:
 
 def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[str]) -> None:
     figures = figures_of(answered(1000))
-    report = make_report(figures, EngineFigures(), {"output": "out"}, device="core")
+    report = make_report(figures, EngineFigures(device="core"), {"output": "out"}, price_per_gpu_hour=2.0)
     assert report.as_json()["speculation"] == {
         "measured": False,
-        "why": "not measured; --plain-sample N answers N rows without it, to compare",
+        "why": "not measured: --plain-sample N answers about N rows without it (the more, the surer)",
     }
     assert report.saved_s is None and "saved" not in report.html()
     report.print()
@@ -237,7 +237,7 @@ def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[st
 
 
 def test_a_job_without_a_row_has_a_report() -> None:
-    report = make_report(RowFigures(), EngineFigures(), {}, device="GPU")
+    report = make_report(RowFigures(), EngineFigures(), {})
     assert report.as_json()["rows"] == 0 and "<svg" not in report.html()
     report.print()
 
@@ -367,7 +367,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
         engine = AsyncEngine(config)
         await engine.start()
         try:
-            meter = EngineMeter(engine.stats, 2, began_s)
+            meter = EngineMeter(engine.stats, "core", 2, began_s)
             answerer = RowAnswerer(engine, layout, GenerationDefaults(), "m")
 
             async def answer(row: Row) -> dict[str, Any]:

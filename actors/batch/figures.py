@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,9 @@ SPENT = (
 )
 SUMMED = ("prompt_tokens", "completion_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
 MAX_MESSAGE = 400  # characters of an error that is shown as an example
+
+
+Device = Literal["GPU", "core", "device"]  # what engines hold and times are counted in; "device": not known
 
 
 class Compared:
@@ -180,7 +183,7 @@ class EngineFigures(Compared):
         busy_s: device-seconds in which a row was running.
         loose_s: of `device_s`, those since the last row ended: no row's figures have them yet.
         first_row_s, last_row_s: Unix time of the first row's start and the last one's end; 0 until then.
-        num_devices: GPUs, or CPU cores.
+        num_devices: of `device`, that the engine holds.
         plain_tokens, plain_s, drafted_tokens, drafted_s: the plain sample, once it is whole.
     """
 
@@ -196,6 +199,7 @@ class EngineFigures(Compared):
     loose_s: float = 0.0
     first_row_s: float = 0.0
     last_row_s: float = 0.0
+    device: Device = "device"
     num_devices: float = 0
     plain_tokens: int = 0
     plain_s: float = 0.0
@@ -204,7 +208,12 @@ class EngineFigures(Compared):
 
     def merge(self, other: EngineFigures) -> EngineFigures:
         """Both together."""
-        both: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        both: dict[str, Any] = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.name != "device"
+        }
+        both["device"] = other.device if self.device == "device" else self.device
         starts = [start_s for start_s in (self.first_row_s, other.first_row_s) if start_s]
         both["first_row_s"] = min(starts, default=0.0)
         both["last_row_s"] = max(self.last_row_s, other.last_row_s)

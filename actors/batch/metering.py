@@ -5,7 +5,7 @@ before is stamped on each result (`engine_spent` of WIRE_SCHEMA). So it is count
 figures add up over runs, and a kill loses only what was spent on rows that are lost with it. Not thread-safe:
 called on the event loop.
 
-    meter = EngineMeter(engine.stats, num_devices, began_s, sample)     # sample: PlainSample or None
+    meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: PlainSample or None
     speculate = meter.row_started()
     result = await answerer.answer(row, speculate=speculate)
     meter.row_ended(result, speculate)
@@ -19,7 +19,7 @@ from typing import Any
 
 from ...cluster.engine import EngineStats
 from ...cluster.plain_sample import PlainSample
-from .figures import EngineFigures
+from .figures import Device, EngineFigures
 
 NO_COMPARISON = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
 
@@ -29,7 +29,7 @@ class EngineMeter:
 
     Args:
         stats: of the started engine.
-        num_devices: GPUs, or CPU cores, that the engine holds.
+        device, num_devices: what the engine holds, and how many of it.
         began_s: when it began to hold them, on `clock`.
         sample: decides which rows are answered plainly; None: none are.
         clock: seconds, monotonic.
@@ -38,12 +38,14 @@ class EngineMeter:
     def __init__(
         self,
         stats: Callable[[], EngineStats],
+        device: Device,
         num_devices: float,
         began_s: float,
         sample: PlainSample | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stats = stats
+        self._device: Device = device
         self._num_devices = num_devices
         self._sample = sample
         self._clock = clock
@@ -102,6 +104,7 @@ class EngineMeter:
             loose_s=(now_s - self._stamped_s) * self._num_devices,
             first_row_s=self._first_row_s,
             last_row_s=self._last_row_s,
+            device=self._device,
             num_devices=self._num_devices,
             **self._compared(),
         )

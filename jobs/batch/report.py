@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from ...actors.batch.figures import EngineFigures, RowFigures
+from ...actors.batch.figures import Device, EngineFigures, RowFigures
 from ...actors.batch.tallies import Category, length_range
 from ...actors.files import rounded
 from ...cluster.acceptance import acceptance_by_position
@@ -19,8 +19,7 @@ from ..tables import NO_FIGURE, decimals, print_table
 from .pace import spell_time
 from .report_html import Tile, page
 
-Device = Literal["GPU", "core"]
-NOT_MEASURED = "not measured; --plain-sample N answers N rows without it, to compare"
+NOT_MEASURED = "not measured: --plain-sample N answers about N rows without it (the more, the surer)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Report:
     about: Mapping[str, Any]  # Any: JSON
     device: Device
     device_s: float
-    price_per_device_hour: float | None
+    price_per_gpu_hour: float | None
 
     @property
     def tokens_per_device_s(self) -> float | None:
@@ -55,7 +54,7 @@ class Report:
 
     def price(self, device_s: float | None) -> float | None:
         """Of so many device-seconds; None if no price was given."""
-        price = self.price_per_device_hour
+        price = self.price_per_gpu_hour
         return None if price is None or device_s is None else price * device_s / 3600
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
@@ -67,7 +66,7 @@ class Report:
             "device_s": round(self.device_s, 3),
             "busy_share": rounded(self.busy_share),
             "tokens_per_device_s": rounded(self.tokens_per_device_s),
-            "price_per_device_hour": self.price_per_device_hour,
+            "price_per_gpu_hour": self.price_per_gpu_hour,
             "price": rounded(self.price(self.device_s)),
             "speculation": self._speculation(),
             "acceptance": {
@@ -158,8 +157,7 @@ class Report:
             return NOT_MEASURED
         return (
             f"{found.speedup:.2f} x plain decoding: {found.drafted_tokens_per_s:.1f} tokens/s over "
-            f"{spell_time(found.drafted_s)}, {found.plain_tokens_per_s:.1f} without it over "
-            f"{spell_time(found.plain_s)}"
+            f"{found.drafted_s:.1f} s, {found.plain_tokens_per_s:.1f} without it over {found.plain_s:.1f} s"
         )
 
     def html(self) -> str:
@@ -190,7 +188,7 @@ class Report:
             tiles.append(Tile(f"{self.device_s:,.0f}", f"{self.device}-seconds"))
         if (price := self.price(self.device_s)) is not None:
             tiles.append(
-                Tile(f"{price:,.2f}", f"price, at {self.price_per_device_hour:g} per {self.device}-hour")
+                Tile(f"{price:,.2f}", f"price, at {self.price_per_gpu_hour:g} per {self.device}-hour")
             )
         return tiles
 
@@ -200,8 +198,7 @@ def make_report(
     engines: EngineFigures,
     about: Mapping[str, Any],
     *,
-    device: Device,
-    price_per_device_hour: float | None = None,
+    price_per_gpu_hour: float | None = None,
 ) -> Report:
     """The report of a job.
 
@@ -209,10 +206,10 @@ def make_report(
         figures: of all rows, of all runs.
         engines: of all engines of this run together, those that are gone among them, as they were last.
         about: the job: `output`, its fingerprint, settings, whatever a reader of the report must know. JSON.
-        device: what engines hold: GPUs, or cores of CPUs.
-        price_per_device_hour: of one, in any currency.
+        price_per_gpu_hour: in any currency; not applied to cores.
     """
-    return Report(figures, about, device, figures.device_s + engines.loose_s, price_per_device_hour)
+    price = None if engines.device == "core" else price_per_gpu_hour
+    return Report(figures, about, engines.device, figures.device_s + engines.loose_s, price)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON
