@@ -103,9 +103,8 @@ def batch(
             "where that costs little.",
         ),
     ] = None,
-    price_per_device_hour: Annotated[
-        float | None,
-        typer.Option("--price-per-gpu-hour", metavar="PRICE", help="Of a GPU (of a core, on CPUs)."),
+    price_per_gpu_hour: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", metavar="PRICE", help="For the report.")
     ] = None,
     validate_only: Annotated[
         bool,
@@ -153,7 +152,7 @@ def batch(
                 model_name=names[0] if isinstance(names, list) else names,
                 category_column=category_column,
                 plain_sample=plain_sample,
-                price_per_device_hour=price_per_device_hour,
+                price_per_gpu_hour=price_per_gpu_hour,
             )
             if dry_run or validate_only:
                 from .preview import preview

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import ray
 
 from ...actors.batch.answering import Result, RowAnswerer
-from ...actors.batch.figures import EngineFigures, RowFigures
+from ...actors.batch.figures import Device, EngineFigures, RowFigures
 from ...actors.batch.metering import EngineMeter
 from ...actors.batch.reading import Row, RowReader, Work
 from ...actors.batch.rows import Layout
@@ -140,17 +140,17 @@ class BatchEngine:
 
     Args:
         num_threads: that its room has cores for; None leaves them to whoever computes.
-        num_devices: GPUs that it holds, or cores of CPUs.
+        held: the devices that it holds, and how many.
         shard: names the files of this engine, where order is free.
         writer: a name that no other writer has or had.
     """
 
     def __init__(
-        self, setup: EngineSetup, num_threads: int | None, num_devices: float, shard: int, writer: str
+        self, setup: EngineSetup, num_threads: int | None, held: tuple[Device, float], shard: int, writer: str
     ) -> None:
         self._setup = setup
         self._config = replace(setup.config, num_threads=num_threads, max_num_queued_reqs=None)
-        self._num_devices = num_devices
+        self._devices = held
         self._began_s = time.monotonic()
         self._shard = shard
         self._writer_name = writer
@@ -196,7 +196,7 @@ class BatchEngine:
         sample = None
         if terms.plain_rows and not self._shard:
             sample = PlainSample(terms.plain_rows, self._config.max_num_seqs)
-        self._meter = EngineMeter(self._engine.stats, self._num_devices, self._began_s, sample)
+        self._meter = EngineMeter(self._engine.stats, *self._devices, self._began_s, sample)
         self._tasks.append(asyncio.create_task(self._flush_often()))
         self._hungry.set()
 

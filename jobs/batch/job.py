@@ -248,8 +248,7 @@ def _finish(job: Job, view: _View, options: BatchOptions) -> Report:
             **paper.made_from,
             **paper.about,
         },
-        device=view.done.device,
-        price_per_device_hour=options.price_per_device_hour,
+        price_per_gpu_hour=options.price_per_gpu_hour,
     )
     if ledger.complete:
         view.say("all rows are answered already; nothing is left to do")

@@ -38,7 +38,7 @@ class BatchOptions:
         category_column: rows are counted by its values in the report.
         plain_sample: rows answered without speculation, to measure what it is worth; by itself as many as
             that takes, where that is a small share of the job's.
-        price_per_device_hour: of a GPU (of a core, on CPUs), for the report.
+        price_per_gpu_hour: in any currency, for the report; not applied to cores.
     """
 
     input: tuple[str, ...]
@@ -61,7 +61,7 @@ class BatchOptions:
     model_name: str | None = None
     category_column: str | None = None
     plain_sample: int | None = None
-    price_per_device_hour: float | None = None
+    price_per_gpu_hour: float | None = None
 
     def __post_init__(self) -> None:
         if not self.input:
@@ -69,7 +69,7 @@ class BatchOptions:
         for name in ("sample", "limit_time_s"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConfigError(f"{name}={value} must be more than 0.", param=name)
-        for name in ("plain_sample", "price_per_device_hour"):
+        for name in ("plain_sample", "price_per_gpu_hour"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ConfigError(f"{name}={value} must not be less than 0.", param=name)
         for one, other in (("prompt_column", "template"), ("overwrite", "retry_failed")):

@@ -29,7 +29,6 @@ from ...cluster.row_ranges import RowRanges, count, minus, rows_of
 from .engine import EngineSetup, LeasedWork, LeaseReport, Terms
 from .estate import Estates
 from .nodes import NodeWatch, draining_nodes, living_nodes
-from .report import Device
 from .room import Rooms
 from .seat import Seat, engine_died, reason
 
@@ -75,13 +74,11 @@ class Done:
         rows: that are durable.
         live: what the engines say of themselves, those that are gone among them.
         engines: that work.
-        device: what they hold.
     """
 
     rows: RowFigures = field(default_factory=RowFigures)
     live: EngineFigures = field(default_factory=EngineFigures)
     engines: int = 0
-    device: Device = "core"
 
     def add(self, rows: RowFigures, live: EngineFigures) -> None:
         """Count what an engine has done."""
@@ -121,7 +118,6 @@ class EnginePool:
         self._stirred = asyncio.Event()  # for the watch: something has happened
         self._changed = asyncio.Event()  # for engines: there may be rows again; replaced each time
         self._deaths = 0
-        self._device: Device = "core"
         self._past = Done()  # of engines that are gone
 
     async def run(self, opening: Awaitable[Job]) -> None:
@@ -259,7 +255,7 @@ class EnginePool:
         changed.set()
 
     def _figures(self) -> Done:
-        done = Done(engines=sum(seat.working for seat in self._seats), device=self._device)
+        done = Done(engines=sum(seat.working for seat in self._seats))
         done.add(self._past.rows, self._past.live)
         for seat in self._seats:
             done.add(seat.state.rows, seat.state.engine)
@@ -285,7 +281,6 @@ class EnginePool:
         assert self._rooms is not None, "there are rooms before there are seats"
         if (place := await _unless(seat.dismissed, self._rooms.place())) is None:
             return
-        self._device = "GPU" if "GPU" in place.claim.needs else "core"
         seat.occupy(place, self._shared)
         if await _unless(seat.dismissed, seat.start()) is None:
             return

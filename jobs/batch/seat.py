@@ -68,8 +68,8 @@ class Seat:
             scheduling_strategy=place.strategy,
         )
         claim = place.claim
-        num_devices = claim.needs.get("GPU") or claim.needs.get("CPU", 1.0)
-        self._actor = actor.remote(setup, claim.num_threads, num_devices, self.number, self.name)
+        held = ("GPU", claim.needs["GPU"]) if "GPU" in claim.needs else ("core", claim.needs.get("CPU", 1.0))
+        self._actor = actor.remote(setup, claim.num_threads, held, self.number, self.name)
 
     async def start(self) -> EngineFacts:
         """Load the models."""
