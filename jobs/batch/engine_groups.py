@@ -25,56 +25,73 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-START_TIMEOUT_S = 60.0  # between a group's beginning and its engine's name in Ray's books: a moment
+UNUSED_TIMEOUT_S = 5.0  # of a group for an engine that Ray Data asked for and did not start
 
 
 class EngineGroups:
-    """A group for every engine that is started. Called by Ray Data once per actor, where it executes.
+    """A group for every engine that is started. Called by Ray Data for each, where the dataset is executed.
 
     Args:
         bundles: of one engine's workers; the engine itself is in the first.
+        most: engines of the pool.
     """
 
-    def __init__(self, bundles: Sequence[Mapping[str, float]]) -> None:
+    def __init__(self, bundles: Sequence[Mapping[str, float]], most: int) -> None:
         self._bundles = [dict(bundle) for bundle in bundles]
+        self._most = most
         self._lock = threading.Lock()
         self._groups: dict[str, PlacementGroup] = {}  # by the engine's name
         self._unseen: dict[str, float] = {}  # engines that Ray has not listed yet: since when (monotonic)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Datasets are copied; each copy has groups of its own."""
-        return EngineGroups, (self._bundles,)
+        return EngineGroups, (self._bundles, self._most)
 
     def __call__(self) -> dict[str, Any]:  # Any: Ray's options for actors
-        name = f"manta-engine-{uuid.uuid4().hex}"
-        group = placement_group(self._bundles, strategy="STRICT_PACK", name=name)
+        living = set(list_named_actors())
         with self._lock:
-            if not self._groups:
-                threading.Thread(target=self._watch, name="manta-groups", daemon=True).start()
-            self._groups[name] = group
-            self._unseen[name] = time.monotonic()
-        strategy = PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
-        )
+            self._remove_gone(living)
+            # Ray Data also asks without starting an actor; one that is started has its name before the next.
+            name = next((name for name in self._unseen if name not in living), None)
+            if name is None and len(self._groups) < self._most:
+                name = self._make()
+            if name is None:
+                return {}
+            strategy = PlacementGroupSchedulingStrategy(
+                self._groups[name], placement_group_bundle_index=0, placement_group_capture_child_tasks=False
+            )
         return {"scheduling_strategy": strategy, "name": name}
+
+    def _make(self) -> str:
+        """A new engine's name; its group has the same."""
+        name = f"manta-engine-{uuid.uuid4().hex}"
+        if not self._groups:
+            threading.Thread(target=self._watch, name="manta-groups", daemon=True).start()
+        self._groups[name] = placement_group(self._bundles, strategy="STRICT_PACK", name=name)
+        self._unseen[name] = time.monotonic()
+        return name
 
     def _watch(self) -> None:
         """Remove groups whose engine is gone; ends with the last one, and with Ray."""
         while True:
             time.sleep(LOOK_EVERY_S)
             try:
-                if not ray.is_initialized() or not self._remove_gone(set(list_named_actors())):
-                    return
+                living = set(list_named_actors()) if ray.is_initialized() else set[str]()
+                with self._lock:
+                    if ray.is_initialized():
+                        self._remove_gone(living)
+                    else:
+                        self._groups.clear()
+                    if not self._groups:
+                        return
             except RayError as error:  # a busy head answers late; it is asked again
                 logger.warning("the engines' placement groups cannot be looked after: %s", error)
 
-    def _remove_gone(self, living: set[str]) -> bool:
-        """Whether groups are left. An engine that is being restarted lives."""
-        with self._lock:
-            for name in living & self._unseen.keys():
-                del self._unseen[name]
-            for name in self._groups.keys() - living:
-                if time.monotonic() - self._unseen.get(name, -math.inf) > START_TIMEOUT_S:
-                    self._unseen.pop(name, None)
-                    remove_placement_group(self._groups.pop(name))
-            return bool(self._groups)
+    def _remove_gone(self, living: set[str]) -> None:
+        """Those of engines that live no more, or never did. An engine that is being restarted lives."""
+        for name in living & self._unseen.keys():
+            del self._unseen[name]
+        for name in self._groups.keys() - living:
+            if time.monotonic() - self._unseen.get(name, -math.inf) > UNUSED_TIMEOUT_S:
+                self._unseen.pop(name, None)
+                remove_placement_group(self._groups.pop(name))

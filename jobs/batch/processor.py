@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import ray.data
 from ...actors.batch.rows import Layout
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError
+from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.room import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
 from ..settings import ALIASES, parse_speculation
 from .engine_groups import EngineGroups
@@ -200,13 +200,21 @@ def _find_room(config: EngineConfig, least: int, most: int) -> _Room:
     usable = leaving_a_cpu(everything) if config.needs_ray else everything
     fitting = full_claim(config, least, everything).num_fitting(usable)
     if fitting < most and not may_grow():
-        check_room(config, least, usable)
+        _check(config, least, usable)
         most = max(least, fitting)
     full = full_claim(config, most, everything)
     claim = smaller_claim(config, most, free, full) or full
     # One process is placed by what it books, workers in a group.
-    places = EngineGroups(claim.bundles) if config.needs_ray else _spread
+    places = EngineGroups(claim.bundles, most) if config.needs_ray else _spread
     return _Room(claim.num_threads, beside_tasks(claim, free), most, places)
+
+
+def _check(config: EngineConfig, engines: int, usable: Sequence[Mapping[str, float]]) -> None:
+    try:
+        check_room(config, engines, usable)
+    except PlacementError as error:
+        why = " Here a CPU of every node is left to Ray Data's own tasks." if config.needs_ray else ""
+        raise PlacementError(error.message + why, param=error.param) from None
 
 
 def _spread() -> dict[str, Any]:  # Any: Ray's options for actors

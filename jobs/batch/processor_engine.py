@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from ...actors.batch.answering import Result, RowAnswerer
+from ...actors.batch.reading import Row
 from ...actors.batch.rows import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, Layout
 from ...actors.checkpoints import resolve_checkpoint
 from ...actors.engine import AsyncEngine
@@ -83,7 +84,7 @@ class ProcessorEngine:
 
     async def _answer(self, answerer: RowAnswerer, row: Record) -> Record:
         try:
-            result = await answerer.answer(_record(row))
+            result = await answerer.answer(Row(0, _record(row)))
         except RequestError as error:
             result = {"error": {"type": error.kind, "message": error.message, "param": error.param}}
         error = result.get("error")
