@@ -217,5 +217,5 @@ def test_what_is_wrong_is_said_before_anything_runs(two_cpus: None, pair: tuple[
     with pytest.raises(RequestError, match="Did you mean sampling_params.max_tokens"):
         config(pair, sampling_params={"max_token": 4})
     greedy = config(pair, engine_kwargs={"tensor_parallel_size": 4})
-    with pytest.raises(PlacementError, match=r"a CPU of every node is left to Ray Data"):
+    with pytest.raises(PlacementError, match="a CPU of every node is left to"):
         build_processor(greedy)(ray.data.from_items(ROWS))

@@ -14,13 +14,13 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.data
 
 from ...actors.batch.rows import Layout
+from ...actors.checkpoints import with_absolute_paths
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
@@ -148,7 +148,7 @@ class Processor:
 
     def _answered(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
         settings, (least, most) = self.config, self.config.pool
-        config = _with_absolute_paths(settings.engine_config())
+        config = with_absolute_paths(settings.engine_config())
         room = _find_room(config, least, most)
         config = replace(config, num_threads=room.num_threads)
         # Four calls of a block run at once (Ray Data's own number), and blocks beside each other: enough rows
@@ -231,18 +231,3 @@ def _after(postprocess: RowFunction, continuing: bool, row: Row) -> Row:
         return row
     made = dict(postprocess(row))
     return {**made, ERROR_COLUMN: ""} if continuing else made
-
-
-def _with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """Actors have a working directory of their own."""
-    spec = config.speculative_config
-    return replace(
-        config,
-        model=_absolute(config.model),
-        tokenizer=config.tokenizer and _absolute(config.tokenizer),
-        speculative_config=spec and replace(spec, model=_absolute(spec.model)),
-    )
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).resolve()) if Path(model).exists() else model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -161,6 +161,43 @@ def busy(
             max_tokens=max_tokens,
             busy=tuple(busy or (() if cpu_quota else (1, 2, 4))),
             cpu_quotas=tuple(cpu_quota or ()),
+            output=output,
+        ),
+    )
+
+
+@bench.command()
+@engine_options
+def batch(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    rows: Annotated[int, typer.Option("--rows", help="Of the dataset: the file's, repeated.")] = 2000,
+    rounds: Rounds = 3,
+    max_tokens: MaxTokens = 64,
+    side: Annotated[
+        list[Literal["job", "llm", "http", "generate", "engines"]] | None,
+        typer.Option("--side", help="Who takes part; may be repeated (all)."),
+    ] = None,
+    engines: Annotated[int, typer.Option("--engines", help="Of the job that is to keep them busy.")] = 2,
+    output: FiguresFile = None,
+) -> None:
+    """Measure a batch job against manta.LLM, HTTP, and Ray Data over Hugging Face generate, on the same rows.
+
+    Each side runs alone, in turns. Besides: how soon a job answers its first row, how busy its engines are.
+    """
+    config = engine_config(settings)
+    from .batch import SIDES, BatchBenchOptions, run_batch_bench
+
+    run_batch_bench(
+        config,
+        BatchBenchOptions(
+            prompts=prompts,
+            rows=rows,
+            rounds=rounds,
+            max_tokens=max_tokens,
+            sides=tuple(side or SIDES),
+            engines=engines,
             output=output,
         ),
     )
