@@ -24,20 +24,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(
-    path: Path, write: Callable[[Path], object], before: Callable[[], object] | None = None
+    path: Path,
+    write: Callable[[Path], object],
+    before: Callable[[], object] | None = None,
+    *,
+    synced: bool = True,
 ) -> str:
     """Write a file under a temporary name, make it durable, and give it its name. Returns its SHA-256.
 
     Args:
         write: writes the content to the path that it is given.
         before: done last before the file gets its name.
+        synced: False leaves it to the system when the file reaches the disk.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}.part")
     try:
         write(temporary)
         with temporary.open("rb") as written:
             digest = hashlib.file_digest(written, "sha256").hexdigest()
-            os.fsync(written.fileno())
+            if synced:
+                os.fsync(written.fileno())
         if before is not None:
             before()
         temporary.replace(path)
@@ -45,7 +51,8 @@ def write_whole(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if synced:
+        _sync_folder(path.parent)
     return digest
 
 

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..cluster.errors import MantaError
+from .batch.cli import batch
 from .bench.cli import bench
 from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
@@ -33,6 +34,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(doctor)
+app.command()(batch)
+app.command("run-batch", help="The same as batch.", hidden=True)(batch)
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
 
 
@@ -128,78 +131,6 @@ def serve(
                 server.wait()
     except Stopped as stopped:
         typer.echo(f"{stopped} before it served", err=True)
-        raise typer.Exit(stopped.exit_code) from None
-
-
-@app.command()
-@engine_options
-@sampling_options
-def batch(
-    settings: dict[str, Any],
-    sampling: dict[str, Any],
-    # Not Paths: those would take the second slash out of a URL before anyone can say what is wrong with it.
-    input_file: Annotated[
-        str,
-        typer.Option("-i", "--input-file", "--input", help="A Parquet or JSONL file, or a folder of them."),
-    ],
-    output: Annotated[str, typer.Option("-o", "--output", help="Folder for the results.")],
-    input_format: Annotated[
-        Literal["parquet", "jsonl", "openai"] | None,
-        typer.Option("--input-format", help="Found from suffix and content if absent."),
-    ] = None,
-    output_format: Annotated[
-        Literal["parquet", "jsonl", "openai"] | None,
-        typer.Option(
-            "--output-format", help="The input's if absent; OpenAI batch lines are answered in kind."
-        ),
-    ] = None,
-    prompt_column: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt-column", help="Text, token ids or messages; `messages` or `prompt` if absent."
-        ),
-    ] = None,
-    id_column: Annotated[
-        str | None,
-        typer.Option("--id-column", help="`custom_id`, `id`, or a hash of the row's content if absent."),
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", help="Engines.")] = 1,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace earlier results in the folder.")
-    ] = False,
-) -> None:
-    """Answer every row of a dataset with Ray Data. A bad row becomes an error row; --seed fixes sampling.
-
-    Columns named like sampling fields (max_tokens, temperature, ...) win over flags. The `model` of an OpenAI
-    batch line is not looked at: the job names the model. Also as `ray job submit ... -- manta batch ...`.
-    """
-    config = engine_config(settings)
-    names = settings.get("served_model_name")
-    from .stop import Stopped, StopSignals
-
-    try:
-        with StopSignals() as signals:
-            from .batch.job import BatchOptions, check_answered, local_path, run_batch
-            from .batch.progress import print_job
-
-            options = BatchOptions(
-                input=local_path(input_file, "input"),
-                output=local_path(output, "output"),
-                input_format=input_format,
-                output_format=output_format,
-                overwrite=overwrite,
-                concurrency=concurrency,
-                prompt_column=prompt_column,
-                id_column=id_column,
-                sampling=sampling,
-                model_name=names[0] if isinstance(names, list) else names,
-            )
-            figures = run_batch(config, options, signals)
-            print_job(figures, output)
-            check_answered(figures, options)
-    except Stopped as stopped:
-        if not stopped.told:
-            typer.echo(f"{stopped} before anything was answered", err=True)
         raise typer.Exit(stopped.exit_code) from None
 
 

@@ -23,9 +23,10 @@ from manta.actors.batch.rows import row_seed
 from manta.actors.batch.source import read_results
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
+from manta.cluster.pool_size import Concurrency
 from manta.jobs.batch import room as batch_room
-from manta.jobs.batch.job import BatchOptions, check_answered, run_batch
-from manta.jobs.cli import main
+from manta.jobs.batch.job import check_answered, run_batch
+from manta.jobs.batch.options import BatchOptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from text_pair import make_text_pair
 
@@ -77,6 +78,10 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def options(source: Path, output: Path, *more_sources: Path, **more: Any) -> BatchOptions:
+    return BatchOptions(input=tuple(map(str, (source, *more_sources))), output=str(output), **more)
+
+
 def answers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["id"], r["token_ids"], r["text"], r["finish_reason"]) for r in read_results(folder)]
 
@@ -90,8 +95,8 @@ def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.Te
     done: Answered = {}
     for speculate in (True, False):
         output = tmp_path_factory.mktemp("answered") / "out"
-        options = BatchOptions(input=parquet, output=output, sampling={"max_tokens": 16})
-        done[speculate] = output, run_batch(config(pair, speculate=speculate), options)
+        job = options(parquet, output, sampling={"max_tokens": 16})
+        done[speculate] = output, run_batch(config(pair, speculate=speculate), job)
     return done
 
 
@@ -143,8 +148,8 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
     ]
     path = tmp_path / "batch.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
-    options = BatchOptions(input=path, output=tmp_path / "out", model_name="small")
-    figures = run_batch(config(pair), options)
+    job = options(path, tmp_path / "out", model_name="small")
+    figures = run_batch(config(pair), job)
     assert (figures.rows, figures.failed) == (5, 3)
     by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
     body = by_id["chat"]["response"]["body"]
@@ -171,7 +176,7 @@ def test_a_wrong_job_ends_before_anything_is_written(
     ]
     for kind, said, engine, changes in wrong:
         with pytest.raises(kind, match=said):
-            run_batch(engine, BatchOptions(**{"input": parquet, "output": out, **changes}))
+            run_batch(engine, options(changes.pop("input", parquet), out, **changes))
         assert not out.exists()
 
 
@@ -179,9 +184,9 @@ def test_what_fails_in_an_engine_actor_comes_out_as_what_it_was(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path
 ) -> None:
     engine = config(pair, tokenizer=str(pair[1]))  # the drafter's folder has no tokenizer.json
-    options = BatchOptions(input=parquet, output=tmp_path / "out")
+    job = options(parquet, tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
-        run_batch(engine, options)
+        run_batch(engine, job)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
@@ -190,7 +195,7 @@ def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tm
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     for backend in ("auto", "triton"):
         engine = config(pair, speculate=False, device="auto", attention_backend=backend)
-        figures = run_batch(engine, BatchOptions(input=path, output=tmp_path / backend))
+        figures = run_batch(engine, options(path, tmp_path / backend))
         assert (figures.rows, figures.failed) == (1, 0)
 
 
@@ -218,11 +223,11 @@ def test_a_job_without_room_says_what_it_waits_for_and_gives_up(
     pair: tuple[Path, Path], parquet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cores = os.cpu_count()
-    options = BatchOptions(input=parquet, output=tmp_path / "out")
+    job = options(parquet, tmp_path / "out")
     with _Taken(cores or 1), pytest.raises(PlacementError, match=r"within 2 s.*`ray status`"):
-        run_batch(config(pair), options)
+        run_batch(config(pair), job)
     assert f"waiting for {cores} CPU; 0 of {cores} are free" in capsys.readouterr().err
-    assert list((tmp_path / "out").iterdir()) == []
+    assert read_results(tmp_path / "out") == []
 
 
 @pytest.mark.usefixtures("impatient")
@@ -233,7 +238,7 @@ def test_a_job_makes_do_with_the_cores_that_are_free(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     with _Taken((os.cpu_count() or 2) - 1):
-        figures = run_batch(config(pair), BatchOptions(input=path, output=tmp_path / "out"))
+        figures = run_batch(config(pair), options(path, tmp_path / "out"))
     assert (figures.rows, figures.failed) == (1, 0)
     assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
 
@@ -246,9 +251,9 @@ def test_what_can_never_fit_is_refused_before_anything_starts(
         (r"Lower concurrency to 1", {"device": "cuda"}, 2),
     ]
     for said, settings, engines in wrong:
-        options = BatchOptions(input=parquet, output=tmp_path / "out", concurrency=engines)
+        job = options(parquet, tmp_path / "out", concurrency=Concurrency(engines, engines))
         with pytest.raises(PlacementError, match=said):
-            run_batch(config(pair, **settings), options)
+            run_batch(config(pair, **settings), job)
 
 
 def test_workers_of_their_own_and_two_engines_find_room(
@@ -257,31 +262,21 @@ def test_workers_of_their_own_and_two_engines_find_room(
     _, drafter = pair
     split = {"speculative_config": {"model": str(drafter), "placement": "split"}}
     for name, engine, engines in (("split", config(pair, **split), 1), ("two", config(pair), 2)):
-        options = BatchOptions(
-            input=parquet, output=tmp_path / name, sampling={"max_tokens": 16}, concurrency=engines
+        job = options(
+            parquet,
+            tmp_path / name,
+            sampling={"max_tokens": 16},
+            concurrency=Concurrency(engines, engines),
         )
-        run_batch(engine, options)
+        run_batch(engine, job)
         assert answers(tmp_path / name) == answers(answered[True][0])
 
 
 def test_a_job_whose_rows_all_failed_has_failed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "temperature": -1}\n')
-    options = BatchOptions(input=path, output=tmp_path / "out")
-    figures = run_batch(config(pair), options)
+    job = options(path, tmp_path / "out")
+    figures = run_batch(config(pair), job)
     with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
-        check_answered(figures, options)
-    check_answered(RowFigures(rows=2, failed=1), options)
-
-
-def test_urls_are_refused_as_they_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for flag, other in (("-o", "-i"), ("-i", "-o")):
-        for url in ("s3://bucket/x", "gs://bucket/x", f"file://{tmp_path}"):
-            with pytest.raises(SystemExit) as ended:
-                main(["batch", "-m", "m", flag, url, other, "rows.jsonl"])
-            assert ended.value.code == 1
-            assert f"{url} is a URL" in " ".join(capsys.readouterr().err.split())
-    assert list(tmp_path.iterdir()) == []
+        check_answered(figures, job)
+    check_answered(RowFigures(rows=2, failed=1), job)

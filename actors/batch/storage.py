@@ -132,12 +132,16 @@ class Storage:
         """A file to seek and read in."""
         return self.filesystem.open_input_file(self.path(name))
 
-    def write(self, name: str, content: bytes | pa.Buffer) -> str:
-        """Put a whole file in place, durably, over what was there. Returns its SHA-256. Raises OSError."""
+    def write(self, name: str, content: bytes | pa.Buffer, *, synced: bool = True) -> str:
+        """Put a whole file in place, over what was there. Returns its SHA-256. Raises OSError.
+
+        Args:
+            synced: it survives a power cut too; without, the death of any process.
+        """
         path = self.path(name)
         if self.local:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            return write_whole(Path(path), lambda temporary: temporary.write_bytes(content))
+            return write_whole(Path(path), lambda temporary: temporary.write_bytes(content), synced=synced)
         with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
             stream.write(content)
         return hashlib.sha256(content).hexdigest()

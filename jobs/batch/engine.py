@@ -1,59 +1,418 @@
-"""The engine actor of a batch job: a callable class that Ray Data's `map_batches` runs.
+"""The engine actor of a batch job: rows in, results durable.
 
-Takes spans of the dataset's files, answers their rows concurrently through one `AsyncEngine`, and gives back
-one result per row, whatever happens to it: a bad row becomes an error row. A dead engine ends the job
-instead. Started lazily, on the event loop on which Ray Data calls it. Writes nothing: `sink.py` does.
+    leases ─▶ backlog ─ 1.25 x max_num_seqs at once ─▶ AsyncEngine ─▶ finished ─ every moment ─▶ RowWriter
+
+A plain async Ray actor. It reads the rows of its leases, and writes their results; the driver (`pool.py`)
+hands out leases and hears which rows are durable. Whatever is wrong with a row is its result. What is wrong
+with the engine, the input's files or the output fails the calls of all its leases, after what was finished is
+durable: the driver knows what to do about it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-from dataclasses import replace
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
-import pyarrow as pa
+import ray
 
-from ...actors.batch.answering import WIRE_SCHEMA, RowAnswerer
-from ...actors.batch.reading import RowReader
+from ...actors.batch.answering import Result, RowAnswerer
+from ...actors.batch.figures import RowFigures
+from ...actors.batch.reading import Row, RowReader, Work
 from ...actors.batch.rows import Layout
 from ...actors.batch.source import Source
+from ...actors.batch.storage import Storage
+from ...actors.batch.writer import OutputForm, RowWriter, flush_interval_s
 from ...actors.checkpoints import resolve_checkpoint
 from ...actors.engine import AsyncEngine
 from ...actors.http.defaults import GenerationDefaults
 from ...cluster.config import EngineConfig
+from ...cluster.errors import MantaError
+from ...cluster.executor import Executor
+from ...cluster.row_ranges import RowRanges, minus, of_rows, rows_of
+from .order import by_shared_prefix
+
+logger = logging.getLogger(__name__)
+
+SURPLUS = 1.25  # rows in the engine, of those that it runs at once: the next ones are encoded already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What all engines of a job have in common. Picklable.
+
+    Attributes:
+        config: of the engine; admission limits do not apply to batch rows.
+        layout: how records are read.
+        model_name: reported in OpenAI responses.
+        make: builds the executor.
+    """
+
+    config: EngineConfig
+    source: Source
+    layout: Layout
+    model_name: str
+    output: Storage
+    make: Callable[[EngineConfig], Executor]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is known when the input has been looked at and the output is ours. Picklable.
+
+    Attributes:
+        run: the number of the job's run.
+        form: of the results; where order is preserved, rows are started in theirs.
+    """
+
+    run: int
+    form: OutputForm
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Where an engine is."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedWork:
+    """A lease as an engine gets it."""
+
+    number: int
+    rows: RowRanges
+    work: Work
+    shard: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReport:
+    """What became of a lease's rows: durable, or given back. Together they are all of them."""
+
+    answered: RowRanges
+    returned: RowRanges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """What an engine does, and has done since it started.
+
+    Attributes:
+        rows: of durable results.
+        running: rows in the engine; at most `capacity` are wanted there.
+        waiting: rows that could be given back.
+        busy_s: time with a row in the engine, of the time from the first row's start to the last row's end.
+        begin_s, end_s: of that time, Unix; 0 before.
+        failing_s: how long the output cannot be written already; None while it can.
+    """
+
+    rows: RowFigures = field(default_factory=RowFigures)
+    running: int = 0
+    capacity: int = 1
+    waiting: int = 0
+    busy_s: float = 0.0
+    begin_s: float = 0.0
+    end_s: float = 0.0
+    failing_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease in work. `open` are its rows that are neither durable nor returned."""
+
+    lease: LeasedWork
+    open: set[int]
+    ended: asyncio.Future[None]
+    unfinished: int  # rows without a result yet
+    read: bool = False
+    returned: list[int] = field(default_factory=list)
 
 
 class BatchEngine:
     """One engine of a batch job.
 
     Args:
-        config: of the engine; admission limits do not apply to batch rows.
-        source: what the rows are read from.
-        layout: how records are read.
-        model_name: reported in OpenAI responses.
+        num_threads: that its room has cores for; None leaves them to whoever computes.
+        shard: names the files of this engine, where order is free.
+        writer: a name that no other writer has or had.
     """
 
-    def __init__(self, config: EngineConfig, source: Source, layout: Layout, model_name: str) -> None:
-        self._config = replace(config, max_num_queued_reqs=None)
-        self._layout = layout
-        self._model_name = model_name
-        self._reader = RowReader(source, layout)
+    def __init__(self, setup: EngineSetup, num_threads: int | None, shard: int, writer: str) -> None:
+        self._setup = setup
+        self._config = replace(setup.config, num_threads=num_threads, max_num_queued_reqs=None)
+        self._shard = shard
+        self._writer_name = writer
+        self._engine: AsyncEngine | None = None
         self._answerer: RowAnswerer | None = None
-        self._starting = asyncio.Lock()
+        self._reader = RowReader(setup.source, setup.layout)
+        self._writer: RowWriter | None = None
+        self._capacity = math.ceil(SURPLUS * setup.config.max_num_seqs)
+        self._held: dict[int, _Held] = {}  # by lease
+        self._lease_of: dict[int, _Held] = {}  # by row
+        self._backlog: deque[Row] = deque()
+        self._running: dict[int, asyncio.Task[None]] = {}  # by row
+        self._finished: list[Result] = []
+        self._ended_shards: list[int] = []
+        self._form: OutputForm | None = None
+        self._leaving = False
+        self._failure: BaseException | None = None
+        self._hungry = asyncio.Event()
+        self._drained = asyncio.Event()  # nothing runs: what is finished need not wait for company
+        self._flushing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._figures = RowFigures()
+        self._clock = _BusyClock()
 
-    async def __call__(self, batch: pa.Table) -> pa.Table:
-        answerer = await self._started()
-        (work,) = (pickle.loads(work) for work in batch["work"].to_pylist())
-        rows = await asyncio.to_thread(self._reader.read, work)
-        results = await asyncio.gather(*(answerer.answer(row) for row in rows))
-        return pa.Table.from_pylist(results, schema=WIRE_SCHEMA)
+    async def start(self) -> EngineFacts:
+        """Load the models. Raises ConfigError and its kin."""
+        self._engine = AsyncEngine(self._config, self._setup.make)
+        await self._engine.start()
+        return EngineFacts(ray.get_runtime_context().get_node_id())
 
-    async def _started(self) -> RowAnswerer:
-        async with self._starting:
-            if self._answerer is None:
-                folder = resolve_checkpoint(self._config.model, field="model")
-                generation = GenerationDefaults.load(folder)
-                engine = AsyncEngine(self._config)
-                await engine.start()
-                self._answerer = RowAnswerer(engine, self._layout, generation, self._model_name)
-        return self._answerer
+    async def begin(self, terms: Terms) -> None:
+        """Take leases from now on."""
+        assert self._engine is not None, "start() the engine first"
+        setup = self._setup
+        generation = GenerationDefaults.load(resolve_checkpoint(self._config.model, field="model"))
+        self._answerer = RowAnswerer(
+            self._engine, setup.layout, generation, setup.model_name, terms.form.columns
+        )
+        self._writer = RowWriter(
+            setup.output, terms.form, run=terms.run, shard=self._shard, writer=self._writer_name
+        )
+        self._form = terms.form
+        self._tasks.append(asyncio.create_task(self._flush_often()))
+        self._hungry.set()
+
+    async def hungry(self) -> None:
+        """Wait until there is room for another lease."""
+        await self._hungry.wait()
+
+    async def answer(self, lease: LeasedWork) -> LeaseReport:
+        """Returns when every row is durable or given back. Raises what ended the engine's work."""
+        if self._failure is not None:
+            raise self._failure
+        rows = set(rows_of(lease.rows))
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        held = self._held[lease.number] = _Held(lease, rows, ended, len(rows))
+        self._look_for_hunger()
+        try:
+            await self._take(held)
+            await ended
+        finally:
+            del self._held[lease.number]
+        returned = of_rows(held.returned)
+        return LeaseReport(minus(lease.rows, returned), returned)
+
+    async def give_back(self) -> dict[int, RowRanges]:
+        """Let go of all rows that were not started; which they are, by lease."""
+        rows = [row.number for row in self._backlog]
+        rows += [row for held in self._held.values() if not held.read for row in held.open]
+        self._backlog.clear()
+        given: dict[int, list[int]] = {}
+        for row in rows:
+            given.setdefault(self._return(row), []).append(row)
+        self._look_for_hunger()
+        return {lease: of_rows(rows) for lease, rows in given.items()}
+
+    async def leave(self, within_s: float) -> None:
+        """Take nothing more, finish what runs within the time, and make all of it durable. Idempotent."""
+        self._leaving = True
+        self._hungry.set()
+        await self.give_back()
+        if self._running and within_s > 0:
+            await asyncio.wait(self._running.values(), timeout=within_s)
+        for task in list(self._running.values()):
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running.values())
+        try:
+            await self._flush(last=True)
+        except MantaError as error:
+            self._end_leases(error)
+            raise
+        for row in list(self._lease_of):  # cancelled
+            self._return(row)
+
+    async def state(self) -> EngineState:
+        """What there is to tell now."""
+        since_s = None if self._writer is None else self._writer.failing_since_s
+        return EngineState(
+            rows=self._figures,
+            running=len(self._running),
+            capacity=self._setup.config.max_num_seqs,
+            waiting=self._num_waiting(),
+            busy_s=self._clock.busy_s(),
+            begin_s=self._clock.begin_s,
+            end_s=self._clock.end_s,
+            failing_s=None if since_s is None else time.monotonic() - since_s,
+        )
+
+    async def close(self) -> None:
+        """End the engine. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+
+    async def _take(self, held: _Held) -> None:
+        """Read a lease's rows into the backlog."""
+        try:
+            rows = await asyncio.to_thread(self._read, held.lease.work)
+        except Exception as error:
+            self._fail(error)
+            return
+        held.read = True
+        rows = [row for row in rows if row.number in held.open]  # else given back while they were read
+        self._lease_of.update((row.number, held) for row in rows)
+        self._backlog.extend(rows)
+        if self._leaving:
+            await self.give_back()
+        self._feed()
+
+    def _read(self, work: Work) -> list[Row]:
+        rows = self._reader.read(work)
+        return rows if self._form and self._form.ordered else by_shared_prefix(rows, self._setup.layout)
+
+    def _feed(self) -> None:
+        """Start what there is room for."""
+        while self._backlog and len(self._running) < self._capacity and not self._leaving:
+            row = self._backlog.popleft()
+            if not self._running:
+                self._clock.start()
+            self._drained.clear()
+            self._running[row.number] = asyncio.create_task(self._answer(row))
+        self._look_for_hunger()
+
+    def _look_for_hunger(self) -> None:
+        if self._leaving or self._num_waiting() < max(self._setup.config.max_num_seqs // 2, 1):
+            self._hungry.set()
+        else:
+            self._hungry.clear()
+
+    def _num_waiting(self) -> int:
+        return len(self._backlog) + sum(len(held.open) for held in self._held.values() if not held.read)
+
+    async def _answer(self, row: Row) -> None:
+        assert self._answerer is not None, "start() the engine first"
+        try:
+            result = await self._answerer.answer(row)
+        except Exception as error:  # EngineDeadError, or a fault of ours: neither is the row's
+            self._fail(error)
+        else:
+            self._finish(result, self._lease_of[row.number])
+        finally:
+            del self._running[row.number]
+            if not self._running:
+                self._clock.stop()
+                self._drained.set()
+        self._feed()
+
+    def _finish(self, result: Result, held: _Held) -> None:
+        self._finished.append(result)
+        self._one_less(held)
+
+    def _return(self, row: int) -> int:
+        """Give a row back that has no result. Returns its lease."""
+        held = self._lease_of.pop(row, None) or next(h for h in self._held.values() if row in h.open)
+        held.returned.append(row)
+        self._one_less(held)
+        self._settle(row, held)
+        return held.lease.number
+
+    def _one_less(self, held: _Held) -> None:
+        """A row of the lease needs no more work. After the last one its shard is whole, for this engine."""
+        held.unfinished -= 1
+        if not held.unfinished and held.lease.shard is not None and self._writer is not None:
+            self._ended_shards.append(held.lease.shard)
+
+    def _settle(self, row: int, held: _Held) -> None:
+        held.open.discard(row)
+        if not held.open and not held.ended.done():
+            held.ended.set_result(None)
+
+    async def _flush_often(self) -> None:
+        every_s = flush_interval_s(self._setup.output)
+        while self._failure is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), every_s)
+            self._drained.clear()
+            try:
+                await self._flush()
+            except Exception as error:
+                self._fail(error)
+
+    async def _flush(self, *, last: bool = False) -> None:
+        """Make what is finished durable, and end the leases that waited for it."""
+        async with self._flushing:
+            finished, self._finished = self._finished, []
+            ended, self._ended_shards = self._ended_shards, []
+            if not finished and not ended and not self._num_unsaved() and not last:
+                return
+            durable = await asyncio.to_thread(self._write, finished, ended, last)
+            for row in rows_of(durable):
+                if held := self._lease_of.pop(row, None):
+                    self._settle(row, held)
+
+    def _num_unsaved(self) -> int:
+        return 0 if self._writer is None else self._writer.num_pending
+
+    def _write(self, finished: Sequence[Result], ended: Sequence[int], last: bool) -> RowRanges:
+        """In a thread: results to the writer."""
+        writer, form = self._writer, self._form
+        if writer is None or form is None:
+            return ()
+        shards: dict[int | None, list[Result]] = {}
+        for result in finished:
+            shards.setdefault(self._lease_of[result["row"]].lease.shard, []).append(result)
+        for shard, results in shards.items():
+            writer.add(results, shard=shard)
+        for shard in ended:
+            writer.end_shard(shard)
+        self._figures.add(form.table(finished))
+        return writer.close() if last else writer.flush()
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine's work is over; what is finished is made durable first."""
+        if self._failure is None:
+            self._failure = error
+            self._tasks.append(asyncio.create_task(self._fail_leases(error)))
+
+    async def _fail_leases(self, error: BaseException) -> None:
+        self._leaving = True
+        with suppress(MantaError):
+            await self._flush()
+        self._end_leases(error)
+
+    def _end_leases(self, error: BaseException) -> None:
+        self._hungry.set()
+        for held in self._held.values():
+            if not held.ended.done():
+                held.ended.set_exception(error)
+
+
+class _BusyClock:
+    """Time with at least one row in the engine."""
+
+    def __init__(self) -> None:
+        self.begin_s = self.end_s = 0.0
+        self._busy_s = 0.0
+        self._started_s: float | None = None
+
+    def start(self) -> None:
+        self._started_s = time.monotonic()
+        self.begin_s = self.begin_s or time.time()
+
+    def stop(self) -> None:
+        self._busy_s, self._started_s = self.busy_s(), None
+        self.end_s = time.time()
+
+    def busy_s(self) -> float:
+        running_s = 0.0 if self._started_s is None else time.monotonic() - self._started_s
+        return self._busy_s + running_s

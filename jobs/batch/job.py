@@ -1,114 +1,96 @@
-"""`manta batch`: a dataset through engines on Ray, row by row, into a folder.
+"""`manta batch`: a dataset through engines on Ray, row by row, into an output that loses nothing.
 
-    files -> spans -> engine actors (`run.py`) -> driver -> part files (`sink.py`)
+    files ─ survey ─▶ leases ─▶ engine actors ─▶ segments, parts     (they read and write: `engine.py`)
+                        ▲            │
+                    LeaseBook ◀── driver ──▶ progress, report, _SUCCESS  (it writes no row)
 
-The driver takes results as they come and is the only writer. However the job ends, what is answered is on
-disk before anything else is done.
+The driver may be killed at any time: what is answered is in the output, and the same command goes on from
+there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
+import queue
 import signal
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import closing, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
 
 from ...actors.batch.figures import RowFigures
-from ...actors.batch.rows import Layout
-from ...actors.batch.source import InputFormat, OutputFormat, Source, check_columns, open_source
-from ...actors.batch.storage import URL
-from ...actors.batch.survey import survey
+from ...actors.batch.source import check_columns, open_source
+from ...actors.batch.storage import Storage
+from ...actors.executor import make_executor
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError, DatasetError, OutputError
+from ...cluster.errors import DatasetError, OutputError
+from ...cluster.executor import Executor
+from ...cluster.row_ranges import count, union
 from ..stop import Stopped, StopSignals
+from .engine import EngineSetup
+from .opening import Opening
+from .options import BatchOptions
+from .pool import Job
 from .progress import ProgressView
-from .run import EngineRun, Phase
-from .sink import Sink
+from .run import EngineRun, Event, Phase
+
+OPENING_S = 1.0  # a small input is known before Ray is asked for anything
+TIME_UP_EXIT_CODE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
-    """What a batch job does, beside the engine's settings.
+class TimeUp(Stopped):
+    """The job's own limit has ended it: `--limit-time`."""
 
-    Attributes:
-        input: a file or a folder of files of one format.
-        output: folder for the results.
-        input_format: found from suffix and content if absent.
-        output_format: the input's if absent.
-        overwrite: replace an earlier job's results in `output`.
-        concurrency: engines.
-        prompt_column, id_column: found by name if absent.
-        sampling: fields for rows that bring none.
-        model_name: in OpenAI responses; the engine's `model` if absent.
-    """
-
-    input: Path
-    output: Path
-    input_format: InputFormat | None = None
-    output_format: OutputFormat | None = None
-    overwrite: bool = False
-    concurrency: int = 1
-    prompt_column: str | None = None
-    id_column: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    model_name: str | None = None
-
-    def __post_init__(self) -> None:
-        local_path(self.input, "input")
-        local_path(self.output, "output")
-        if self.concurrency < 1:
-            raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
+    def __init__(self, limit_s: float) -> None:
+        BaseException.__init__(self, f"stopped by its time limit of {limit_s:g} s")
+        self.exit_code = TIME_UP_EXIT_CODE
+        self.told = False
 
 
-def local_path(where: str | Path, field: str) -> Path:
-    """The path; a URL is refused, as no job writes one."""
-    if found := URL.match(str(where)):
-        kind = DatasetError if field == "input" else ConfigError
-        raise kind(
-            f"{field}: {where} is a URL ({found[1]}), and batch jobs read and write folders only. Give a "
-            "path that all nodes see: mount the bucket, or copy from and to it.",
-            param=field,
-        )
-    return Path(where)
+def run_batch(
+    config: EngineConfig,
+    options: BatchOptions,
+    signals: StopSignals | None = None,
+    *,
+    make: Callable[[EngineConfig], Executor] = make_executor,
+) -> RowFigures:
+    """Answer every row of the input that is not answered yet; returns the figures of all rows.
 
-
-def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals | None = None) -> RowFigures:
-    """Answer every row of the input; returns the job's figures. Failed rows do not fail the job.
+    Failed rows do not fail the job, nor do rows that kill engines.
 
     Args:
         signals: end the job with `Stopped`; without them the caller's handlers stand.
+        make: builds each engine's executor, in its actor. Must be picklable.
+
+    Raises:
+        ConfigError, DatasetError: before anything is answered.
+        OutputError, EngineDeadError, PlacementError: later; what is answered is kept.
+        TimeUp: the time limit has come.
     """
-    started_s = time.monotonic()
-    source = open_source([options.input], options.input_format)
-    layout = _layout(source, config, options)
+    source = open_source(options.input, options.input_format)
+    layout = options.layout(source, config)
     check_columns(source, layout)
-    rows = survey(source, layout, duplicates="number")
+    options.format(source)
+    output = Storage.open(options.output, field="output")
     _check_models(config)
-    output_format = _output_format(source, options)
-    figures, signals = RowFigures(), signals or StopSignals()
-    with Sink(options.output, output_format, overwrite=options.overwrite) as sink:
-        run = EngineRun(source, rows, layout, config, options.concurrency, options.model_name or config.model)
-        with ProgressView(rows.num_rows) as view, signals.told_to(run.tell):
-            run.start()
-            try:
-                _collect(run, sink, figures, view, signals)
-                report = {**figures.as_json(), "total_s": round(time.monotonic() - started_s, 3)}
-                sink.finish(report, _manifest(source, rows.num_rows, layout, config, options))
-            except BaseException as error:
-                if words := _keep(error, sink, rows.num_rows):
-                    view.say(words)
-                raise
-            finally:
-                run.stop()
-    return figures
+    setup = EngineSetup(
+        config=config,
+        source=source,
+        layout=layout,
+        model_name=options.model_name or config.model,
+        output=output,
+        make=make,
+    )
+    with _View() as view, closing(Opening(setup, options, view.say)) as opening:
+        with suppress(NotYet):
+            view.show(opening.job.result(OPENING_S))
+        if not (opening.job.done() and _nothing_is_left(opening.job.result())):
+            _Driver(setup, options, opening, view, signals or StopSignals()).answer()
+        return _finish(opening.job.result(), view)
 
 
 def check_answered(figures: RowFigures, options: BatchOptions) -> None:
@@ -121,35 +103,133 @@ def check_answered(figures: RowFigures, options: BatchOptions) -> None:
         )
 
 
-def _collect(
-    run: EngineRun, sink: Sink, figures: RowFigures, view: ProgressView, signals: StopSignals
-) -> None:
-    """Take what the run has to tell until all rows are answered."""
-    while (event := run.next_event()) is not Phase.ANSWERED:
-        if isinstance(event, pa.Table):
-            figures.add(event)
-            sink.add(event)
-            view.update(figures)
-        elif isinstance(event, str):
-            view.say(event)
-        elif isinstance(event, Phase):
-            signals.take_back()
+class _Driver:
+    """Follows the engines until their work is done, or it is to end."""
+
+    def __init__(
+        self, setup: EngineSetup, options: BatchOptions, opening: Opening, view: _View, signals: StopSignals
+    ) -> None:
+        self._options = options
+        self._opening = opening
+        self._view = view
+        self._signals = signals
+        self._run = EngineRun(setup, options.concurrency, opening.job)
+        limit_s = options.limit_time_s
+        self._deadline_s = None if limit_s is None else time.monotonic() + limit_s
+
+    def answer(self) -> None:
+        """Returns when all rows are answered. Raises Stopped, or what ended the engines' work."""
+        self._opening.job.add_done_callback(lambda _: self._run.tell(Phase.OPENED))
+        with self._signals.told_to(self._run.tell):
+            self._run.start()
+            try:
+                self._follow()
+            except BaseException as error:
+                self._say_what_is_kept(error)
+                raise
+            finally:
+                self._run.end()
+
+    def _follow(self) -> None:
+        stopped: Stopped | None = None
+        while (event := self._next_event()) is not Phase.LEFT:
+            if isinstance(event, RowFigures):
+                self._view.update(event)
+            elif isinstance(event, str):
+                self._view.say(event)
+            elif event is Phase.CONNECTED:
+                self._signals.take_back()
+            elif event is Phase.OPENED:
+                self._view.show(self._opening.job.result())
+            elif isinstance(event, (signal.Signals, TimeUp)):
+                stopped = event if isinstance(event, TimeUp) else Stopped(event)
+                self._deadline_s = None
+                if not self._run.stop():
+                    raise stopped
+            elif isinstance(event, BaseException):
+                raise event if stopped is None else stopped from event
+        if stopped is not None:
+            raise stopped
+
+    def _next_event(self) -> Event | TimeUp:
+        if self._deadline_s is None:
+            return self._run.next_event()
+        try:
+            return self._run.next_event(max(self._deadline_s - time.monotonic(), 0.0))
+        except queue.Empty:
+            assert self._options.limit_time_s is not None
+            return TimeUp(self._options.limit_time_s)
+
+    def _say_what_is_kept(self, error: BaseException) -> None:
+        """What the output holds now that the job ends early, in words."""
+        if (job := self._view.job) is None:
+            return
+        with suppress(OutputError):  # then what was read last
+            job.ledger.refresh()
+        ledger = job.ledger
+        waiting = (ledger.durable(writer) for writer in ledger.orphans)
+        kept = count(union(ledger.answered, ledger.failed, *waiting))
+        words = f"{kept} of {job.num_rows} rows are in {self._options.output}; the same command goes on there"
+        if self._options.overwrite:
+            words += " without --overwrite"
+        if isinstance(error, Stopped):
+            error.told = True
+            words = f"{error}: {words}"
+        self._view.say(words)
+
+
+class _View:
+    """Progress, from when it is known of how many rows; lines for the user at any time."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self._before = RowFigures()
+        self._view: ProgressView | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._view is not None:
+            self._view.__exit__(kind, error, trace)
+
+    def show(self, job: Job) -> None:
+        """Begin to show progress. Once."""
+        if self.job is None:
+            self.job, self._before = job, job.ledger.figures
+            if not _nothing_is_left(job):
+                self._view = ProgressView(job.num_rows).__enter__()
+
+    def say(self, line: str) -> None:
+        if self._view is not None:
+            self._view.say(line)
         else:
-            raise Stopped(event) if isinstance(event, signal.Signals) else event
+            print(line, file=sys.stderr, flush=True)
+
+    def update(self, figures: RowFigures) -> None:
+        """Show what is durable of this run's rows, beside those of earlier runs."""
+        if self._view is not None:
+            together = RowFigures()
+            for each in (self._before, figures):
+                together.merge(each)
+            self._view.update(together)
 
 
-def _keep(error: BaseException, sink: Sink, total: int) -> str | None:
-    """Write what is answered before the job ends early; what there is, in words."""
-    with contextlib.suppress(OutputError):  # the counts below say it
-        sink.flush()
-    lost = f", {sink.num_pending} answered rows could not be written" if sink.num_pending else ""
-    there = f"{sink.num_rows} of {total} rows are in {sink.folder}{lost}"
-    if sink.num_rows:
-        there += "; without _SUCCESS: a new run answers all of them, elsewhere or with --overwrite"
-    if isinstance(error, Stopped):
-        error.told = True
-        return f"{error}: {there}"
-    return there if sink.num_rows else None
+def _nothing_is_left(job: Job) -> bool:
+    return not job.rows and not job.ledger.orphans
+
+
+def _finish(job: Job, view: _View) -> RowFigures:
+    """The end of a job whose rows are all durable. Returns the figures of all of them."""
+    ledger = job.ledger
+    if ledger.complete:
+        view.say("all rows are answered already; nothing is left to do")
+        return ledger.figures
+    ledger.refresh()
+    ledger.finish(ledger.figures.as_json())
+    return ledger.figures
 
 
 def _check_models(config: EngineConfig) -> None:
@@ -157,49 +237,3 @@ def _check_models(config: EngineConfig) -> None:
     if config.device != "cpu":
         config = replace(config, device="cpu", attention_backend="auto")
     plan_load(config)
-
-
-def _layout(source: Source, config: EngineConfig, options: BatchOptions) -> Layout:
-    return Layout(
-        kind="openai" if source.format == "openai" else "dataset",
-        lines=source.lines,
-        prompt_column=options.prompt_column,
-        id_column=options.id_column,
-        defaults=dict(options.sampling),
-        seed=config.seed or 0,
-    )
-
-
-def _output_format(source: Source, options: BatchOptions) -> OutputFormat:
-    if options.output_format == "openai" and source.format != "openai":
-        raise ConfigError(
-            "output_format=openai answers OpenAI batch lines; choose parquet or jsonl.", param="output_format"
-        )
-    own: OutputFormat = "jsonl" if source.format in ("csv", "text") else source.format
-    return options.output_format or own
-
-
-def _manifest(
-    source: Source, num_rows: int, layout: Layout, config: EngineConfig, options: BatchOptions
-) -> dict[str, Any]:  # Any: JSON
-    """What the results were made from. The drafter is not part of the fingerprint: it changes no answer."""
-    made_from = {
-        "model": config.model,
-        "tokenizer": config.tokenizer,
-        "dtype": config.dtype,
-        "sampling": dict(layout.defaults),
-        "seed": layout.seed,
-        "prompt_column": layout.prompt_column,
-        "id_column": layout.id_column,
-    }
-    text = json.dumps(made_from, sort_keys=True, default=str)
-    spec = config.speculative_config
-    return {
-        "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
-        **made_from,
-        "drafter": None if spec is None else spec.model,
-        "input": [str(file) for file in source.files],
-        "input_format": source.format,
-        "output_format": _output_format(source, options),
-        "rows": num_rows,
-    }

@@ -2,121 +2,132 @@
 
 Ray leaves actors that cannot be placed pending for ever without a word. Here what is lacking is said while
 the job waits, fewer threads are taken where cores are in use, and an end in vain is a PlacementError. What is
-claimed is decided in `cluster/room.py`. The groups die with the job's driver.
+claimed is decided in `cluster/room.py`. An engine whose group is ready starts while others wait: a job that
+has one engine has room, and what waits then does so quietly and for as long as it is wanted (a pending group
+is also what makes Ray's autoscaler bring nodes). The groups die with the job's driver.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import asyncio
 import time
-import uuid
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import PlacementError
-from ...cluster.placement import NodeRoom
 from ...cluster.room import Claim, check_room, full_claim, lacking, smaller_claim, spell
 
 ROOM_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where new nodes may come: clouds take minutes to start one
 TOLD_EVERY_S = 5.0
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
 
 
-class Room:
-    """Placement groups, one per engine. Release it when the engines are done."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A group that one engine may run in. Release it when the engine is gone."""
 
-    def __init__(self, claim: Claim, engines: int) -> None:
-        self.claim = claim
-        bundles = [dict(bundle) for bundle in claim.bundles]
-        self._groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(engines)]
-        self._names: list[str] = []  # of the engines' actors
-        self._lock = threading.Lock()
+    group: PlacementGroup
+    claim: Claim
 
-    def next_actor(self) -> dict[str, Any]:  # Any: Ray's options for actors
-        """Where the next engine goes, and its name; Ray Data asks once per actor."""
-        group = self._groups[len(self._names) % len(self._groups)]
-        self._names.append(f"manta-batch-{uuid.uuid4().hex}")
-        strategy = PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Puts the engine's own process into the first bundle; its workers find the others."""
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
         )
-        return {"scheduling_strategy": strategy, "name": self._names[-1]}
-
-    def wait(self, timeout_s: float, stopping: threading.Event) -> bool:
-        """Whether all groups are ready in time."""
-        deadline_s = time.monotonic() + timeout_s
-        while not stopping.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
-            pending = [group for group in self._groups if not group.wait(0)]
-            if not pending:
-                return True
-            pending[0].wait(min(LOOK_EVERY_S, left_s))
-        return False
-
-    def nodes(self) -> list[NodeRoom]:
-        """The cluster's; what groups of this room hold already counts as free."""
-        ours = {group.id.hex() for group in self._groups}
-        return nodes(lambda group: group["placement_group_id"] in ours)
-
-    def kill_engines(self) -> None:
-        """End the engines that were started so far, and with them whoever waits for their answers."""
-        with self._lock:
-            if self._groups:
-                for name in self._names:
-                    with contextlib.suppress(ValueError):  # not there yet, or not any more
-                        ray.kill(ray.get_actor(name))
 
     def release(self) -> None:
-        """Give the room back. Once: Ray may be left afterwards, and would start anew for whoever calls it."""
-        with self._lock:
-            groups, self._groups = self._groups, []
-            for group in groups:
-                remove_placement_group(group)
+        if ray.is_initialized():  # it would start anew for whoever calls it
+            remove_placement_group(self.group)
 
 
-def find_room(
-    config: EngineConfig, engines: int, say: Callable[[str], None], stopping: threading.Event
-) -> Room | None:
-    """Wait for room for the engines; None when `stopping` is set meanwhile.
+class Rooms:
+    """Finds places for the engines of a job. Owned by its `EnginePool`.
+
+    Args:
+        engines: how many there may be at once.
+        needed: how many of them the job cannot do without.
+        say: takes a line for the user.
 
     Raises:
-        PlacementError: they can never fit, or did not in time.
+        PlacementError: the engines that there must be can never fit.
     """
-    everything = [node.resources for node in nodes()]
-    try:
-        check_room(config, engines, everything)
-    except PlacementError:
-        if not may_grow():
+
+    def __init__(self, config: EngineConfig, engines: int, needed: int, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._engines = engines
+        self._say = say
+        everything = [node.resources for node in nodes()]
+        try:
+            check_room(config, needed, everything)
+        except PlacementError:
+            if not may_grow():
+                raise
+        self._claim = full_claim(config, engines, everything)
+        self._waiting: list[PlacementGroup] = []
+        self._num_given = 0
+        self._begin_s = self._told_s = time.monotonic()
+        self._timeout_s = ROOM_TIMEOUT_S
+
+    async def place(self) -> Place:
+        """Wait for room for one engine. Raises PlacementError if none has found any in time."""
+        if not self._waiting:
+            self._begin_s = self._told_s = time.monotonic()
+        claim, group = self._ask()
+        try:
+            while not await asyncio.to_thread(group.wait, LOOK_EVERY_S):
+                await self._look()
+                if claim != self._claim:
+                    self._withdraw(group)
+                    claim, group = self._ask()
+        except BaseException:
+            self._withdraw(group)
             raise
-    room = Room(full_claim(config, engines, everything), engines)
-    begin_s, timeout_s = time.monotonic(), ROOM_TIMEOUT_S
-    try:
-        while not room.wait(min(TOLD_EVERY_S, begin_s + timeout_s - time.monotonic()), stopping):
-            if stopping.is_set():
-                room.release()
-                return None
-            found = room.nodes()
-            everything, free = [node.resources for node in found], [node.free for node in found]
-            full = full_claim(config, engines, everything)
-            if time.monotonic() >= begin_s + timeout_s and timeout_s < GROWTH_TIMEOUT_S and may_grow():
-                timeout_s = GROWTH_TIMEOUT_S
-            if time.monotonic() >= begin_s + timeout_s:
-                raise _no_room(config, lacking(full, engines, everything, free), timeout_s)
-            claim = smaller_claim(config, engines, free, full)
-            say(_news(claim, full) or f"waiting for {lacking(full, engines, everything, free)}")
-            if (claim or full) != room.claim:
-                room.release()
-                room = Room(claim or full, engines)
-    except BaseException:
-        room.release()
-        raise
-    return room
+        self._waiting.remove(group)
+        self._num_given += 1
+        return Place(group, claim)
+
+    def _ask(self) -> tuple[Claim, PlacementGroup]:
+        group = placement_group([dict(bundle) for bundle in self._claim.bundles], strategy="STRICT_PACK")
+        self._waiting.append(group)
+        return self._claim, group
+
+    def _withdraw(self, group: PlacementGroup) -> None:
+        self._waiting.remove(group)
+        if ray.is_initialized():
+            remove_placement_group(group)
+
+    async def _look(self) -> None:
+        """Now and then: say what is lacking, and make do with less or give up while there is no engine."""
+        if self._num_given or time.monotonic() < min(self._told_s + TOLD_EVERY_S, self._deadline_s):
+            return
+        self._told_s = time.monotonic()
+        await asyncio.to_thread(self._make_do)
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._begin_s + self._timeout_s
+
+    def _make_do(self) -> None:
+        waiting = len(self._waiting)
+        ours = {group.id.hex() for group in self._waiting}  # what they have got meanwhile counts as free
+        found = nodes(lambda group: group["placement_group_id"] in ours)
+        everything, free = [node.resources for node in found], [node.free for node in found]
+        full = full_claim(self._config, self._engines, everything)
+        if time.monotonic() >= self._deadline_s and self._timeout_s < GROWTH_TIMEOUT_S and may_grow():
+            self._timeout_s = GROWTH_TIMEOUT_S
+        if time.monotonic() >= self._deadline_s:
+            raise _no_room(self._config, lacking(full, waiting, everything, free), self._timeout_s)
+        claim = smaller_claim(self._config, waiting, free, full)
+        self._say(_news(claim, full) or f"waiting for {lacking(full, waiting, everything, free)}")
+        self._claim = claim or full
 
 
 def _news(claim: Claim | None, full: Claim) -> str | None:

@@ -1,0 +1,203 @@
+"""What an output holds: parts that count, segments that wait, and which row stands where.
+
+A part counts when its record and itself are there. Where a row stands in several parts (a writer that was
+given up had written it too; it failed, and was answered by a later run) it counts in one: an answer before a
+failure, a later run before an earlier one. Reads, and changes nothing; used by `ledger.py` and `sweep.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from ...cluster.row_ranges import RowRanges, count, union
+from .figures import RowFigures
+from .parts import PART_NAME, PENDING, RECORDS, Record
+from .segments import Segment, read_segment, segment_folder, writer_of
+from .storage import Storage
+
+NUM_READERS = 16  # object stores answer many at once, and one at a time slowly
+
+Given = TypeVar("Given")
+Taken = TypeVar("Taken")
+
+
+class Contents:
+    """Records and segments of an output, as of the last `refresh`.
+
+    Attributes:
+        files: sizes of the files in the output's folder, by name.
+        records: by part name; of parts that are there and count.
+        stale: of parts whose row numbers are those of an earlier input.
+        segments: that count, by name, row numbers only.
+    """
+
+    def __init__(self, output: Storage, *, first_run: int, numbering: int) -> None:
+        self.files: dict[str, int] = {}
+        self.records: dict[str, Record] = {}
+        self.stale: dict[str, Record] = {}
+        self.segments: dict[str, Segment] = {}
+        self._output = output
+        self._first_run = first_run
+        self._numbering = numbering
+        self._read: dict[str, Record | None] = {}  # all that were read, by part name; they do not change
+        self._owned: dict[str, RowRanges] | None = None
+
+    def renumber(self, numbering: int) -> None:
+        """From here on only what is numbered since this run counts."""
+        self._numbering = numbering
+        self._count()
+
+    def refresh(self, writer: str | None = None) -> None:
+        """Read what is new. Segments first: a row that moves on meanwhile is seen twice rather than never.
+
+        Args:
+            writer: only its segments are looked at.
+        """
+        self._refresh_segments(segment_folder(writer) if writer else PENDING)
+        self.files = {entry.name: entry.size for entry in self._output.entries()}
+        names = [entry.name for entry in self._output.entries(RECORDS)]
+        new = [name for name in names if _part_of(name) not in self._read]
+        for name, record in zip(new, in_parallel(self._record, new), strict=True):
+            self._read[_part_of(name)] = record
+        self._count()
+
+    def forget(self, part: str) -> None:
+        """A part is gone, with its record."""
+        self._read.pop(part, None)
+        self.files.pop(part, None)
+        self._count()
+
+    def learn(self, record: Record) -> None:
+        """A part has been written, or its record anew."""
+        self._read[record.part] = record
+        self.files[record.part] = record.num_bytes
+        self._count()
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Files named as parts that no record names."""
+        return [name for name in self.files if PART_NAME.fullmatch(name) and name not in self._read]
+
+    @property
+    def uncommitted(self) -> list[Record]:
+        """Records whose part is not there, or that are another job's."""
+        return [record for record in self._read.values() if record and record.part not in self.records]
+
+    @property
+    def owned(self) -> dict[str, RowRanges]:
+        """Which rows of each part count there."""
+        if self._owned is None:
+            self._owned = _owned(self.records.values())
+        return self._owned
+
+    @property
+    def answered(self) -> RowRanges:
+        return union(*(self.owned[record.part] for record in self.records.values() if record.kind == "part"))
+
+    @property
+    def failed(self) -> RowRanges:
+        return union(
+            *(self.owned[record.part] for record in self.records.values() if record.kind == "errors")
+        )
+
+    def failed_since(self, run: int) -> RowRanges:
+        """Rows that failed in this run or a later one."""
+        records = self.records.values()
+        return union(*(each.rows for each in records if each.kind == "errors" and each.run >= run))
+
+    @property
+    def figures(self) -> RowFigures:
+        """Of all parts; rows are counted once, the work for them wherever it was done."""
+        return figures_of(self.records.values(), self.answered, self.failed)
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """Of whom there are segments."""
+        return tuple(dict.fromkeys(writer_of(name) for name in self.segments))
+
+    def durable(self, writer: str) -> RowRanges:
+        """Rows of a writer, in parts or segments."""
+        parts = (record.rows for record in self.records.values() if record.writer == writer)
+        segments = (each.rows for each in self.segments.values() if writer_of(each.name) == writer)
+        return union(*parts, *segments)
+
+    def run_of(self, writer: str) -> int:
+        """The run that a writer of segments belongs to."""
+        return max(each.run for each in self.segments.values() if writer_of(each.name) == writer)
+
+    def _refresh_segments(self, folder: str) -> None:
+        listed = {entry.name for entry in self._output.entries(folder, recursive=True)}
+        gone = [name for name in self.segments if name.startswith(f"{folder}/") and name not in listed]
+        for name in gone:
+            del self.segments[name]
+        new = sorted(listed - self.segments.keys())
+        for segment in in_parallel(self._segment, new):
+            if segment is not None and segment.run >= max(self._first_run, self._numbering):
+                self.segments[segment.name] = segment
+
+    def _segment(self, name: str) -> Segment | None:
+        return read_segment(self._output, name, only_rows=True)
+
+    def _record(self, name: str) -> Record | None:
+        """None if it has gone meanwhile."""
+        try:
+            return Record.decoded(self._output.read(name))
+        except FileNotFoundError:
+            return None
+
+    def _count(self) -> None:
+        there = {
+            part: record
+            for part, record in self._read.items()
+            if record and part in self.files and record.run >= self._first_run
+        }
+        replaced = {part for record in there.values() for part in record.replaces}
+        counts = {part: record for part, record in there.items() if part not in replaced}
+        self.records = {part: each for part, each in counts.items() if each.numbering >= self._numbering}
+        self.stale = {part: each for part, each in counts.items() if each.numbering < self._numbering}
+        self._owned = None
+
+
+def figures_of(records: Iterable[Record], answered: RowRanges, failed: RowRanges) -> RowFigures:
+    """The figures of parts together, in which these rows count."""
+    figures = RowFigures()
+    for record in records:
+        figures.merge(record.row_figures())
+    return replace(figures, rows=count(answered) + count(failed), failed=count(failed))
+
+
+def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[Taken]:
+    """Many small requests at once."""
+    if not given:
+        return []
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="manta-output") as readers:
+        return list(readers.map(read, given))
+
+
+def _owned(records: Iterable[Record]) -> dict[str, RowRanges]:
+    """Rows in one part only are that part's; of others the strongest part has them."""
+    weakest_first = sorted(records, key=lambda each: (each.kind == "part", each.run, each.part))
+    num_rows = max((record.rows[-1][1] for record in weakest_first if record.rows), default=0)
+    holder = np.full(num_rows, -1, dtype=np.int32)
+    for place, record in enumerate(weakest_first):
+        for begin, end in record.rows:
+            holder[begin:end] = place
+    held = np.bincount(holder[holder >= 0], minlength=len(weakest_first))
+    return {
+        record.part: record.rows if held[place] == count(record.rows) else _ranges(holder == place)
+        for place, record in enumerate(weakest_first)
+    }
+
+
+def _ranges(mask: np.ndarray) -> RowRanges:
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _part_of(record_name: str) -> str:
+    return record_name.removeprefix(f"{RECORDS}/").removesuffix(".json")

@@ -1,0 +1,354 @@
+"""The ledger of an output: whose it is, which rows are done, and the end of the job.
+
+    open    lock it; go on with the job that is there, begin one, or refuse, naming what is in the way
+    ...     engines write (`writer.py`); `refresh` reads what they have made durable
+    finish  every row once (`sweep.py`), then manifest, report and, last, `_SUCCESS`
+
+Held by whoever drives a job: the driver of `manta batch`, the replica that works off `/v1/batches`. All it
+knows stands in the output; no database, nothing in memory alone. Not for engines: they write without it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+
+from ...cluster.errors import ConfigError, OutputError
+from ...cluster.row_ranges import RowRanges, count, minus, union
+from ..files import TEMPORARY
+from .contents import Contents
+from .figures import RowFigures
+from .lock import Lock, lock
+from .paper import JobPaper
+from .parts import FOLDER, MANIFEST, PART_NAME, PENDING, PICTURES, RECORDS, REPORT, SUCCESS
+from .renumber import renumber
+from .runs import (
+    Job,
+    earlier,
+    forget_earlier,
+    keep_earlier,
+    let_write,
+    reason,
+    remove_earlier,
+    remove_folder,
+    write_json,
+)
+from .storage import Storage
+from .sweep import settle
+from .writer import GIVE_UP_S, RETRY_S, RowWriter
+
+OURS = (SUCCESS, MANIFEST, REPORT, PICTURES)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)  # of papers and records
+
+Resume = Literal["yes", "no", "force"]
+
+
+class Ledger:
+    """An output that is ours to write. Made by `open`.
+
+    Attributes:
+        run: the number of this run; what writers are told.
+        complete: all is done, and nothing was begun; `reopen` begins a run nevertheless.
+    """
+
+    def __init__(self, output: Storage, paper: JobPaper, lock: Lock) -> None:
+        self.run = 0
+        self.complete = False
+        self._output = output
+        self._paper = paper
+        self._lock = lock
+        self._contents = Contents(output, first_run=0, numbering=0)
+        self._job: Job | None = None
+
+    @classmethod
+    def open(
+        cls,
+        output: Storage,
+        paper: JobPaper,
+        *,
+        resume: Resume = "yes",
+        overwrite: bool = False,
+        id_hashes: Callable[[], np.ndarray] | None = None,
+        say: Callable[[str], object] = lambda words: None,
+    ) -> Self:
+        """Take an output, for a new job or for one more run of the one that is there.
+
+        Args:
+            resume: "no" refuses an output that is not empty; "force" goes on though settings or input differ.
+            overwrite: begin anew; earlier results stay until there is something in their place.
+            id_hashes: `Survey.id_hashes`, by which rows of a changed input are found again.
+            say: told why this takes long.
+
+        Raises ConfigError, which names what is in the way and the remedy.
+        """
+        ledger = cls(output, paper, lock(output))
+        try:
+            ledger._begin(resume, overwrite, id_hashes)
+        except UNREADABLE as error:
+            ledger.close()
+            raise ConfigError(
+                f"output: {output.where} cannot be used ({reason(error)}). Mend it, choose another with "
+                "--output, or replace it with --overwrite.",
+                param="output",
+            ) from error
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    @property
+    def answered(self) -> RowRanges:
+        """Rows in answered parts."""
+        return self._contents.answered
+
+    @property
+    def failed(self) -> RowRanges:
+        """Rows that stand as failed."""
+        return self._contents.failed
+
+    @property
+    def left(self) -> RowRanges:
+        """Rows that are to be answered and are in no part."""
+        return minus(self._paper.rows, union(self.answered, self.failed))
+
+    @property
+    def orphans(self) -> tuple[str, ...]:
+        """Writers whose segments are to be adopted, as of the last refresh: at the start all are dead."""
+        return self._contents.writers
+
+    @property
+    def figures(self) -> RowFigures:
+        """Of all parts."""
+        return self._contents.figures
+
+    def refresh(self, writer: str | None = None) -> None:
+        """Read again what parts and segments there are. Raises OutputError.
+
+        Args:
+            writer: only its segments are looked at, beside all parts.
+        """
+        try:
+            self._contents.refresh(writer)
+        except UNREADABLE as error:
+            raise self._failed("read", error) from error
+
+    def durable(self, writer: str) -> RowRanges:
+        """Rows of a writer in parts or segments, as of the last refresh."""
+        return self._contents.durable(writer)
+
+    def known(self, writer: str) -> RowRanges:
+        """What need not be adopted of a writer: rows answered, and rows that failed in its run or later."""
+        return union(self.answered, self._contents.failed_since(self._contents.run_of(writer)))
+
+    def reopen(self) -> None:
+        """Begin a run of a job that is complete, to answer failed rows again: `_SUCCESS` goes."""
+        assert self.complete and self._job is not None, "only a complete job is reopened"
+        self._run(self._job.next(self._paper, renumbered=False))
+        self.complete = False
+
+    def finish(self, report: Mapping[str, Any], html: str | None = None) -> None:
+        """Let every row stand once, then write the papers; `_SUCCESS` last. All writers are closed.
+
+        Tried again for a minute while the output fails. Raises OutputError; the job can be resumed.
+        """
+        deadline_s = time.monotonic() + GIVE_UP_S
+        while True:
+            try:
+                return self._finish(report, html)
+            except UNREADABLE as error:
+                if time.monotonic() > deadline_s:
+                    raise self._failed("finished", error) from error
+            time.sleep(RETRY_S)
+
+    def close(self) -> None:
+        """Leave the output to others. Idempotent."""
+        self._lock.close()
+
+    def _begin(self, resume: Resume, overwrite: bool, id_hashes: Callable[[], np.ndarray] | None) -> None:
+        _remove_temporary(self._output)
+        files = [entry.name for entry in self._output.entries()]
+        if overwrite:
+            self._replace(files)
+            return
+        job = Job.read(self._output)
+        if job is None or resume == "no":
+            if job or any(not name.startswith(".") for name in files):
+                raise self._not_empty(files)
+            self._run(self._first(None))
+        else:
+            self._resume(job, resume, id_hashes)
+
+    def _first(self, before: Job | None) -> Job:
+        if before is None:  # whatever its runs were, nothing of them is to be taken for this job's
+            remove_folder(self._output, RECORDS)
+            remove_folder(self._output, PENDING)
+        job = Job.first(self._paper, before)
+        self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
+        return job
+
+    def _replace(self, files: list[str]) -> None:
+        """A new job in the place of whatever was there. Its own files go later, those of others never."""
+        try:
+            before = Job.read(self._output)
+        except (ValueError, KeyError, TypeError):
+            before = None
+        job = self._first(before)
+        keep_earlier(
+            self._output, job.run, [name for name in files if name in OURS or PART_NAME.fullmatch(name)]
+        )
+        self._run(job)
+        remove_folder(self._output, PENDING)
+
+    def _resume(self, job: Job, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
+        changed = self._paper.other_input(job.paper)
+        self._check_same(job, resume, changed)
+        self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
+        self._contents.refresh()
+        replaced = earlier(self._output, job.first_run)
+        self._check_parts(replaced)
+        if changed:
+            self._adopt_rest(job.run)
+        if SUCCESS in self._contents.files and not replaced:
+            self._job, self.run = job, job.run
+            self.complete = not (changed or self._paper.other_settings(job.paper) or self.left)
+            if self.complete:
+                return
+            self._output.remove(SUCCESS, MANIFEST)
+        if not replaced:
+            forget_earlier(self._output)
+        self._run(job.next(self._paper, renumbered=bool(changed)))
+        if self._contents.stale:
+            assert id_hashes is not None, "rows of a changed input are found by the hashes of their ids"
+            renumber(self._output, self._contents, self._paper.form, id_hashes(), self.run)
+
+    def _run(self, job: Job) -> None:
+        """Begin a run: from here on its writers may write, and no others."""
+        job.write(self._output)
+        let_write(self._output, job.run)
+        self._contents.renumber(job.numbering)
+        self._job, self.run = job, job.run
+
+    def _check_same(self, job: Job, resume: Resume, changed: list[str]) -> None:
+        if other := self._paper.other_form(job.paper):
+            raise ConfigError(
+                f"output: {self._output.where} holds results of another form ({'; '.join(other)}). Choose "
+                "another output, or replace it with --overwrite.",
+                param="output",
+            )
+        differences = self._paper.other_settings(job.paper) + changed
+        if differences and resume != "force":
+            raise ConfigError(
+                f"output: {self._output.where} holds a job that was begun otherwise: "
+                f"{'; '.join(differences)}. Run it as it was, choose another output, go on nevertheless with "
+                "--resume=force, or replace it with --overwrite.",
+                param="output",
+            )
+
+    def _check_parts(self, replaced: tuple[str, ...]) -> None:
+        """Parts are this job's, and as long as they were written."""
+        contents = self._contents
+        if foreign := [name for name in contents.unrecorded if name not in replaced]:
+            raise ConfigError(
+                f"output: {', '.join(foreign[:3])} in {self._output.where} was not written by this job. Move "
+                "it away, choose another output, or replace all results with --overwrite.",
+                param="output",
+            )
+        for record in contents.records.values():
+            if (size := contents.files[record.part]) != record.num_bytes:
+                raise ConfigError(
+                    f"output: {record.part} in {self._output.where} has {size:,} bytes where "
+                    f"{record.num_bytes:,} were written. Remove it: its rows are answered again.",
+                    param="output",
+                )
+
+    def _not_empty(self, files: list[str]) -> ConfigError:
+        found = ", ".join(sorted(files)[:3]) or "a job that was begun"
+        return ConfigError(
+            f"output: {self._output.where} is not empty ({found}). Choose another output, or replace its "
+            "results with --overwrite.",
+            param="output",
+        )
+
+    def _adopt_rest(self, run: int) -> None:
+        """Make parts of segments that nobody has adopted."""
+        if not (orphans := self.orphans):
+            return
+        let_write(self._output, run)
+        writer = RowWriter(
+            self._output, self._paper.form, run=run, shard=0, writer=f"rest-{uuid.uuid4().hex}"
+        )
+        for orphan in orphans:
+            writer.adopt(orphan, self.known(orphan))
+        writer.close()
+        self._contents.refresh()
+
+    def _finish(self, report: Mapping[str, Any], html: str | None) -> None:
+        self._check_ours()
+        self._contents.refresh()
+        self._adopt_rest(self.run)
+        let_write(self._output, None)
+        self._contents.refresh()  # what was written up to here
+        if left := self.left:
+            raise OutputError(
+                f"output: {count(left)} rows are in no part of {self._output.where}. Run the same command "
+                "again: it resumes.",
+                param="output",
+            )
+        remove_earlier(self._output)
+        settle(self._output, self._contents, self._paper.form, self.run)
+        remove_folder(self._output, PENDING)
+        write_json(self._output, REPORT, report)
+        if html is not None:
+            self._output.write(PICTURES, html.encode())
+        write_json(self._output, MANIFEST, self._manifest())
+        self._output.write(SUCCESS, b"")
+
+    def _manifest(self) -> Mapping[str, Any]:
+        assert self._job is not None
+        records = sorted(self._contents.records.values(), key=lambda record: record.part)
+        parts = [
+            {
+                "file": record.part,
+                "kind": "answered" if record.kind == "part" else "failed",
+                "rows": count(record.rows),
+                "bytes": record.num_bytes,
+                "sha256": record.sha256,
+            }
+            for record in records
+        ]
+        return {
+            "rows": count(self.answered) + count(self.failed),
+            "failed": count(self.failed),
+            "parts": parts,
+            "runs": self._job.runs,
+            **self._paper.as_json(),
+        }
+
+    def _check_ours(self) -> None:
+        job = Job.read(self._output)
+        if not self._lock.held or job is None or job.run != self.run:
+            raise OutputError(
+                f"output: another job has taken {self._output.where} over; this one ends.", param="output"
+            )
+
+    def _failed(self, done: str, error: BaseException) -> OutputError:
+        return OutputError(
+            f"output: {self._output.where} cannot be {done} ({reason(error)}). "
+            f"{count(self.answered) + count(self.failed)} rows are in its parts. Mend it, and run the same "
+            "command again: it resumes.",
+            param="output",
+        )
+
+
+def _remove_temporary(output: Storage) -> None:
+    """What a kill has left half-written. Object stores show no such things."""
+    if output.local:
+        root = Path(output.root)
+        for path in (*root.glob(f"{TEMPORARY}*"), *(root / FOLDER).rglob(f"{TEMPORARY}*")):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,254 @@
+"""Parts, the files of an output that its user reads: names, contents, and records of what is in them.
+
+The rows of a part are sorted by their number, so that a record's row ranges say which row of the dataset
+each row of the part is. Failed rows have parts of their own, of the same shape. Pure but for reading and
+writing records: when a part is made is `writer.py`'s matter, which parts count is `contents.py`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...cluster.errors import ConfigError
+from ...cluster.row_ranges import RowRanges, count, of_rows
+from .answering import RESULT_SCHEMA, Result, wire_schema
+from .figures import RowFigures
+from .rows import content_id
+from .source import OutputFormat
+from .storage import Storage
+
+FOLDER = "_manta"  # readers of Parquet folders pass over names that begin so
+RECORDS = f"{FOLDER}/records"
+PENDING = f"{FOLDER}/pending"
+SUCCESS = "_SUCCESS"
+MANIFEST, REPORT, PICTURES = "manifest.json", "report.json", "report.html"
+PART_NAME = re.compile(r"(part|errors)-(?:(\d+)-)?(\d+)-[0-9a-f]{8}\.(parquet|jsonl)")
+
+Kind = Literal["part", "errors"]  # answered rows, failed rows
+Json = dict[str, Any]  # Any: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How results are written.
+
+    Attributes:
+        format: of the parts.
+        columns: of the input, handed on (`Survey.columns`).
+        ordered: parts hold whole shards of consecutive rows.
+    """
+
+    format: OutputFormat
+    columns: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        if taken := sorted(set(self.columns.names) & set(RESULT_SCHEMA.names)):
+            raise ConfigError(
+                f"columns: {', '.join(taken)} cannot be passed through: results have columns of that name. "
+                "Leave them out, or rename them in the input.",
+                param="columns",
+            )
+
+    @property
+    def wire(self) -> pa.Schema:
+        """The schema of results with the columns that are handed on."""
+        return wire_schema(self.columns)
+
+    @property
+    def suffix(self) -> str:
+        return "parquet" if self.format == "parquet" else "jsonl"
+
+    def table(self, results: Sequence[Result]) -> pa.Table:
+        return pa.Table.from_pylist(list(results), schema=self.wire)
+
+    def as_json(self) -> Json:
+        columns = {column.name: str(column.type) for column in self.columns}
+        return {"format": self.format, "columns": columns, "ordered": self.ordered}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a part holds. Written before its part; says nothing until the part is there.
+
+    Attributes:
+        part: the part's file name.
+        run, writer: whose part it is.
+        numbering: the run from which on row numbers are meant as here (a changed input has others).
+        replaces: parts whose rows this one holds instead.
+        figures: `RowFigures.counts()`.
+    """
+
+    part: str
+    run: int
+    writer: str
+    numbering: int
+    rows: RowRanges
+    num_bytes: int
+    sha256: str
+    figures: Mapping[str, Any]  # Any: JSON
+    replaces: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return "errors" if self.part.startswith("errors") else "part"
+
+    @property
+    def shard(self) -> int:
+        name = PART_NAME.fullmatch(self.part)
+        assert name is not None, f"{self.part} is not the name of a part"
+        return int(name[2])
+
+    @property
+    def name(self) -> str:
+        return record_name(self.part)
+
+    def encoded(self) -> bytes:
+        content = {
+            "part": self.part,
+            "run": self.run,
+            "writer": self.writer,
+            "numbering": self.numbering,
+            "num_rows": count(self.rows),
+            "rows": self.rows,
+            "bytes": self.num_bytes,
+            "sha256": self.sha256,
+            "replaces": self.replaces,
+            "figures": self.figures,
+        }
+        return json.dumps(content, ensure_ascii=False).encode()
+
+    @classmethod
+    def decoded(cls, content: bytes) -> Self:
+        record = json.loads(content)
+        return cls(
+            part=record["part"],
+            run=record["run"],
+            writer=record["writer"],
+            numbering=record["numbering"],
+            rows=tuple((begin, end) for begin, end in record["rows"]),
+            num_bytes=record["bytes"],
+            sha256=record["sha256"],
+            figures=record["figures"],
+            replaces=tuple(record["replaces"]),
+        )
+
+    def row_figures(self) -> RowFigures:
+        return RowFigures.from_counts(self.figures)
+
+
+def record_name(part: str) -> str:
+    return f"{RECORDS}/{part}.json"
+
+
+def part_name(kind: str, shard: int, seq: int, form: OutputForm) -> str:
+    """A name that nobody else has."""
+    return f"{kind}-{shard:06d}-{seq:05d}-{uuid.uuid4().hex[:8]}.{form.suffix}"
+
+
+def make_part(
+    name: str, table: pa.Table, form: OutputForm, *, run: int, writer: str
+) -> tuple[Record, bytes | pa.Buffer]:
+    """The record and the content of a part.
+
+    Args:
+        table: results (the form's wire schema), all answered or all failed, sorted by row.
+    """
+    content = part_content(name, table, form)
+    figures = RowFigures()
+    figures.add(table)
+    record = Record(
+        part=name,
+        run=run,
+        writer=writer,
+        numbering=run,
+        rows=of_rows(table["row"].to_pylist()),
+        num_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        figures=figures.counts(),
+    )
+    return record, content
+
+
+def put(output: Storage, record: Record, content: bytes | pa.Buffer) -> None:
+    """The record, then its part. Raises OSError; may be done again."""
+    output.write(record.name, record.encoded())
+    output.write(record.part, content)
+
+
+def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buffer:
+    """The content of a part that holds these results, in this order."""
+    if form.format == "openai":
+        make = _openai_success if name.startswith("part") else _openai_failure
+        return _lines(make(row) for row in table.to_pylist())
+    schema = pa.schema([*RESULT_SCHEMA, *form.columns])
+    written = pa.table([table[name] for name in schema.names], schema=schema)
+    return _lines(written.to_pylist()) if form.format == "jsonl" else _parquet(written)
+
+
+def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
+    """The content of a part made of rows of others.
+
+    Args:
+        contents: of the parts.
+        order: which rows, counted through all contents.
+    """
+    if form.suffix == "jsonl":
+        lines = [line for content in contents for line in content.splitlines(keepends=True)]
+        return b"".join(lines[place] for place in order)
+    tables = [pq.read_table(pa.BufferReader(content)) for content in contents]
+    return _parquet(pa.concat_tables(tables, promote_options="default").take(pa.array(order)))
+
+
+def ids_in(content: bytes, form: OutputForm) -> list[str]:
+    """The ids of a part's rows."""
+    if form.suffix == "parquet":
+        return pq.read_table(pa.BufferReader(content), columns=["id"])["id"].to_pylist()
+    name = "custom_id" if form.format == "openai" else "id"
+    return [json.loads(line)[name] for line in content.splitlines()]
+
+
+def _parquet(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+
+
+def _openai_success(row: Mapping[str, Any]) -> Json:
+    body = json.loads(row["response"])
+    return {
+        "id": _request_id(row["id"]),
+        "custom_id": row["id"],
+        "response": {"status_code": 200, "request_id": body["id"], "body": body},
+        "error": None,
+    }
+
+
+def _openai_failure(row: Mapping[str, Any]) -> Json:
+    error = row["error"]
+    return {
+        "id": _request_id(row["id"]),
+        "custom_id": row["id"],
+        "response": None,
+        "error": {"code": error["type"], **error},
+        "input": row["input"],
+    }
+
+
+def _request_id(row: str) -> str:
+    """The same whoever writes the row, and when; unique as the row's own id is."""
+    return "batch_req_" + content_id(row).removeprefix("row-")

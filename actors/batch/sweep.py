@@ -1,0 +1,122 @@
+"""The end of a job in its output: every row once, in as many parts as count and no other.
+
+Also what a part is when its rows are others: written anew under a new name, with a record that says which
+parts it replaces. So at any moment each row counts in one part, wherever this is killed; what was left is
+done when it runs again. Called by `ledger.py` alone, when no writer may write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...cluster.errors import OutputError
+from ...cluster.row_ranges import RowRanges, contains, of_rows, rows_of
+from .contents import Contents
+from .figures import RowFigures
+from .parts import OutputForm, Record, part_name, put, taken_from
+from .storage import Storage
+
+SWEEPER = "ledger"  # the writer in records of what is written here
+GONE = -1  # in place of a row's number
+
+
+def settle(output: Storage, contents: Contents, form: OutputForm, run: int) -> None:
+    """Remove what does not count, write anew what counts in part, and, in order, what belongs together.
+
+    Raises OSError; may be called again.
+    """
+    for record in contents.uncommitted:
+        remove(output, contents, [record])
+    for group in _groups(contents, form):
+        if len(group) > 1 or contents.owned[group[0].part] != group[0].rows:
+            numbers = [_kept(record.rows, contents.owned[record.part]) for record in group]
+            rewrite(output, contents, form, group, numbers, run=run)
+
+
+def rewrite(
+    output: Storage,
+    contents: Contents,
+    form: OutputForm,
+    records: Sequence[Record],
+    numbers: Sequence[np.ndarray],
+    *,
+    run: int,
+) -> None:
+    """One part in place of others; none where no row is left.
+
+    Args:
+        records: of parts of one kind.
+        numbers: for each of their rows its number from now on, or GONE.
+    """
+    flat = np.concatenate(numbers)
+    order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == GONE) :]
+    if len(order):
+        content = taken_from([_content(output, record) for record in records], order, form)
+        kind = records[0].kind
+        record = Record(
+            part=part_name(kind, min(record.shard for record in records), 0, form),
+            run=max(record.run for record in records),
+            writer=SWEEPER,
+            numbering=run,
+            rows=of_rows(flat[order].tolist()),
+            num_bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            figures=_figures(records, len(order)).counts(),
+            replaces=tuple(record.part for record in records),
+        )
+        put(output, record, content)
+        contents.learn(record)
+    remove(output, contents, records)
+
+
+def remove(output: Storage, contents: Contents, records: Iterable[Record]) -> None:
+    """Parts, then their records: a part without a record would be nobody's."""
+    for record in records:
+        output.remove(record.part, record.name)
+        contents.forget(record.part)
+
+
+def _groups(contents: Contents, form: OutputForm) -> list[list[Record]]:
+    """Parts that are to be one: where order is preserved, those whose rows lie between each other's."""
+    records = contents.records.values()
+    if not form.ordered:
+        return [[record] for record in records]
+    groups: list[list[Record]] = []
+    ends: list[int] = []
+    for record in sorted(records, key=lambda each: (each.kind, each.rows[0][0])):
+        last = groups[-1][-1] if groups else None
+        begin, end = record.rows[0][0], record.rows[-1][1]
+        if last and last.kind == record.kind and (begin < ends[-1] or last.shard == record.shard):
+            groups[-1].append(record)
+            ends[-1] = max(ends[-1], end)
+        else:
+            groups.append([record])
+            ends.append(end)
+    return groups
+
+
+def _kept(rows: RowRanges, owned: RowRanges) -> np.ndarray:
+    return np.array([row if contains(owned, row) else GONE for row in rows_of(rows)], dtype=np.int64)
+
+
+def _content(output: Storage, record: Record) -> bytes:
+    content = output.read(record.part)
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise OutputError(
+            f"output: {record.part} in {output.where} is not what was written: its SHA-256 is another. "
+            "Remove it, and run the same command again: its rows are answered again.",
+            param="output",
+        )
+    return content
+
+
+def _figures(records: Sequence[Record], num_rows: int) -> RowFigures:
+    """The work of the parts altogether, over the rows that are left."""
+    figures = RowFigures()
+    for record in records:
+        figures.merge(record.row_figures())
+    return replace(figures, rows=num_rows, failed=num_rows if records[0].kind == "errors" else 0)

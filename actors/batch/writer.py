@@ -1,0 +1,263 @@
+"""A writer of results: segments soon, parts in time, nothing lost on the way.
+
+    add -> (memory) -> flush -> segment -> enough rows, or a minute -> record, part; its segments go
+
+One per engine. Plain and synchronous: `add` never waits for a disk, all else is called in threads. What
+cannot be written stays and is tried again. Knows no other writers; what an output holds altogether is
+`contents.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from ...cluster.errors import OutputError
+from ...cluster.row_ranges import RowRanges, contains, minus, of_rows, union
+from .answering import Result
+from .parts import OutputForm, Record, make_part, part_name, put
+from .runs import check_run, reason, remove_earlier, remove_folder
+from .segments import read_segment, rows_in, segment_folder, write_segment
+from .storage import Storage
+
+ROWS_PER_PART = 4096
+PART_INTERVAL_S = 60.0
+FLUSH_INTERVAL_S, REMOTE_FLUSH_INTERVAL_S = 0.25, 5.0
+RETRY_S = 2.0  # between attempts to write what could not be written
+GIVE_UP_S = 60.0  # an output that cannot be written for so long ends the job
+
+
+def flush_interval_s(output: Storage) -> float:
+    """How often finished rows are to be made durable: a kill loses what came since."""
+    return FLUSH_INTERVAL_S if output.local else REMOTE_FLUSH_INTERVAL_S
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Rows of a shard that are in no part yet, and the segments that hold them meanwhile."""
+
+    tables: list[pa.Table] = field(default_factory=list)
+    segments: list[str] = field(default_factory=list)
+    since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(table.num_rows for table in self.tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parts to be put in place, and the segments that go when all of them are."""
+
+    parts: deque[tuple[Record, bytes | pa.Buffer]]
+    segments: tuple[str, ...]
+
+
+class RowWriter:
+    """Writes what one engine has finished.
+
+    Args:
+        run: of the job; a writer of an earlier run than the output's last refuses to make parts.
+        shard: in its parts' names, where order is free.
+        writer: a name that nobody else has.
+    """
+
+    def __init__(self, output: Storage, form: OutputForm, *, run: int, shard: int, writer: str) -> None:
+        self.failing_since_s: float | None = None  # monotonic
+        self.num_durable = 0
+        self._output = output
+        self._form = form
+        self._run = run
+        self._shard = shard
+        self._writer = writer
+        self._adding = threading.Lock()  # held for no longer than it takes to append
+        self._added: defaultdict[int, list[Result]] = defaultdict(list)
+        self._ended: set[int] = set()
+        self._writing = threading.RLock()
+        self._unsaved: deque[tuple[int, pa.Table]] = deque()  # in no segment yet
+        self._gathered: dict[int, _Gathered] = {}
+        self._unwritten: deque[_Batch] = deque()
+        self._num_segments = self._num_parts = 0
+        self._tried_s = 0.0
+        self._earlier_gone = False
+
+    @property
+    def num_pending(self) -> int:
+        """Rows that a kill would lose."""
+        with self._adding:
+            added = sum(map(len, self._added.values()))
+        return added + sum(table.num_rows for _, table in tuple(self._unsaved))
+
+    def add(self, results: Sequence[Result], *, shard: int | None = None) -> None:
+        """Take finished rows. They are durable when `flush` has returned them.
+
+        Args:
+            shard: where order is preserved, the rows' own.
+        """
+        assert (shard is not None) == self._form.ordered, "rows have a shard where order is preserved"
+        with self._adding:
+            self._added[self._shard if shard is None else shard].extend(results)
+
+    def end_shard(self, shard: int) -> None:
+        """No more rows of the shard come from here: the next `flush` makes its part."""
+        with self._adding:
+            self._ended.add(shard)
+
+    def flush(self) -> RowRanges:
+        """Make durable what was added; make the parts that are due. Returns the rows made durable hereby.
+
+        What cannot be written is kept and tried again by later calls. Raises OutputError when that has not
+        helped for a minute, or when the job has gone on without this writer.
+        """
+        with self._writing:
+            if self.failing_since_s is not None and time.monotonic() - self._tried_s < RETRY_S:
+                return ()
+            return self._write(self._due)
+
+    def adopt(self, writer: str, known: RowRanges) -> RowRanges:
+        """Take over the segments of a writer that is dead: their rows will be in parts of this one.
+
+        Args:
+            known: rows that need not be taken (`Ledger.known`): they are in parts.
+
+        Returns:
+            The rows taken, which are durable. Raises OutputError.
+        """
+        with self._writing:
+            try:
+                names = [entry.name for entry in self._output.entries(segment_folder(writer))]
+                taken = [self._unknown(name, known) for name in names]
+            except OSError as error:
+                raise OutputError(
+                    f"output: segments in {self._output.where} cannot be read ({reason(error)}). Run the "
+                    "same command again: it resumes.",
+                    param="output",
+                ) from error
+            for name, (shard, table) in zip(names, taken, strict=True):
+                gathered = self._gathered.setdefault(
+                    shard if self._form.ordered else self._shard, _Gathered()
+                )
+                gathered.tables.append(table)
+                gathered.segments.append(name)
+            return union(*(of_rows(rows_in(table)) for _, table in taken))
+
+    def close(self) -> RowRanges:
+        """Make parts of all that is left; returns the rows made durable hereby. Waits while the output fails.
+
+        Raises OutputError; the rows in segments are then left to the next run.
+        """
+        with self._writing:
+            durable: RowRanges = ()
+            while True:
+                durable = union(durable, self._write(lambda _shard, _gathered: True))
+                if self.failing_since_s is None:
+                    break
+                time.sleep(RETRY_S)
+            remove_folder(self._output, segment_folder(self._writer))
+            return durable
+
+    def _write(self, due: Callable[[int, _Gathered], bool]) -> RowRanges:
+        """Everything that is to be written now. Returns the rows made durable."""
+        self._tried_s = time.monotonic()
+        ended = self._take_added()
+        durable: list[RowRanges] = []
+        try:
+            self._save(durable)
+            for shard in [
+                shard for shard, rows in self._gathered.items() if shard in ended or due(shard, rows)
+            ]:
+                self._unwritten.append(self._batch(shard, self._gathered.pop(shard)))
+            while self._unwritten:
+                self._put(self._unwritten[0])
+                self._unwritten.popleft()
+            self.failing_since_s = None
+        except OSError as error:
+            with self._adding:
+                self._ended |= ended
+            self.failing_since_s = self.failing_since_s or self._tried_s
+            if time.monotonic() - self.failing_since_s > GIVE_UP_S:
+                raise self._not_written(error) from error
+        return union(*durable)
+
+    def _take_added(self) -> set[int]:
+        with self._adding:
+            added, self._added = self._added, defaultdict(list)
+            ended, self._ended = self._ended, set()
+        self._unsaved.extend((shard, self._form.table(results)) for shard, results in added.items())
+        return ended
+
+    def _save(self, durable: list[RowRanges]) -> None:
+        """Put what is in memory alone into segments. `durable` tells what was saved, also on an error."""
+        while self._unsaved:
+            shard, table = self._unsaved[0]
+            name = f"{segment_folder(self._writer)}/{self._num_segments:06d}.arrow"
+            write_segment(self._output, name, table, run=self._run, shard=shard)
+            self._num_segments += 1
+            gathered = self._gathered.setdefault(shard, _Gathered())
+            gathered.tables.append(table)
+            gathered.segments.append(name)
+            durable.append(of_rows(rows_in(table)))
+            self.num_durable += table.num_rows
+            self._unsaved.popleft()
+
+    def _due(self, _shard: int, gathered: _Gathered) -> bool:
+        if self._form.ordered:
+            return False
+        return gathered.num_rows >= ROWS_PER_PART or time.monotonic() - gathered.since_s >= PART_INTERVAL_S
+
+    def _batch(self, shard: int, gathered: _Gathered) -> _Batch:
+        """The parts of gathered rows: one of what was answered, one of what failed."""
+        table, failed = _sorted(pa.concat_tables(gathered.tables))
+        parts: deque[tuple[Record, bytes | pa.Buffer]] = deque()
+        for kind, mask in (("part", ~failed), ("errors", failed)):
+            if mask.any():
+                self._num_parts += 1
+                name = part_name(kind, shard, self._num_parts, self._form)
+                rows = table.filter(pa.array(mask))
+                parts.append(make_part(name, rows, self._form, run=self._run, writer=self._writer))
+        return _Batch(parts, tuple(gathered.segments))
+
+    def _put(self, batch: _Batch) -> None:
+        """Parts, then the end of their segments: a row is always in one or the other."""
+        while batch.parts:
+            check_run(self._output, self._run)
+            if not self._earlier_gone:
+                remove_earlier(self._output)
+                self._earlier_gone = True
+            put(self._output, *batch.parts[0])
+            batch.parts.popleft()
+        self._output.remove(*batch.segments)
+
+    def _unknown(self, name: str, known: RowRanges) -> tuple[int, pa.Table]:
+        """The shard and those rows of a segment that are not known."""
+        segment = read_segment(self._output, name)
+        if segment is None:
+            return self._shard, self._form.table([])
+        unknown = minus(segment.rows, known)
+        mask = [contains(unknown, row) for row in rows_in(segment.table)]
+        return segment.shard, segment.table.filter(pa.array(mask, pa.bool_()))
+
+    def _not_written(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows of "
+            f"this engine are durable, {self.num_pending} could not be written and will be answered again. "
+            "Mend the output, and run the same command again: it resumes.",
+            param="output",
+        )
+
+
+def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
+    """Results by row number, each row once (an answer before a failure), and which of them failed."""
+    rows = table["row"].to_numpy()
+    failed = table["error"].is_valid().to_numpy()
+    order = np.lexsort((failed, rows))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = rows[order][1:] != rows[order][:-1]
+    order = order[first]
+    return table.take(pa.array(order)), failed[order]

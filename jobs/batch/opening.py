@@ -1,0 +1,99 @@
+"""What must be known before rows are answered: how many there are, whose the output is, which are left.
+
+A look at all rows may take a while, so it happens in a thread beside the start of Ray and of the engines.
+Called by `job.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+
+from ...actors.batch.ledger import Ledger
+from ...actors.batch.parts import OutputForm
+from ...actors.batch.survey import survey
+from ...cluster.row_ranges import count, union
+from .engine import EngineSetup
+from .options import BatchOptions
+from .papers import job_paper, rows_per_shard
+from .pool import Job
+
+LARGEST_LEASE = 2048
+LEASES_PER_SEAT = 8  # rows of the largest lease, for each that an engine runs at once
+
+
+class Opening:
+    """The job, as soon as it is known.
+
+    Args:
+        say: takes a line for the user.
+
+    Attributes:
+        job: what engines work on. Fails with DatasetError, and with ConfigError: the output is another's.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        options: BatchOptions,
+        say: Callable[[str], None],
+    ) -> None:
+        self.job: Future[Job] = Future()
+        self._setup = setup
+        self._options = options
+        self._say = say
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manta-opening", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the output to others. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+        if self.job.done() and not self.job.cancelled() and self.job.exception() is None:
+            self.job.result().ledger.close()
+
+    def _run(self) -> None:
+        try:
+            self.job.set_result(self._open())
+        except CancelledError:
+            self.job.cancel()
+        except BaseException as error:  # the thread's edge: it goes to whoever waits
+            self.job.set_exception(error)
+
+    def _open(self) -> Job:
+        options, setup = self._options, self._setup
+        found = survey(
+            setup.source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set
+        )
+        form = OutputForm(options.format(setup.source), found.columns, options.preserve_order)
+        paper = job_paper(setup, options, form, found.num_rows)
+        ledger = Ledger.open(
+            setup.output,
+            paper,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            id_hashes=found.id_hashes,
+            say=self._say,
+        )
+        if ledger.complete and options.retry_failed and ledger.failed:
+            ledger.reopen()
+        rows = union(ledger.left, ledger.failed) if options.retry_failed else ledger.left
+        largest, smallest = self._lease_sizes()
+        if form.ordered:
+            largest = rows_per_shard(found.num_rows)
+        return Job(
+            survey=found,
+            ledger=ledger,
+            form=form,
+            rows=rows,
+            num_rows=count(paper.rows),
+            largest=largest,
+            smallest=min(smallest, largest),
+        )
+
+    def _lease_sizes(self) -> tuple[int, int]:
+        """As large as an engine's order of rows can use, as small as the end wants."""
+        seats = self._setup.config.max_num_seqs
+        return min(LEASES_PER_SEAT * seats, LARGEST_LEASE), max(seats // 8, 1)

@@ -1,0 +1,134 @@
+"""Leases: no row is lost, none has two holders, and a row that kills is found, whoever dies when."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.cluster.leases import Lease, LeaseBook
+from manta.cluster.row_ranges import RowRanges, contains, count, of_rows, rows_of
+
+ENGINES = ("a", "b", "c")
+
+
+def book_of(num_rows: int, *, smallest: int = 2, largest: int = 8, ordered: bool = False) -> LeaseBook:
+    return LeaseBook(((0, num_rows),), largest=largest, smallest=smallest, ordered=ordered)
+
+
+def some(data: st.DataObject, rows: RowRanges) -> RowRanges:
+    return of_rows(data.draw(st.sets(st.sampled_from(sorted(rows_of(rows))))) if rows else ())
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sets(st.integers(0, 60), min_size=1), st.booleans())
+def test_whatever_happens_every_row_is_in_one_place_and_the_end_comes_when_all_are_done(
+    data: st.DataObject, rows: set[int], ordered: bool
+) -> None:
+    book = LeaseBook(of_rows(rows), largest=8, smallest=2, ordered=ordered)
+    leases: dict[int, Lease] = {}
+    done: set[int] = set()
+    for _ in range(data.draw(st.integers(0, 40))):
+        engine = data.draw(st.sampled_from(ENGINES))
+        match data.draw(st.sampled_from(("take", "take", "answered", "returned", "died"))):
+            case "take":
+                if lease := book.take(engine, len(ENGINES)):
+                    leases[lease.number] = lease
+                    assert not ordered or len({row // 8 for row in rows_of(lease.rows)}) == 1
+            case "answered" | "returned" as what if leases:
+                number = data.draw(st.sampled_from(sorted(leases)))
+                part = some(data, leases[number].rows)
+                getattr(book, what)(number, part)
+                done |= set(rows_of(part)) if what == "answered" else set()
+            case "died":
+                lost = [lease for lease in leases.values() if lease.engine == engine]
+                durable = some(data, of_rows(row for lease in lost for row in rows_of(lease.rows)))
+                poison = book.died(engine, durable, blame=data.draw(st.booleans()))
+                assert set(rows_of(poison)) <= set(book.poison)
+            case _:
+                pass
+        open_leases = {lease.number for name in ENGINES for lease in book.holds(name)}
+        leases = {number: lease for number, lease in leases.items() if number in open_leases}
+        book.check_invariants()
+    for lease in [*leases.values()]:
+        book.answered(lease.number, lease.rows)
+    while lease := book.take("last", 1):
+        assert not book.done
+        book.answered(lease.number, lease.rows)
+        book.check_invariants()
+    assert book.done
+    assert book.left == 0
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 80), st.sets(st.integers(0, 79), max_size=4), st.integers(1, 3))
+def test_rows_that_kill_are_found_within_a_bounded_number_of_deaths(
+    data: st.DataObject, num_rows: int, killers: set[int], num_engines: int
+) -> None:
+    """Engines hold several leases; a row that kills does so with some of the others durable."""
+    killers = {row for row in killers if row < num_rows}
+    book = book_of(num_rows, smallest=4, largest=16)
+    deaths = 0
+    turn = 0
+    while not book.done:
+        engine = ENGINES[turn % num_engines]
+        turn += 1
+        while len(book.holds(engine)) < 3 and book.take(engine, num_engines):
+            book.check_invariants()
+        held = [row for lease in book.holds(engine) for row in rows_of(lease.rows)]
+        if killers & set(held):
+            deaths += 1
+            durable = data.draw(st.sets(st.sampled_from(held))) - killers
+            book.died(engine, of_rows(durable), blame=True)
+        else:
+            for lease in book.holds(engine):
+                book.answered(lease.number, lease.rows)
+        book.check_invariants()
+        assert turn < 1000
+    assert set(book.poison) == killers
+    # Each death of a row's own makes it a suspect, then quarantined with at most `smallest`, then halves.
+    assert deaths <= len(killers) * (3 + math.ceil(math.log2(4)) + 1)
+    assert all(seen >= 3 for seen in book.poison.values())
+
+
+def test_leases_shrink_towards_the_end() -> None:
+    book = book_of(100, smallest=2, largest=16)
+    sizes = []
+    while lease := book.take("a", 2):
+        sizes.append(count(lease.rows))
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-2]) == (16, 2)
+    assert sum(sizes) == 100
+
+
+def test_a_lost_node_casts_no_suspicion() -> None:
+    book = book_of(4, largest=4)
+    for _ in range(9):
+        lease = book.take("a", 1)
+        assert lease is not None
+        assert lease.deaths == 0
+        assert book.died("a", (), blame=False) == ()
+    assert (book.left, book.poison) == (4, {})
+
+
+def test_rows_under_suspicion_come_after_all_others_and_in_quarantine_alone() -> None:
+    book = book_of(8, smallest=2, largest=2)
+    first = book.take("a", 1)
+    assert first is not None
+    book.died("a", (), blame=True)
+    order = [book.take("b", 1) for _ in range(4)]
+    assert [lease.rows[0][0] for lease in order if lease] == [2, 4, 6, 0]
+    book.died("b", ((2, 8),), blame=True)  # the suspects again
+    assert book.take("c", 1) == Lease(5, "c", ((0, 2),), 2, None)
+    assert book.take("c", 1) is None
+    book.died("c", (), blame=True)
+    alone = book.take("c", 1)
+    assert alone is not None
+    assert alone.rows == ((0, 1),)
+    assert book.died("c", (), blame=True) == ((0, 1),)
+    assert book.poison == {0: 4}
+    last = book.take("c", 1)
+    assert last is not None
+    assert contains(last.rows, 1)
+    book.answered(last.number, last.rows)
+    assert book.done
