@@ -214,7 +214,7 @@ def test_what_is_wrong_is_said_before_anything_runs(two_cpus: None, pair: tuple[
     for said, changes in wrong:
         with pytest.raises(ConfigError, match=said):
             config(pair, **changes)
-    with pytest.raises(RequestError, match="Did you mean sampling_params.max_tokens"):
+    with pytest.raises(RequestError, match=r"Did you mean sampling_params\.max_tokens"):
         config(pair, sampling_params={"max_token": 4})
     greedy = config(pair, engine_kwargs={"tensor_parallel_size": 4})
     with pytest.raises(PlacementError, match="a CPU of every node is left to"):

@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ...actors.checkpoints import with_absolute_paths
 from ...actors.files import rounded
 from ...actors.prompts import load_tokenizer
-from ...cluster.config import EngineConfig
+from ...cluster.config import EngineConfig, one_of
 from ...cluster.errors import ConfigError
 from ..tables import NO_FIGURE, decimals, print_table
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
@@ -26,8 +26,7 @@ from .idleness import Watch, print_warning
 from .passes import Figures, Pass, Prompt, RunOptions, encode_prompts, read_prompts, record, say
 from .turns import begin_with, ratios
 
-SideName = Literal["job", "llm", "http", "generate", "engines"]
-SIDES: tuple[SideName, ...] = ("job", "llm", "http", "generate", "engines")
+SIDES = ("job", "llm", "http", "generate", "engines")
 GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on how many follow
 LEAST_GENERATED = 16
 
@@ -38,13 +37,13 @@ class BatchBenchOptions(RunOptions):
 
     Attributes:
         rows: of the dataset; the file's prompts, repeated.
-        sides: who takes part.
+        sides: who takes part, of SIDES.
         engines: of the job whose engines are to be busy.
     """
 
     rows: int = 2000
     max_tokens: int = 64
-    sides: tuple[SideName, ...] = SIDES
+    sides: Sequence[str] = SIDES
     engines: int = 2
 
     def __post_init__(self) -> None:
@@ -52,6 +51,8 @@ class BatchBenchOptions(RunOptions):
         for name in ("rows", "engines"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        for name in self.sides:
+            one_of("side", name, SIDES)
 
 
 class Side(Protocol):
@@ -66,7 +67,7 @@ def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     prompts = _prompts(config, options)
     sides = _sides(config, options)
-    passes: dict[SideName, list[Pass]] = {name: [] for name in sides}
+    passes: dict[str, list[Pass]] = {name: [] for name in sides}
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         for number in range(options.rounds):
@@ -99,8 +100,8 @@ def print_point(point: Figures) -> None:
     print_warning([point["idleness"]])
 
 
-def _sides(config: EngineConfig, options: BatchBenchOptions) -> Mapping[SideName, Side]:
-    made: dict[SideName, Side] = {
+def _sides(config: EngineConfig, options: BatchBenchOptions) -> Mapping[str, Side]:
+    made: dict[str, Side] = {
         "job": JobSide(config),
         "llm": LlmSide(config),
         "http": HttpSide(config),
@@ -116,7 +117,7 @@ def _prompts(config: EngineConfig, options: BatchBenchOptions) -> list[Prompt]:
     return [(f"{i:07d}", distinct[i % len(distinct)][1]) for i in range(options.rows)]
 
 
-def _share(prompts: Sequence[Prompt], name: SideName) -> Sequence[Prompt]:
+def _share(prompts: Sequence[Prompt], name: str) -> Sequence[Prompt]:
     """What a side runs over: all, but for the slow one, whose rows are spread over all."""
     if name != "generate":
         return prompts
@@ -125,8 +126,8 @@ def _share(prompts: Sequence[Prompt], name: SideName) -> Sequence[Prompt]:
 
 
 def _figures(
-    sides: Mapping[SideName, Side],
-    passes: Mapping[SideName, list[Pass]],
+    sides: Mapping[str, Side],
+    passes: Mapping[str, list[Pass]],
     prompts: Sequence[Prompt],
     watch: Watch,
 ) -> Figures:
@@ -141,7 +142,7 @@ def _figures(
 
 
 def _side_figures(
-    name: SideName, side: Side, found: Sequence[Pass], passes: Mapping[SideName, list[Pass]], rows: int
+    name: str, side: Side, found: Sequence[Pass], passes: Mapping[str, list[Pass]], rows: int
 ) -> Figures:
     jobs = [one for one in found if isinstance(one, JobPass)]
     busy = [one.busy_share for one in jobs if one.busy_share is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -176,8 +176,8 @@ def batch(
     rounds: Rounds = 3,
     max_tokens: MaxTokens = 64,
     side: Annotated[
-        list[Literal["job", "llm", "http", "generate", "engines"]] | None,
-        typer.Option("--side", help="Who takes part; may be repeated (all)."),
+        list[str] | None,
+        typer.Option("--side", help="job, llm, http, generate or engines; may be repeated (all)."),
     ] = None,
     engines: Annotated[int, typer.Option("--engines", help="Of the job that is to keep them busy.")] = 2,
     output: FiguresFile = None,
