@@ -10,7 +10,9 @@ is `manta batch`. Users import it as `manta.data`.
 from __future__ import annotations
 
 import functools
+import gc
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from ...actors.checkpoints import with_absolute_paths
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
+from ...cluster.placement import NodeRoom
 from ...cluster.room import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
 from ..settings import ALIASES, parse_speculation
 from .engine_groups import EngineGroups
@@ -31,6 +34,9 @@ from .processor_engine import ERROR_COLUMN, ProcessorEngine, check_sampling
 
 # A batch is tried anew where its engine died under it. A row that kills every engine must end at last.
 MAX_RETRIES = 3
+LEAVE_TIMEOUT_S = 2.0
+LOOK_EVERY_S = 0.05
+BOOKED = ("CPU", "GPU")
 
 Row = dict[str, Any]  # Any: whatever the user's dataset holds
 RowFunction = Callable[[Row], Mapping[str, Any]]
@@ -194,7 +200,7 @@ def _find_room(config: EngineConfig, least: int, most: int) -> _Room:
     """
     if not ray.is_initialized():
         ray.init()
-    found = nodes()
+    found = _nodes_in_peace()
     everything, free = [node.resources for node in found], [node.free for node in found]
     # Workers book what they compute on; an engine that is one process may book less.
     usable = leaving_a_cpu(everything) if config.needs_ray else everything
@@ -207,6 +213,20 @@ def _find_room(config: EngineConfig, least: int, most: int) -> _Room:
     # One process is placed by what it books, workers in a group.
     places = EngineGroups(claim.bundles, most) if config.needs_ray else _spread
     return _Room(claim.num_threads, beside_tasks(claim, free), most, places)
+
+
+def _nodes_in_peace() -> list[NodeRoom]:
+    """The nodes, once engines of datasets that failed have left them: Ray Data leaves those in garbage."""
+    gc.collect()
+    deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
+    while True:
+        found = nodes()
+        taken = any(
+            node.free.get(name, 0.0) < node.resources.get(name, 0.0) for node in found for name in BOOKED
+        )
+        if not taken or time.monotonic() > deadline_s:
+            return found
+        time.sleep(LOOK_EVERY_S)
 
 
 def _check(config: EngineConfig, engines: int, usable: Sequence[Mapping[str, float]]) -> None:
