@@ -75,9 +75,10 @@ class PoolSize:
         fewest, most = self._bounds.fewest, self._bounds.most
         if left == 0:
             return min(engines, max(fewest, busy))
+        there = max(fewest, min(engines, most))
         if left is None or not self._engine_s:
-            return max(fewest, engines)
+            return there
         soon_s = max(2 * self._start_s, MIN_SOON_S)
         rows_per_engine_s = max(self._num_rows, 1) / self._engine_s
         worth = math.ceil(left / (rows_per_engine_s * soon_s))
-        return max(fewest, min(most, worth), min(engines, most))
+        return max(there, min(most, worth))

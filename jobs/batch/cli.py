@@ -92,7 +92,8 @@ def batch(
         ),
     ] = None,
     validate_only: Annotated[
-        bool, typer.Option("--validate-only", help="Check every row, answer none but a few to estimate.")
+        bool,
+        typer.Option("--validate-only", help="Look at every row, answer none; exit code 1 if rows are bad."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the job would do, and end.")] = False,
 ) -> None:
@@ -136,6 +137,10 @@ def batch(
                 sampling=sampling,
                 model_name=names[0] if isinstance(names, list) else names,
             )
+            if dry_run or validate_only:
+                from .preview import preview
+
+                raise typer.Exit(preview(config, options, dry_run=dry_run))
             figures = run_batch(config, options, signals)
             print_job(figures, output)
             check_answered(figures, options)

@@ -48,7 +48,10 @@ class Estates:
         for attempt in range(ATTEMPTS):
             async with self._reading:
                 await asyncio.to_thread(self._ledger.refresh)
-                durable, known = self._ledger.durable(writer), self._ledger.known(writer)
+                durable = self._ledger.durable(writer)
+                if writer not in self._ledger.orphans:  # it left no segments
+                    return durable
+                known = self._ledger.known(writer)
             try:
                 return union(durable, await _adopt.remote(self._setup, self._terms, writer, known))
             except RayError as error:

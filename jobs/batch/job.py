@@ -209,8 +209,8 @@ class _View:
             print(line, file=sys.stderr, flush=True)
 
     def update(self, figures: RowFigures) -> None:
-        """Show what is durable of this run's rows, beside those of earlier runs."""
-        if self._view is not None:
+        """Show what is durable of this run's rows, if anything is, beside those of earlier runs."""
+        if self._view is not None and figures.rows:
             together = RowFigures()
             for each in (self._before, figures):
                 together.merge(each)

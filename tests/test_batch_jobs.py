@@ -1,0 +1,169 @@
+"""What a batch job does with rows, whatever the model: formats, order, samples, retries, limits, growth.
+
+Real Ray, real files, real engine actors over an executor that only sleeps; `test_batch.py` has the models.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chaos_job
+import pyarrow.parquet as pq
+import pytest
+from chaos_job import ChaosJob, write_rows
+from manta.actors.batch.figures import RowFigures
+from manta.actors.batch.source import read_results
+from manta.cluster import pool_size
+from manta.cluster.errors import ConfigError, DatasetError
+from manta.cluster.pool_size import Concurrency
+from manta.jobs.batch.job import TimeUp, run_batch
+from manta.jobs.batch.options import BatchOptions
+from ray import cloudpickle
+from text_pair import make_text_pair
+
+cloudpickle.register_pickle_by_value(chaos_job)  # engines do not find tests
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_text_pair(tmp_path_factory.mktemp("pair"))[0])
+
+
+def job(model: str, source: Path, output: Path) -> ChaosJob:
+    return ChaosJob(model=model, input=str(source), output=str(output))
+
+
+def run(model: str, source: Path, output: Path, **changes: Any) -> RowFigures:
+    this = job(model, source, output)
+    options = replace(this.options, **{"output_format": None, **changes})
+    return run_batch(this.config, options, make=this.make)
+
+
+def ids_by_part(output: Path) -> list[str]:
+    """The ids as whoever reads the parts by name finds them."""
+    return [name for path in sorted(output.glob("part-*")) for name in pq.read_table(path)["id"].to_pylist()]
+
+
+def test_csv_and_text_are_answered_with_default_flags(model: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('id,prompt,label\na,"one, two",x\nb,three,y\n')
+    (tmp_path / "lines.txt").write_text("first line\nsecond line\n")
+    for source, wanted in (("rows.csv", ["a", "b"]), ("lines.txt", None)):
+        output = tmp_path / f"{source}-out"
+        run_batch(
+            job(model, tmp_path / source, output).config,
+            BatchOptions(input=(str(tmp_path / source),), output=str(output)),
+            make=chaos_job.make_counting,
+        )
+        rows = read_results(output)
+        assert len(rows) == 2
+        assert wanted is None or [row["id"] for row in rows] == wanted
+        assert all(row["error"] is None and row["text"] is not None for row in rows)
+        assert list(output.glob("part-*.jsonl"))
+
+
+def test_a_template_makes_prompts_and_columns_are_handed_on(model: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("id,word,language\na,house,French\nb,tree,Dutch\n")
+    figures = run(
+        model,
+        tmp_path / "rows.csv",
+        tmp_path / "out",
+        template="{word} in {language}",
+        pass_through=("language",),
+    )
+    assert (figures.rows, figures.failed) == (2, 0)
+    assert [row["language"] for row in read_results(tmp_path / "out")] == ["French", "Dutch"]
+
+
+def test_parts_read_by_name_give_the_rows_in_order_where_that_is_asked(model: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    order = [f"r{i}" for i in range(200)]
+    run(
+        model,
+        tmp_path / "rows.jsonl",
+        tmp_path / "out",
+        preserve_order=True,
+        output_format="parquet",
+        concurrency=Concurrency(2, 2),
+    )
+    assert ids_by_part(tmp_path / "out") == order
+
+
+def test_a_sample_grows_into_the_whole_and_a_finished_job_is_not_done_again(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 60)
+    assert run(model, tmp_path / "rows.jsonl", tmp_path / "out", sample=10).rows == 10
+    first = {row["id"]: row["token_ids"] for row in read_results(tmp_path / "out")}
+    assert len(first) == 10
+    assert run(model, tmp_path / "rows.jsonl", tmp_path / "out").rows == 60
+    parts = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}
+    rows = {row["id"]: row["token_ids"] for row in read_results(tmp_path / "out")}
+    assert len(rows) == 60
+    assert all(rows[name] == tokens for name, tokens in first.items())
+    capsys.readouterr()
+    assert run(model, tmp_path / "rows.jsonl", tmp_path / "out").rows == 60
+    assert "nothing is left to do" in capsys.readouterr().err
+    assert parts == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}
+    with pytest.raises(ConfigError, match="sampling"):
+        run(model, tmp_path / "rows.jsonl", tmp_path / "out", sampling={"max_tokens": 3})
+    with pytest.raises(ConfigError, match="not empty"):
+        run(model, tmp_path / "rows.jsonl", tmp_path / "out", resume="no")
+
+
+def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tmp_path: Path) -> None:
+    rows = [{"id": "good", "prompt": "a"}, {"id": "bad", "prompt": "b", "temperature": -1}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for retry_failed in (False, True):
+        figures = run(model, tmp_path / "rows.jsonl", tmp_path / "out", retry_failed=retry_failed)
+        assert (figures.rows, figures.failed) == (2, 1)
+        assert [row["id"] for row in read_results(tmp_path / "out")] == ["bad", "good"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [each["run"] for each in manifest["runs"]] == [1, 2]
+
+
+def test_duplicate_ids_are_refused_or_numbered(model: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "x"}\n' * 2)
+    with pytest.raises(DatasetError, match="'a'"):
+        run(model, tmp_path / "rows.jsonl", tmp_path / "out")
+    run(model, tmp_path / "rows.jsonl", tmp_path / "out", duplicate_ids="number")
+    assert len({row["id"] for row in read_results(tmp_path / "out")}) == 2
+
+
+def test_a_time_limit_keeps_what_is_answered_and_the_next_run_does_the_rest(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 300)
+    with pytest.raises(TimeUp) as ended:
+        run(model, tmp_path / "rows.jsonl", tmp_path / "out", limit_time_s=4.0)
+    assert (ended.value.exit_code, ended.value.told) == (3, True)
+    kept = len(read_results(tmp_path / "out"))
+    assert f"stopped by its time limit of 4 s: {kept} of 300 rows are in" in capsys.readouterr().err
+    assert kept < 300
+    assert run(model, tmp_path / "rows.jsonl", tmp_path / "out").rows == 300
+    assert len({row["id"] for row in read_results(tmp_path / "out")}) == 300
+
+
+def test_engines_come_while_rows_are_many_and_go_when_none_are_left(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_size, "MIN_SOON_S", 0.5)
+    monkeypatch.setattr(pool_size.PoolSize, "started", lambda self, seconds: None)  # as if starts were quick
+    write_rows(tmp_path / "rows.jsonl", 900)
+    begin_s = time.monotonic()
+    figures = run(
+        model,
+        tmp_path / "rows.jsonl",
+        tmp_path / "out",
+        output_format="parquet",
+        concurrency=Concurrency(1, 3),
+    )
+    assert figures.rows == 900, time.monotonic() - begin_s
+    assert len({row["id"] for row in read_results(tmp_path / "out")}) == 900
+    shards = {path.name.split("-")[1] for path in (tmp_path / "out").glob("part-*")}
+    assert len(shards) > 1  # more than one engine wrote

@@ -1,0 +1,33 @@
+"""The order in which an engine starts its rows: those that begin alike together, long ones first."""
+
+from __future__ import annotations
+
+from manta.actors.batch.reading import Row
+from manta.actors.batch.rows import Layout
+from manta.jobs.batch.order import SHARED_CHARS, by_shared_prefix
+
+SHARED = "You are a helpful assistant. " * 4
+
+
+def numbers(rows: list[Row], layout: Layout) -> list[int]:
+    return [row.number for row in by_shared_prefix(rows, layout)]
+
+
+def test_rows_that_begin_alike_follow_each_other_and_families_go_from_long_to_short() -> None:
+    prompts = [SHARED + "b", "short", SHARED + "a" * 40, "x" * 500, "short"]
+    rows = [Row(number, {"prompt": prompt}) for number, prompt in enumerate(prompts)]
+    assert len(SHARED) > SHARED_CHARS
+    assert numbers(rows, Layout()) == [3, 2, 0, 1, 4]
+
+
+def test_every_kind_of_row_has_a_place_broken_ones_too() -> None:
+    lines = ['{"prompt": "abc"}', "{broken", '{"messages": [{"role": "user", "content": "hi"}]}', '{"id": 1}']
+    rows = [Row(number, {"text": line}) for number, line in enumerate(lines)]
+    assert sorted(numbers(rows, Layout(lines=True))) == [0, 1, 2, 3]
+    openai = [
+        Row(0, {"text": '{"custom_id": "a", "body": {"prompt": "p"}}'}),
+        Row(1, {"text": '{"body": 3}'}),
+    ]
+    assert sorted(numbers(openai, Layout(kind="openai", lines=True))) == [0, 1]
+    templated = [Row(0, {"a": "x"}), Row(1, {"a": None})]
+    assert sorted(numbers(templated, Layout(template="{a}"))) == [0, 1]
