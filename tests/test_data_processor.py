@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -140,13 +141,16 @@ def test_conversations_and_token_ids_are_answered_and_columns_go_through(
     )
 
 
-def test_a_bad_row_ends_the_dataset_where_that_is_wanted(two_cpus: None, pair: tuple[Path, Path]) -> None:
+def test_a_bad_row_ends_the_dataset_where_that_is_wanted(
+    two_cpus: None, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor = build_processor(config(pair, should_continue_on_error=False), ask)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest would keep frames
     with pytest.raises(Exception, match="temperature=-1") as caught:  # in a wrapping of Ray Data's
         processor(ray.data.from_items(ROWS[3:4])).take_all()
-    del caught  # what a user's program has done by then
+    del caught
     processor(ray.data.from_items(ROWS))
-    assert ray.available_resources()["CPU"] == 2.0, "the engine of what failed does not keep its room"
+    wait_for(lambda: ray.available_resources().get("CPU") == 2.0, 20.0)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
