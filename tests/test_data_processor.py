@@ -25,6 +25,7 @@ from manta.actors.batch.rows import row_seed
 from manta.cluster.errors import ConfigError, PlacementError, RequestError
 from manta.data import MantaEngineProcessorConfig, build_processor
 from manta.jobs.batch.engine_groups import EngineGroups
+from manta.jobs.batch.processor import find_room
 from ray.util import placement_group_table
 from text_pair import make_text_pair
 
@@ -153,7 +154,7 @@ def test_a_bad_row_ends_the_dataset_where_that_is_wanted(
     wait_for(lambda: ray.available_resources().get("CPU") == 2.0, 20.0)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
@@ -207,6 +208,14 @@ def test_a_group_that_no_engine_took_is_used_for_the_next(two_cpus: None) -> Non
     ray.kill(engine)
     ray.kill(other)
     wait_for(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 4), (2, 1)])
+def test_a_pool_grows_to_what_the_nodes_hold_beside_ray_data(
+    two_cpus: None, pair: tuple[Path, Path], ranks: int, most: int
+) -> None:
+    settings = config(pair, engine_kwargs={"tensor_parallel_size": ranks})
+    assert find_room(settings.engine_config(), 1, 8).most == most
 
 
 def test_what_is_wrong_is_said_before_anything_runs(two_cpus: None, pair: tuple[Path, Path]) -> None:

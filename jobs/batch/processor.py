@@ -155,7 +155,7 @@ class Processor:
     def _answered(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
         settings, (least, most) = self.config, self.config.pool
         config = with_absolute_paths(settings.engine_config())
-        room = _find_room(config, least, most)
+        room = find_room(config, least, most)
         config = replace(config, num_threads=room.num_threads)
         # Four calls of a block run at once (Ray Data's own number), and blocks beside each other: enough rows
         # in flight to fill the engine while others are on their way.
@@ -184,7 +184,7 @@ class Processor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class EngineRoom:
     """What an engine computes with, what of it stands in Ray's books, how many there may be, and where."""
 
     num_threads: int | None
@@ -193,7 +193,7 @@ class _Room:
     places: Callable[[], dict[str, Any]]  # Any: Ray's options for actors
 
 
-def _find_room(config: EngineConfig, least: int, most: int) -> _Room:
+def find_room(config: EngineConfig, least: int, most: int) -> EngineRoom:
     """Room for the engines that leaves Ray Data CPUs for its own tasks, to read, preprocess and write.
 
     A dataset whose engines held all CPUs would wait for ever.
@@ -204,7 +204,7 @@ def _find_room(config: EngineConfig, least: int, most: int) -> _Room:
     everything, free = [node.resources for node in found], [node.free for node in found]
     # Workers book what they compute on; an engine that is one process may book less.
     usable = leaving_a_cpu(everything) if config.needs_ray else everything
-    fitting = full_claim(config, least, everything).num_fitting(usable)
+    fitting = full_claim(config, most, everything).num_fitting(usable)
     if fitting < most and not may_grow():
         _check(config, least, usable)
         most = max(least, fitting)
@@ -212,7 +212,7 @@ def _find_room(config: EngineConfig, least: int, most: int) -> _Room:
     claim = smaller_claim(config, most, free, full) or full
     # One process is placed by what it books, workers in a group.
     places = EngineGroups(claim.bundles, most) if config.needs_ray else _spread
-    return _Room(claim.num_threads, beside_tasks(claim, free), most, places)
+    return EngineRoom(claim.num_threads, beside_tasks(claim, free), most, places)
 
 
 def _nodes_in_peace() -> list[NodeRoom]:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...actors.batch.storage import Storage
 from ...actors.files import write_json
+from ...actors.machine import owned_cores
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
@@ -145,7 +147,8 @@ class GenerateSide:
 
     def __init__(self, config: EngineConfig) -> None:
         plan = plan_load(config)
-        self._arguments = (str(plan.target_folder), plan.device.type, tried_dtypes(config))
+        threads = config.num_threads or owned_cores()
+        self._arguments = (str(plan.target_folder), plan.device.type, tried_dtypes(config), threads)
 
     def run(self, work: Work) -> Pass:
         started_here = join_or_start_ray(log_to_driver=False)
@@ -177,12 +180,10 @@ class GenerateSide:
 class _GenerateActor:
     """`map_batches`' callable. Its first batch chooses the dtype, before the clock runs."""
 
-    def __init__(self, folder: str, device: str, dtypes: Sequence[str], max_tokens: int) -> None:
-        import torch
-
-        from ...actors.machine import owned_cores
-
-        torch.set_num_threads(owned_cores())
+    def __init__(
+        self, folder: str, device: str, dtypes: Sequence[str], num_threads: int, max_tokens: int
+    ) -> None:
+        torch.set_num_threads(num_threads)
         target = TransformersTarget(Path(folder), torch.device(device))
         self._ways = HuggingFaceGenerate(target, dtypes).ways(GENERATE_AT_ONCE)
         self._dtypes = dtypes
