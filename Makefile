@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help install demo test lint types floors pytest kernels versions gpu bench clean
 
 help:  ## what there is
-	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile
 
 # The stamp holds the pyproject.toml it was installed from: touching the file without a change installs nothing.
 install:  ## make .venv and install Manta with its development tools (skipped when nothing changed)
@@ -75,6 +75,10 @@ gpu: install  ## on a GPU: its kernels' and its runner's tests, the doctor, a st
 
 bench: install  ## speculation on against off; writes docs/benchmarks/
 	$(BIN)/manta bench --output docs/benchmarks/shipped-pair-cpu.json --plot docs/benchmarks/speedup.svg
+
+.PHONY: soak-batch
+soak-batch: install  ## 5 million rows through a batch job on a simulated executor; fails if memory grows
+	$(BIN)/python -m manta.jobs.bench.soak_batch -o docs/benchmarks/soak-batch.json
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -6,8 +6,10 @@ Does not read it. Called by whoever takes a model's or tokenizer's name from a u
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+from ..cluster.config import EngineConfig
 from ..cluster.errors import CheckpointError
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +34,21 @@ def resolve_checkpoint(name: str, *, field: str) -> Path:
             param=field,
         )
     return _download(name, field)
+
+
+def with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """The same checkpoints, for processes with another working directory; hub ids stay."""
+    spec = config.speculative_config
+    return replace(
+        config,
+        model=_absolute(config.model),
+        tokenizer=None if config.tokenizer is None else _absolute(config.tokenizer),
+        speculative_config=None if spec is None else replace(spec, model=_absolute(spec.model)),
+    )
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _download(name: str, field: str) -> Path:

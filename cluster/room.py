@@ -89,6 +89,26 @@ def check_room(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -
     )
 
 
+def leaving_a_cpu(nodes: Sequence[Resources]) -> list[Resources]:
+    """The nodes without a CPU each, for tasks that must run beside the engines."""
+    return [{**node, "CPU": max(0.0, node.get("CPU", 0.0) - 1.0)} for node in nodes]
+
+
+def beside_tasks(claim: Claim, nodes: Sequence[Resources]) -> Bundle:
+    """What an engine of this claim books where a CPU of every node must stay free for tasks.
+
+    Nodes may hold the claim itself and nothing beside it: then less is booked than is computed on, as tasks
+    take cores for moments only.
+    """
+    if "CPU" not in claim.actor:
+        return claim.actor
+    after = leaving_a_cpu(nodes)
+    held = [(claim.num_fitting([node]), left["CPU"]) for node, left in zip(nodes, after, strict=True)]
+    shares = [cpus / engines for engines, cpus in held if engines]
+    cpus = min([claim.actor["CPU"], *shares]) if shares else 0.0
+    return {**claim.actor, "CPU": math.floor(cpus * 1e4) / 1e4}  # as fine as Ray counts
+
+
 def lacking(claim: Claim, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
     """What is waited for, e.g. "2 CPU; 0 of 2 are free"."""
     wanted = f"{engines} x ({spell(claim.needs)})" if engines > 1 else spell(claim.needs)

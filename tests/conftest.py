@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Which tests share a process where several run them (pytest -n): Ray's, since a machine has one cluster; of
 # the losslessness grid those of a pair, which share its plain decoding; else those of a file.
-_RAYS = ("batch", "demo", "lossless_topologies", "ray_executor", "room", "serve")
+_RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room", "serve")
 _LONG = ("lossless", "device_runner")
 
 # A busy machine must not fail a property: no test asserts a time.

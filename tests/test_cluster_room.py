@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import PlacementError
 from manta.cluster.placement import CPUS_PER_CPU_WORKER
-from manta.cluster.room import check_room, full_claim, lacking, smaller_claim
+from manta.cluster.room import beside_tasks, check_room, full_claim, lacking, smaller_claim
 
 
 def config(tp: int = 1, *, split: bool = False, **settings: object) -> EngineConfig:
@@ -101,3 +101,31 @@ def test_what_is_claimed_fits_or_is_refused(counts: list[int], engines: int) -> 
     else:
         with pytest.raises(PlacementError):
             check_room(config(), engines, nodes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engines", "booked"),
+    [
+        (cpus(2), 1, 1.0),  # of 2 that it computes on
+        (cpus(2), 2, 0.5),
+        (cpus(1), 1, 0.0),
+        (cpus(8, 8), 2, 7.0),
+        (cpus(8, 2), 1, 7.0),
+        (cpus(0), 1, 0.0),
+    ],
+)
+def test_an_engine_beside_tasks_books_less_than_it_computes_on(
+    nodes: list[dict[str, float]], engines: int, booked: float
+) -> None:
+    assert beside_tasks(full_claim(config(), engines, nodes), nodes) == {"CPU": booked}
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 2))
+def test_engines_beside_tasks_leave_them_a_cpu(sizes: list[int], engines: int, num_gpus: int) -> None:
+    nodes = [{"CPU": float(size), "GPU": float(num_gpus)} for size in sizes]
+    claim = full_claim(config(device="cuda" if num_gpus else "cpu"), engines, nodes)
+    if claim.num_fitting(nodes) >= engines:
+        booked = beside_tasks(claim, nodes)
+        held = min(engines, max(claim.num_fitting([node]) for node in nodes))
+        assert max(sizes) - held * booked["CPU"] >= 1.0
+        assert booked.get("GPU") == claim.actor.get("GPU")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("cluster", "drafter", "actors", "jobs")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "__init__.py", *FLOORS)
+FACES = ("__init__.py", "data.py")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", *FACES, *FLOORS)
 
 IMPORT_ALL = """
 import importlib, sys
@@ -48,7 +49,7 @@ def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
         for floor in FLOORS
         for path in (ROOT / floor).rglob("*.py")
     }
-    assert packed == in_repository | {"manta/__init__.py"}
+    assert packed == in_repository | {f"manta/{face}" for face in FACES}
     names = sorted(map(module_name, packed))
     command = [sys.executable, "-c", IMPORT_ALL, tmp_path / "installed", *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)

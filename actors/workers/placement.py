@@ -8,6 +8,7 @@ decided in `cluster/placement.py`; workers are started by `ray_executor.py`.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 import ray
@@ -84,7 +85,10 @@ def _make(topology: Topology, timeout_s: float) -> Placement:
     bundles = topology.worker_bundles()
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     group = placement_group(
-        bundles, strategy="STRICT_PACK", bundle_label_selector=[here] * len(bundles), name="manta-engine"
+        bundles,
+        strategy="STRICT_PACK",
+        bundle_label_selector=[here] * len(bundles),
+        name=f"manta-engine-{uuid.uuid4().hex[:8]}",  # Ray has no two groups of one name
     )
     if not group.wait(timeout_s):
         remove_placement_group(group)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,6 +28,7 @@ from ...cluster.errors import EngineDeadError, MantaError, PlacementError
 from ...cluster.executor import ExecutorInfo
 from ...cluster.placement import Topology
 from ...cluster.plan import SchedulerOutput, StepResult
+from ..checkpoints import with_absolute_paths
 from .channel import PeerLostError, StepChannel
 from .drafter_worker import DrafterWorker
 from .placement import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
@@ -163,7 +163,7 @@ class RayExecutor:
     def _set_up(self, config: EngineConfig, topology: Topology) -> list[WorkerFacts]:
         assert self._channel is not None
         common = WorkerSetup(
-            config=replace(_with_absolute_paths(config), device=topology.device),
+            config=replace(with_absolute_paths(config), device=topology.device),
             topology=topology,
             rank=0,
             channel=self._channel.address,
@@ -254,15 +254,3 @@ def _cause(call: ray.ObjectRef) -> str:
         return f"{type(error.cause).__name__}: {error.cause}"
     except RayError as error:
         return type(error).__name__
-
-
-def _with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """Workers have a working directory of their own."""
-    spec = config.speculative_config
-    if spec is not None:
-        spec = replace(spec, model=_absolute(spec.model))
-    return replace(config, model=_absolute(config.model), speculative_config=spec)
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).resolve()) if Path(model).exists() else model

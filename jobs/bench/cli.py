@@ -166,5 +166,42 @@ def busy(
     )
 
 
+@bench.command()
+@engine_options
+def batch(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    rows: Annotated[int, typer.Option("--rows", help="Of the dataset: the file's, repeated.")] = 2000,
+    rounds: Rounds = 3,
+    max_tokens: MaxTokens = 64,
+    side: Annotated[
+        list[str] | None,
+        typer.Option("--side", help="job, llm, http, generate or engines; may be repeated (all)."),
+    ] = None,
+    engines: Annotated[int, typer.Option("--engines", help="Of the job that is to keep them busy.")] = 2,
+    output: FiguresFile = None,
+) -> None:
+    """Measure a batch job against manta.LLM, HTTP, and Ray Data over Hugging Face generate, on the same rows.
+
+    Each side runs alone, in turns. Besides: how soon a job answers its first row, how busy its engines are.
+    """
+    config = engine_config(settings)
+    from .batch import SIDES, BatchBenchOptions, run_batch_bench
+
+    run_batch_bench(
+        config,
+        BatchBenchOptions(
+            prompts=prompts,
+            rows=rows,
+            rounds=rounds,
+            max_tokens=max_tokens,
+            sides=tuple(side or SIDES),
+            engines=engines,
+            output=output,
+        ),
+    )
+
+
 bench.command()(step)
 bench.command()(widen)

@@ -1,0 +1,166 @@
+"""The engine actor of a Ray dataset: a callable class that Ray Data's `map_batches` runs.
+
+Answers a batch's rows concurrently through one `AsyncEngine` and gives the batch back with the answers in
+columns beside its own. Whatever is wrong with a row is said in its row. A dead engine ends the process: Ray
+Data then starts another in its place and hands it the batches that were under way; an error that is raised
+would bring them back to the dead one. Built by `processor.py`; started at its first batch, on the event loop
+on which Ray Data calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from ...actors.batch.answering import Result, RowAnswerer
+from ...actors.batch.reading import Row
+from ...actors.batch.rows import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, Layout
+from ...actors.checkpoints import resolve_checkpoint
+from ...actors.engine import AsyncEngine
+from ...actors.http.defaults import GenerationDefaults
+from ...actors.http.fields import check_extra_fields
+from ...cluster.acceptance import mean_acceptance_length
+from ...cluster.config import EngineConfig
+from ...cluster.errors import EngineDeadError, MantaError, RequestError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+SAMPLING_COLUMN = "sampling_params"
+ERROR_COLUMN = "__inference_error__"
+# Of a row nothing else is read: a column that is called like a sampling field may mean something else.
+READ_COLUMNS = (*PROMPT_COLUMNS, *ID_COLUMNS, "chat_template_kwargs", SAMPLING_COLUMN)
+# Which stage puts tokens into text; in `ray.data.llm` it may be another than the engine's.
+IGNORED_SAMPLING = ("detokenize",)
+ANSWER_SCHEMA = pa.schema(
+    [
+        ("generated_text", pa.string()),
+        ("generated_tokens", pa.list_(pa.int32())),
+        ("num_input_tokens", pa.int64()),
+        ("num_generated_tokens", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("stop_reason", pa.string()),
+        ("seed", pa.int64()),
+        ("mean_acceptance_length", pa.float64()),
+        ("num_draft_tokens", pa.int64()),
+        ("num_accepted_tokens", pa.int64()),
+        ("time_taken_llm", pa.float64()),
+        (ERROR_COLUMN, pa.string()),
+    ]
+)
+
+Record = dict[str, Any]  # Any: whatever a row of the user's dataset holds
+
+
+class ProcessorEngine:
+    """One engine of a processor.
+
+    Args:
+        config: of the engine.
+        layout: the defaults of sampling, and the seed.
+        continuing: a bad row becomes a row with an error; else it is raised.
+    """
+
+    def __init__(self, config: EngineConfig, layout: Layout, continuing: bool) -> None:
+        self._config = config
+        self._layout = layout
+        self._continuing = continuing
+        self._answerer: RowAnswerer | None = None
+        self._starting = asyncio.Lock()
+
+    async def __call__(self, batch: pa.Table) -> pa.Table:
+        columns = [name for name in READ_COLUMNS if name in batch.column_names]
+        rows: list[Record] = batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows
+        try:
+            answerer = await self._started()
+            answers = await asyncio.gather(*(self._answer(answerer, row) for row in rows))
+        except EngineDeadError as error:
+            _end(error)
+        return _beside(batch, answers)
+
+    async def _answer(self, answerer: RowAnswerer, row: Record) -> Record:
+        try:
+            result = await answerer.answer(Row(0, _record(row)))
+        except RequestError as error:
+            result = {"error": {"type": error.kind, "message": error.message, "param": error.param}}
+        error = result.get("error")
+        if error and not self._continuing:
+            raise RequestError(error["message"], param=error["param"])
+        return _columns(result)
+
+    async def _started(self) -> RowAnswerer:
+        async with self._starting:
+            if self._answerer is None:
+                folder = resolve_checkpoint(self._config.model, field="model_source")
+                generation = GenerationDefaults.load(folder)
+                engine = AsyncEngine(self._config)
+                await engine.start()
+                self._answerer = RowAnswerer(engine, self._layout, generation, self._config.model)
+        return self._answerer
+
+
+def check_sampling(given: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field that is not one of sampling: ignored, it would be wrong in silence."""
+    unknown = {name: value for name, value in given.items() if name not in SAMPLING_COLUMNS}
+    check_extra_fields(unknown, SAMPLING_COLUMNS, "ignore")
+    for name in unknown:
+        if name not in IGNORED_SAMPLING:
+            hint = did_you_mean(name, SAMPLING_COLUMNS, prefix=f"{SAMPLING_COLUMN}.")
+            raise RequestError(
+                f"{SAMPLING_COLUMN}.{name} is not known. {hint}", param=f"{SAMPLING_COLUMN}.{name}"
+            )
+
+
+def _record(row: Record) -> Record:
+    """The record that `read_request` understands: sampling fields stand beside the prompt."""
+    sampling = row.get(SAMPLING_COLUMN) or {}
+    if not isinstance(sampling, Mapping):
+        raise RequestError(
+            f"{SAMPLING_COLUMN}={sampling!r} must be a mapping of sampling fields.", param=SAMPLING_COLUMN
+        )
+    # Arrow gives every row's mapping all keys that any row's has.
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    check_sampling(sampling)
+    others = {name: value for name, value in row.items() if name != SAMPLING_COLUMN}
+    return {**others, **{name: value for name, value in sampling.items() if name not in IGNORED_SAMPLING}}
+
+
+def _columns(result: Result) -> Record:
+    """A result under the names that users of `ray.data.llm` know."""
+    error = result.get("error")
+    return {
+        "generated_text": result.get("text") or "",
+        "generated_tokens": result.get("token_ids") or [],
+        "num_input_tokens": result.get("prompt_tokens") or 0,
+        "num_generated_tokens": result.get("completion_tokens") or 0,
+        "finish_reason": result.get("finish_reason"),
+        "stop_reason": result.get("stop_reason"),
+        "seed": result.get("seed"),
+        "mean_acceptance_length": mean_acceptance_length(
+            result.get("num_steps") or 0, result.get("num_accepted_tokens") or 0
+        ),
+        "num_draft_tokens": result.get("num_draft_tokens") or 0,
+        "num_accepted_tokens": result.get("num_accepted_tokens") or 0,
+        "time_taken_llm": result.get("end_s", 0.0) - result.get("begin_s", 0.0),
+        ERROR_COLUMN: f"{error['type']}: {error['message']}" if error else "",
+    }
+
+
+def _beside(batch: pa.Table, answers: Sequence[Record]) -> pa.Table:
+    """The batch with the answers' columns; one of a name that it had takes its place."""
+    table = batch.drop_columns([name for name in ANSWER_SCHEMA.names if name in batch.column_names])
+    answered = pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)
+    for name in ANSWER_SCHEMA.names:
+        table = table.append_column(name, answered[name])
+    return table
+
+
+def _end(error: MantaError) -> NoReturn:
+    """End this process as by a crash, which is what Ray retries elsewhere."""
+    logger.error("the engine is dead, and this actor ends with it: %s", error.message)
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,236 @@
+"""`manta.data.build_processor` on a real Ray of two CPUs, as a laptop declares them: no hang, no leak."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import ray.cloudpickle
+import ray.data
+from manta import LLM, SamplingParams
+from manta.actors.batch.rows import row_seed
+from manta.cluster.errors import ConfigError, PlacementError, RequestError
+from manta.data import MantaEngineProcessorConfig, build_processor
+from manta.jobs.batch.engine_groups import EngineGroups
+from manta.jobs.batch.processor import find_room
+from ray.util import placement_group_table
+from text_pair import make_text_pair
+
+ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256, "num_pages": 256}
+ROWS = [{"id": f"r{i}", "question": f"row {i}", "length": 4 + i % 5} for i in range(24)]
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+
+@pytest.fixture(scope="module")
+def two_cpus() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+def config(pair: tuple[Path, Path], *, speculate: bool = True, **changes: Any) -> MantaEngineProcessorConfig:
+    spec = {"speculative_config": {"method": "dflash", "model": str(pair[1])}} if speculate else {}
+    settings = {**ENGINE, **spec, **changes.pop("engine_kwargs", {})}
+    return MantaEngineProcessorConfig(model_source=str(pair[0]), engine_kwargs=settings, **changes)
+
+
+def ask(row: dict[str, Any]) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": 0.9, "max_tokens": row["length"], "detokenize": False}
+    if row["id"] == "r3":
+        sampling["temperature"] = -1.0
+    if row["id"] == "r4":
+        sampling["temprature"] = 1.0
+    prompt = None if row["id"] == "r5" else row["question"]
+    return {"prompt": prompt, "sampling_params": sampling}
+
+
+def answer(row: dict[str, Any]) -> dict[str, Any]:
+    kept = ("id", "length", "generated_text", "generated_tokens", "num_generated_tokens", "num_draft_tokens")
+    return {name: row[name] for name in kept}
+
+
+@pytest.fixture(scope="module")
+def answered(two_cpus: None, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Rows by id, with speculation and without; read from Parquet and from memory, in other batches."""
+    folder = tmp_path_factory.mktemp("rows")
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet", row_group_size=10)
+    found: dict[bool, dict[str, dict[str, Any]]] = {}
+    for speculate in (True, False):
+        dataset = ray.data.read_parquet(str(folder)) if speculate else ray.data.from_items(ROWS[::-1])
+        settings = config(pair, speculate=speculate, batch_size=5 if speculate else None)
+        rows = build_processor(settings, ask, answer)(dataset).take_all()
+        assert len(rows) == len(ROWS)
+        found[speculate] = {row["id"]: row for row in rows}
+    return found
+
+
+def test_every_row_is_answered_or_explained(answered: Any) -> None:
+    rows = answered[True]
+    assert set(rows) == {row["id"] for row in ROWS}
+    errors = {name: row["__inference_error__"] for name, row in rows.items() if row["__inference_error__"]}
+    assert set(errors) == {"r3", "r4", "r5"}
+    assert "temperature=-1.0" in errors["r3"]
+    assert "Did you mean sampling_params.temperature?" in errors["r4"]
+    assert "no messages or prompt" in errors["r5"]
+    assert rows["r3"]["question"] == "row 3", "an error row keeps its input and skips postprocess"
+    good = rows["r6"]
+    assert good["num_generated_tokens"] == len(good["generated_tokens"]) <= good["length"] == 5
+    assert good["num_draft_tokens"] > 0
+
+
+def test_speculation_and_batches_change_no_answer(answered: Any) -> None:
+    def texts(rows: dict[str, Any]) -> dict[str, Any]:
+        return {name: (row["generated_text"], row["generated_tokens"]) for name, row in rows.items()}
+
+    assert texts(answered[True]) == texts(answered[False])
+    assert not any(row["num_draft_tokens"] for row in answered[False].values())
+
+
+def test_a_row_is_answered_as_llm_answers_it(pair: tuple[Path, Path], answered: Any) -> None:
+    wanted = SamplingParams(temperature=0.9, max_tokens=5, seed=row_seed(0, "r6"))
+    with LLM(str(pair[0]), **{**ENGINE, "num_threads": 1}) as llm:
+        output = llm.generate("row 6", wanted)[0].outputs[0]
+    assert answered[True]["r6"]["generated_tokens"] == output.token_ids
+    assert answered[True]["r6"]["generated_text"] == output.text
+
+
+def test_conversations_and_token_ids_are_answered_and_columns_go_through(
+    two_cpus: None, pair: tuple[Path, Path]
+) -> None:
+    rows = [
+        {"kind": "chat", "prompt": None, "messages": [{"role": "user", "content": "hi"}], "seed": 7},
+        {"kind": "ids", "prompt": [5, 6, 7], "messages": None, "seed": 8},
+    ]
+    processor = build_processor(config(pair, sampling_params={"max_tokens": 3, "ignore_eos": True}))
+    found = {row["kind"]: row for row in processor(ray.data.from_items(rows)).take_all()}
+    assert found["ids"]["num_input_tokens"] == 3
+    assert found["chat"]["num_input_tokens"] > 3
+    for row in found.values():
+        assert row["num_generated_tokens"] == 3 and row["__inference_error__"] == ""
+        assert row["finish_reason"] == "length"
+    assert found["ids"]["seed"] not in (None, 8), (
+        "a column that is only called like a sampling field is not one"
+    )
+
+
+def test_a_bad_row_ends_the_dataset_where_that_is_wanted(
+    two_cpus: None, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = build_processor(config(pair, should_continue_on_error=False), ask)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest would keep frames
+    with pytest.raises(Exception, match="temperature=-1") as caught:  # in a wrapping of Ray Data's
+        processor(ray.data.from_items(ROWS[3:4])).take_all()
+    del caught
+    processor(ray.data.from_items(ROWS))
+    wait_for(lambda: ray.available_resources().get("CPU") == 2.0, 20.0)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.05)
+
+
+def worker_pids() -> list[int]:
+    from ray._private.state import actors  # the public listing needs the dashboard
+
+    living = (actor for actor in actors().values() if actor["State"] == "ALIVE")
+    return [actor["Pid"] for actor in living if actor["ActorClassName"].startswith("TargetWorker")]
+
+
+def test_the_death_of_an_engines_worker_loses_no_row_and_no_room(
+    two_cpus: None, pair: tuple[Path, Path]
+) -> None:
+    """Two target ranks in a group that takes a CPU of two: not given back, it would stop what follows."""
+    settings = config(pair, engine_kwargs={"tensor_parallel_size": 2}, concurrency=(1, 2), batch_size=4)
+    killed: list[int] = []
+
+    def kill_a_worker() -> None:
+        wait_for(lambda: len(worker_pids()) == 2)
+        killed.append(worker_pids()[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_a_worker)
+    killer.start()
+    long = [{**row, "length": 100} for row in ROWS]
+    rows = build_processor(settings, ask, answer)(ray.data.from_items(long)).take_all()
+    killer.join()
+    assert killed and {row["id"] for row in rows} == {row["id"] for row in ROWS}
+    assert sum(not row["__inference_error__"] for row in rows) == len(ROWS) - 3
+    wait_for(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+    wait_for(lambda: ray.available_resources().get("CPU") == 2.0)
+
+
+def test_a_group_that_no_engine_took_is_used_for_the_next(two_cpus: None) -> None:
+    groups = EngineGroups([{"CPU": 0.5}], most=2)
+    first, second = groups(), groups()
+    assert first["name"] == second["name"], "Ray Data asks more often than it starts"
+
+    @ray.remote(num_cpus=0)
+    class Engine:
+        pass
+
+    engine = Engine.options(**first).remote()
+    assert groups()["name"] != first["name"]
+    full = EngineGroups([{"CPU": 0.5}], most=1)
+    other = Engine.options(**full()).remote()
+    assert full() == {}, "it asks though all engines run"
+    ray.kill(engine)
+    ray.kill(other)
+    wait_for(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 4), (2, 1)])
+def test_a_pool_grows_to_what_the_nodes_hold_beside_ray_data(
+    two_cpus: None, pair: tuple[Path, Path], ranks: int, most: int
+) -> None:
+    settings = config(pair, engine_kwargs={"tensor_parallel_size": ranks})
+    assert find_room(settings.engine_config(), 1, 8).most == most
+
+
+def test_what_is_wrong_is_said_before_anything_runs(two_cpus: None, pair: tuple[Path, Path]) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("Did you mean max_num_seqs", {"engine_kwargs": {"max_num_seq": 4}}),
+        ("named by model_source", {"engine_kwargs": {"model": "x"}}),
+        ("concurrency=0", {"concurrency": 0}),
+        (r"concurrency=\(3, 1\)", {"concurrency": (3, 1)}),
+        ("batch_size=0", {"batch_size": 0}),
+    ]
+    for said, changes in wrong:
+        with pytest.raises(ConfigError, match=said):
+            config(pair, **changes)
+    with pytest.raises(RequestError, match=r"Did you mean sampling_params\.max_tokens"):
+        config(pair, sampling_params={"max_token": 4})
+    greedy = config(pair, engine_kwargs={"tensor_parallel_size": 4})
+    with pytest.raises(PlacementError, match="a CPU of every node is left to"):
+        build_processor(greedy)(ray.data.from_items(ROWS))
