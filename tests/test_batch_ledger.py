@@ -158,7 +158,7 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
         Ledger.open(output, paper(3, made_from=changed))
     for words in (
         "model: tiny before, other now; template: none before, {x} now. Run it as it was",
-        "--resume=force",
+        "--force-resume",
         "--overwrite",
     ):
         assert words in refused.value.message
