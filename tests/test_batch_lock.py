@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -133,7 +134,7 @@ def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
             return []
 
     with ThreadPoolExecutor(3) as pool:
-        held = [each for started in pool.map(start, range(3)) for each in started]
+        held = list(itertools.chain.from_iterable(pool.map(start, range(3))))
     for each in held:
         each.close()
     assert len(held) <= 1
