@@ -52,21 +52,14 @@ class DryRun:
     first_prompt: str
 
 
-def dry_run(
-    source: Source,
-    layout: Layout,
-    config: EngineConfig,
-    *,
-    duplicates: Duplicates,
-    limit: int | None = None,
-) -> DryRun:
+def dry_run(source: Source, layout: Layout, config: EngineConfig, *, duplicates: Duplicates) -> DryRun:
     """Try a few rows. Raises what a job would before it starts: DatasetError, ConfigError.
 
     Args:
-        duplicates, limit: of the survey.
+        duplicates: of the survey.
     """
     checker = RowChecker(layout, config)
-    rows = survey(source, layout, duplicates=duplicates, limit=limit)
+    rows = survey(source, layout, duplicates=duplicates)
     num_tried = min(ROWS_TRIED, rows.num_rows)
     reader = RowReader(source, layout)
     tried = reader.read(rows.work(of_rows(i * rows.num_rows // num_tried for i in range(num_tried))))
@@ -102,6 +95,7 @@ def print_dry_run(plan: DryRun, output: str, settings: Mapping[str, Any]) -> Non
         settings: further lines: the models, how many engines, sampling ... (Any: what has a text).
     """
     more = [f"and {len(plan.files) - FILES_SHOWN} more"] if len(plan.files) > FILES_SHOWN else []
+    num_good = plan.num_rows * (plan.num_tried - plan.num_failed) / plan.num_tried
     tokens_in, tokens_out = (
         "unknown: no row that was tried has a prompt"
         if mean is None

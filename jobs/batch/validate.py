@@ -74,17 +74,16 @@ def validate(
     config: EngineConfig,
     *,
     duplicates: Duplicates,
-    limit: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> ValidationReport:
     """Look at every row. Raises what a job would before it starts: DatasetError, ConfigError.
 
     Args:
-        duplicates, limit, stop: of the survey.
+        duplicates, stop: of the survey.
     """
     begin_s = time.monotonic()
     checker = RowChecker(layout, config)
-    rows = survey(source, layout, duplicates=duplicates, limit=limit, stop=stop)
+    rows = survey(source, layout, duplicates=duplicates, stop=stop)
     lengths: array[int] = array("q")
     bad: list[tuple[int, str]] = []
     num_bad = num_too_long = most = 0
@@ -133,7 +132,7 @@ def all_rows(source: Source, layout: Layout, rows: Survey) -> Iterator[Row]:
 
 def print_validation(report: ValidationReport) -> None:
     """The report on standard output."""
-    total = int(report.lengths.sum())
+    total = int(report.lengths[report.lengths < report.max_model_len].sum())
     print_table(
         f"{report.num_files} file(s) of {report.format}, read in {report.seconds:.1f} s",
         ["rows", "bad", "too long", "ids numbered", "tokens in", "tokens out at most"],
@@ -159,7 +158,7 @@ def print_validation(report: ValidationReport) -> None:
         )
     if report.ignored:
         print_table(
-            "looks like a parameter and has no effect",
+            "parameters that have no effect",
             ["name", "rows"],
             [[name, str(count)] for name, count in report.ignored.items()],
         )
