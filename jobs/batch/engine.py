@@ -258,6 +258,7 @@ class BatchEngine:
         """End the engine. Idempotent."""
         for task in self._tasks:
             task.cancel()
+        self._reader.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 

@@ -82,10 +82,12 @@ def _explain(
     setup: EngineSetup, terms: Terms, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
 ) -> None:
     writer = _writer(setup, terms)
-    for row in RowReader(setup.source, setup.layout).read(work):
+    reader = RowReader(setup.source, setup.layout)
+    for row in reader.read(work):
         writer.add(
             [_killer(row, setup.layout, terms.form.columns, deaths[row.number])], shard=shards[row.number]
         )
+    reader.close()
     writer.close()
 
 
