@@ -23,7 +23,7 @@ from ...actors.batch.rows import Layout
 from ...actors.batch.writer import RowWriter
 from ...cluster.errors import EngineDeadError
 from ...cluster.row_ranges import RowRanges, union
-from .engine import EngineSetup, Terms
+from .messages import EngineSetup, Terms
 
 ATTEMPTS = 3
 # No retries of Ray's own: what a task that died has left is looked at before the next one begins.

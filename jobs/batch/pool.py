@@ -25,8 +25,8 @@ from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.leases import Lease, LeaseBook
 from ...cluster.pool_size import Concurrency, PoolSize
 from ...cluster.row_ranges import RowRanges, count, minus, rows_of
-from .engine import EngineSetup, LeasedWork, LeaseReport, Terms
 from .estate import Estates
+from .messages import EngineSetup, LeasedWork, LeaseReport, Terms
 from .nodes import NodeWatch, draining_nodes, living_nodes
 from .room import Rooms
 from .seat import Seat, engine_died, reason

@@ -23,7 +23,7 @@ import ray
 from ...actors.batch.figures import RowFigures
 from ...cluster.pool_size import Concurrency
 from ..ray_session import join_or_start_ray
-from .engine import EngineSetup
+from .messages import EngineSetup
 from .pool import EnginePool, Job
 from .seat import reason
 

@@ -25,7 +25,8 @@ from ray.exceptions import (
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.row_ranges import RowRanges
-from .engine import BatchEngine, EngineFacts, EngineState, LeasedWork, LeaseReport, Terms
+from .engine import BatchEngine
+from .messages import EngineFacts, EngineState, LeasedWork, LeaseReport, Terms
 from .room import Place
 
 LOOK_TIMEOUT_S = 5.0
