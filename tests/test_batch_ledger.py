@@ -9,7 +9,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,49 @@ def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storag
     ledger.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(4))
     assert Ledger.open(output, job).complete
+
+
+def test_a_finish_that_is_killed_anywhere_is_done_again_and_counts_no_work_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts of a shard become one: at some moments all three are there."""
+    job = paper(4, form(ordered=True))
+    for place in itertools.count():
+        output = Storage.open(str(tmp_path / f"{place}"), field="output")
+        ledger = Ledger.open(output, job)
+        for name, rows in (("a", [0, 2]), ("b", [1, 3])):
+            writer = RowWriter(output, job.form, run=1, shard=0, writer=name)
+            writer.add(results(rows), shard=0)
+            writer.close()
+        with monkeypatch.context() as patched:
+            steps = itertools.count()
+            for name in ("_remove", "write"):
+                patched.setattr(Storage, name, killed_at(place, steps, getattr(Storage, name)))
+            try:
+                ledger.finish({})
+            except KeyboardInterrupt:
+                killed = True
+            else:
+                killed = False
+        ledger.close()
+        ledger = Ledger.open(output, job)
+        assert (ledger.figures.rows, ledger.figures.completion_tokens) == (4, 8)
+        ledger.finish({})
+        ledger.close()
+        assert numbers_in(output, parts(output)) == [0, 1, 2, 3]
+        assert (ledger.figures.rows, ledger.figures.completion_tokens) == (4, 8)
+        if not killed:
+            break
+    assert place == 10
+
+
+def killed_at(place: int, steps: Iterator[int], work: Callable[..., Any]) -> Callable[..., Any]:
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == place:
+            raise KeyboardInterrupt
+        return work(*args, **kwargs)
+
+    return killed
 
 
 def test_rows_that_are_missing_are_no_success(output: Storage) -> None:

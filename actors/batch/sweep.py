@@ -33,10 +33,11 @@ def settle(output: Storage, contents: Contents, form: OutputForm, run: int) -> N
     """
     for record in contents.uncommitted:
         remove(output, contents, [record])
+    owned = contents.owned  # as it was: what is written anew holds the rows that its parts owned
     for shard, group in _groups(contents, form):
-        whole = all(contents.owned[record.part] == record.rows for record in group)
+        whole = all(owned[record.part] == record.rows for record in group)
         if len(group) > 1 or group[0].shard != shard or not whole:
-            numbers = [_kept(record.rows, contents.owned[record.part]) for record in group]
+            numbers = [_kept(record.rows, owned[record.part]) for record in group]
             rewrite(output, contents, form, group, numbers, run=run, shard=shard)
 
 

@@ -116,8 +116,9 @@ class RowWriter:
     def flush(self) -> RowRanges:
         """Make durable what was added; make the parts that are due. Returns the rows made durable hereby.
 
-        What cannot be written is kept and tried again by later calls. Raises OutputError when that has not
-        helped for a minute, or when the job has gone on without this writer.
+        Durable rows outlive the death of any process at once, and a power cut when their part is made. What
+        cannot be written is kept and tried again by later calls. Raises OutputError when that has not helped
+        for a minute, or when the job has gone on without this writer.
         """
         durable: list[RowRanges] = []
         with self._writing:
