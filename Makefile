@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed-with
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test lint types floors pytest kernels versions gpu bench clean
+.PHONY: help install demo test lint types floors pytest chaos kernels versions gpu bench clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile
@@ -59,6 +59,9 @@ floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 pytest: install  ## the tests, in two processes; then those that want the machine for themselves
 	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --no-loadscope-reorder --durations=15
 	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
+
+chaos: install  ## batch jobs killed at 20 random points each: driver, engine, raylet (an hour or two)
+	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/test_batch_chaos.py -q --timeout=0
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -25,102 +25,19 @@ from ...actors.batch.answering import Result, RowAnswerer
 from ...actors.batch.figures import Device, EngineFigures, RowFigures
 from ...actors.batch.metering import EngineMeter
 from ...actors.batch.reading import Row, RowReader, Work
-from ...actors.batch.rows import Layout
-from ...actors.batch.source import Source
-from ...actors.batch.storage import Storage
 from ...actors.batch.writer import OutputForm, RowWriter, flush_interval_s
 from ...actors.checkpoints import resolve_checkpoint
 from ...actors.engine import AsyncEngine
 from ...actors.http.defaults import GenerationDefaults
-from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
-from ...cluster.executor import Executor
 from ...cluster.plain_sample import PlainSample
 from ...cluster.row_ranges import RowRanges, minus, of_rows, rows_of
+from .messages import EngineFacts, EngineSetup, EngineState, LeasedWork, LeaseReport, Terms
 from .order import by_shared_prefix
 
 logger = logging.getLogger(__name__)
 
 SURPLUS = 1.25  # rows in the engine, of those that it runs at once: the next ones are encoded already
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSetup:
-    """What all engines of a job have in common. Picklable.
-
-    Attributes:
-        config: of the engine; admission limits do not apply to batch rows.
-        layout: how records are read.
-        model_name: reported in OpenAI responses.
-        make: builds the executor.
-    """
-
-    config: EngineConfig
-    source: Source
-    layout: Layout
-    model_name: str
-    output: Storage
-    make: Callable[[EngineConfig], Executor]
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What is known when the input has been looked at and the output is ours. Picklable.
-
-    Attributes:
-        run: the number of the job's run.
-        form: of the results; where order is preserved, rows are started in theirs.
-        plain_rows: that the first engine answers plainly, to measure what speculation is worth.
-    """
-
-    run: int
-    form: OutputForm
-    plain_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Where an engine is."""
-
-    node_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedWork:
-    """A lease as an engine gets it."""
-
-    number: int
-    rows: RowRanges
-    work: Work
-    shard: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseReport:
-    """What became of a lease's rows: durable, or given back. Together they are all of them."""
-
-    answered: RowRanges
-    returned: RowRanges
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineState:
-    """What an engine does, and has done since it started.
-
-    Attributes:
-        rows: of durable results.
-        engine: of all that it did, rows under way among it.
-        running: rows in the engine; at most `capacity` are wanted there.
-        waiting: rows that could be given back.
-        failing_s: how long the output cannot be written already; None while it can.
-    """
-
-    rows: RowFigures = field(default_factory=RowFigures)
-    engine: EngineFigures = field(default_factory=EngineFigures)
-    running: int = 0
-    capacity: int = 1
-    waiting: int = 0
-    failing_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -266,6 +183,7 @@ class BatchEngine:
         """End the engine. Idempotent."""
         for task in self._tasks:
             task.cancel()
+        self._reader.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 
@@ -388,6 +306,8 @@ class BatchEngine:
     def _fail(self, error: BaseException) -> None:
         """The engine's work is over; what is finished is made durable first."""
         if self._failure is None:
+            if not isinstance(error, MantaError):
+                logger.error("the engine ends by a fault of its own", exc_info=error)
             self._failure = error
             self._tasks.append(asyncio.create_task(self._fail_leases(error)))
 

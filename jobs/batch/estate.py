@@ -23,7 +23,7 @@ from ...actors.batch.rows import Layout
 from ...actors.batch.writer import RowWriter
 from ...cluster.errors import EngineDeadError
 from ...cluster.row_ranges import RowRanges, union
-from .engine import EngineSetup, Terms
+from .messages import EngineSetup, Terms
 
 ATTEMPTS = 3
 # No retries of Ray's own: what a task that died has left is looked at before the next one begins.
@@ -82,10 +82,12 @@ def _explain(
     setup: EngineSetup, terms: Terms, work: Work, deaths: Mapping[int, int], shards: Mapping[int, int | None]
 ) -> None:
     writer = _writer(setup, terms)
-    for row in RowReader(setup.source, setup.layout).read(work):
+    reader = RowReader(setup.source, setup.layout)
+    for row in reader.read(work):
         writer.add(
             [_killer(row, setup.layout, terms.form.columns, deaths[row.number])], shard=shards[row.number]
         )
+    reader.close()
     writer.close()
 
 

@@ -33,8 +33,8 @@ from ...cluster.errors import DatasetError, OutputError
 from ...cluster.executor import Executor
 from ...cluster.row_ranges import count, union
 from ..stop import Stopped, StopSignals
-from .engine import EngineSetup
 from .gauges import JobGauges
+from .messages import EngineSetup
 from .opening import Opening
 from .options import BatchOptions
 from .pool import Done, Job

@@ -15,7 +15,7 @@ from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import survey
 from ...cluster.plain_sample import num_plain_rows
 from ...cluster.row_ranges import count, union
-from .engine import EngineSetup
+from .messages import EngineSetup
 from .options import BatchOptions
 from .papers import job_paper, rows_per_shard
 from .pool import Job

@@ -72,11 +72,9 @@ class BatchOptions:
         for name in ("plain_sample", "price_per_gpu_hour"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ConfigError(f"{name}={value} must not be less than 0.", param=name)
-        for one, other in (("prompt_column", "template"), ("overwrite", "retry_failed")):
-            if getattr(self, one) and getattr(self, other):
-                raise ConfigError(f"{one} and {other} exclude each other; give one of them.", param=other)
-        if self.overwrite and self.resume == "force":
-            raise ConfigError("overwrite begins anew, and resume=force goes on; give one.", param="overwrite")
+        if self.overwrite and (self.retry_failed or self.resume == "force"):
+            other = "retry_failed" if self.retry_failed else "force_resume"
+            raise ConfigError(f"overwrite begins anew, and {other} goes on; give one.", param="overwrite")
 
     def layout(self, source: Source, config: EngineConfig) -> Layout:
         """How the rows of the input are read."""

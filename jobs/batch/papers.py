@@ -18,7 +18,7 @@ from ...actors.batch.rows import Layout
 from ...actors.checkpoints import resolve_checkpoint
 from ...cluster.config import EngineConfig
 from ...cluster.row_ranges import RowRanges, of_rows
-from .engine import EngineSetup
+from .messages import EngineSetup
 from .options import BatchOptions
 
 PROBE_BYTES = 65536  # of the begin, the middle and the end of a file of weights

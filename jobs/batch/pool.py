@@ -26,8 +26,8 @@ from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.leases import Lease, LeaseBook
 from ...cluster.pool_size import Concurrency, PoolSize
 from ...cluster.row_ranges import RowRanges, count, minus, rows_of
-from .engine import EngineSetup, LeasedWork, LeaseReport, Terms
 from .estate import Estates
+from .messages import EngineSetup, LeasedWork, LeaseReport, Terms
 from .nodes import NodeWatch, draining_nodes, living_nodes
 from .room import Rooms
 from .seat import Seat, engine_died, reason
@@ -118,6 +118,7 @@ class EnginePool:
         self._stirred = asyncio.Event()  # for the watch: something has happened
         self._changed = asyncio.Event()  # for engines: there may be rows again; replaced each time
         self._deaths = 0
+        self._output_fails = False
         self._past = Done()  # of engines that are gone
 
     async def run(self, opening: Awaitable[Job]) -> None:
@@ -207,7 +208,17 @@ class EnginePool:
                 if seat.node_id == node_id and not seat.dismissed.is_set():
                     self._say(f"engine {seat.number} leaves: its node is about to leave the cluster")
                     seat.dismiss(within_s)
+        self._tell_of_output(working)
         await self._share_out([seat for seat in working if not seat.dismissed.is_set()])
+
+    def _tell_of_output(self, working: list[Seat]) -> None:
+        """Say that results cannot be written, and that they can again."""
+        failing = any(seat.state.failing_s is not None for seat in working)
+        if failing and not self._output_fails:
+            self._say("the output cannot be written; what is answered is kept in memory, and tried again")
+        elif self._output_fails and not failing:
+            self._say("the output can be written again")
+        self._output_fails = failing
 
     async def _share_out(self, working: list[Seat]) -> None:
         """Where an engine has nothing more to do, let the one with the longest backlog give it back."""

@@ -22,7 +22,7 @@ import ray
 
 from ...cluster.pool_size import Concurrency
 from ..ray_session import join_or_start_ray
-from .engine import EngineSetup
+from .messages import EngineSetup
 from .pool import Done, EnginePool, Job
 from .seat import reason
 

@@ -13,11 +13,20 @@ from collections.abc import Awaitable
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.row_ranges import RowRanges
-from .engine import BatchEngine, EngineFacts, EngineState, LeasedWork, LeaseReport, Terms
+from .engine import BatchEngine
+from .messages import EngineFacts, EngineState, LeasedWork, LeaseReport, Terms
 from .room import Place
 
 LOOK_TIMEOUT_S = 5.0
@@ -145,7 +154,7 @@ def engine_died(error: BaseException) -> bool:
     """Whether an engine's end is all that the error says: another may take its place."""
     if isinstance(error, RayActorError):
         return not error.actor_init_failed
-    return isinstance(error, EngineDeadError)
+    return isinstance(error, (EngineDeadError, OutOfMemoryError, NodeDiedError, ActorUnschedulableError))
 
 
 def _inside(error: BaseException) -> list[BaseException]:
