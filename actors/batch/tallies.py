@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ MAX_BUCKETS = 128
 MAX_STRETCHES = 32
 MAX_NAMES = 24
 MAX_NAME = 80  # characters
-PAUSE_S = 60.0
+PAUSE_S = 15.0
 
 
 def add_lists(one: Sequence[int], other: Sequence[int]) -> list[int]:
@@ -96,12 +96,11 @@ class Stretches:
     """When rows were worked on (Unix time), without the pauses between runs.
 
     Attributes:
-        pause_s: what is no longer than that is no pause: 60 s, doubled until MAX_STRETCHES do (only then
-            does the result depend on the order).
-        times: begin and end of every stretch, in order.
+        times: begin and end of every stretch, in order. What is no longer than PAUSE_S is no pause between
+            two; nor are the shortest ones where there would be more than MAX_STRETCHES, and only then does
+            the order matter in which figures are merged.
     """
 
-    pause_s: float = PAUSE_S
     times: list[list[float]] = field(default_factory=list)
 
     @classmethod
@@ -113,27 +112,25 @@ class Stretches:
         begins, ends = begins_s[order], np.maximum.accumulate(ends_s[order])
         last = np.append(begins[1:] > ends[:-1] + PAUSE_S, True)
         first = np.append(True, last[:-1])
-        made = cls(PAUSE_S, np.stack([begins[first], ends[last]], axis=1).tolist())
-        made._join()
+        made = cls(np.stack([begins[first], ends[last]], axis=1).tolist())
+        made._bound()
         return made
 
     def merge(self, other: Stretches) -> None:
-        self.pause_s = max(self.pause_s, other.pause_s)
-        self.times = sorted([*self.times, *map(list, other.times)])
-        self._join()
+        self.times = _joined(sorted([*self.times, *other.times]), PAUSE_S)
+        self._bound()
 
     @property
     def seconds(self) -> float:
         return sum(end_s - begin_s for begin_s, end_s in self.times)
 
-    def _join(self) -> None:
-        self.times = _joined(self.times, self.pause_s)
-        while len(self.times) > MAX_STRETCHES:
-            self.pause_s *= 2
-            self.times = _joined(self.times, self.pause_s)
+    def _bound(self) -> None:
+        if len(self.times) > MAX_STRETCHES:
+            pauses = sorted(after[0] - before[1] for before, after in pairwise(self.times))
+            self.times = _joined(self.times, pauses[-MAX_STRETCHES])
 
 
-def _joined(times: Iterable[list[float]], pause_s: float) -> list[list[float]]:
+def _joined(times: Iterable[Sequence[float]], pause_s: float) -> list[list[float]]:
     joined: list[list[float]] = []
     for begin_s, end_s in times:
         if joined and begin_s <= joined[-1][1] + pause_s:

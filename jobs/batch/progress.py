@@ -86,7 +86,7 @@ class ProgressView:
         """
         now = self._pace.look(figures, live or EngineFigures(), engines or 0)
         if self._bar is not None:
-            left = "" if now.left_s is None else f"about {spell_time(now.left_s)} left"
+            left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
             self._bar.update(self._bar.task_ids[0], completed=now.rows, description=left)
             self._words.plain = "; ".join(self._figures(now))
         elif time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S:
@@ -96,7 +96,7 @@ class ProgressView:
 
     def _line(self, now: Progress) -> str:
         share = f" ({100 * now.rows / now.total:.0f} %)" if now.total else ""
-        left = () if now.left_s is None else (f"about {spell_time(now.left_s)} left",)
+        left = () if not now.left_s else (f"about {spell_time(now.left_s)} left",)
         return "; ".join((f"{now.rows}/{now.total} rows{share}", *self._figures(now), *left))
 
     def _figures(self, now: Progress) -> list[str]:

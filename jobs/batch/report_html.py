@@ -5,7 +5,7 @@ All that comes from the job's data is escaped (`markup.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,13 @@ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif
 h1{margin:0;font-size:26px;letter-spacing:-.01em}h2{margin:0 0 2px;font-size:16px}
 p{margin:0 0 14px;color:var(--soft);font-size:13px}header p{margin:4px 0 22px;overflow-wrap:anywhere}
 .tiles,.cards{display:grid;gap:14px}.tiles{grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
-.cards{grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));margin-top:14px}
+.cards{grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr))}
+.of3{grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr))}.cards,body>section{margin-top:14px}
 section,.tile{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px;
 min-width:0}
 .tile{padding:14px 18px}.tile b{display:block;font-size:25px;font-weight:650;letter-spacing:-.02em;
 font-variant-numeric:tabular-nums}.tile span{display:block;color:var(--soft);font-size:13px}
-.tile.good b{color:var(--good)}section.wide{grid-column:1/-1}
+.tile.good b{color:var(--good)}
 svg{display:block;width:100%;height:auto;overflow:visible}svg text{fill:var(--soft);font-size:12px}
 .bar{fill:var(--mark)}g:hover>.bar{opacity:.75}.area{fill:var(--fill)}
 .line{fill:none;stroke:var(--mark);stroke-width:2;stroke-linejoin:round}
@@ -76,20 +77,26 @@ def page(
         element("title", "Batch job"),
         element("style", Markup(STYLE)),
     )
+    pictures = list(_pictures(figures))
     body = element(
         "body",
         element("header", element("h1", "Batch job"), element("p", str(about.get("output", "")))),
         element("div", *map(_tile, tiles), class_="tiles"),
-        element("div", *_cards(figures, lines, about), class_="cards"),
+        *([_throughput(figures.timeline, figures.stretches)] if figures.stretches.seconds else []),
+        element("div", *pictures, class_=f"cards of{len(pictures)}"),
+        *([_errors(figures)] if figures.errors else []),
+        element(
+            "div",
+            _card("Figures", "", _table(lines)),
+            _card("The job", "", _table(_flat(about))),
+            class_="cards",
+        ),
     )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _cards(
-    figures: RowFigures, lines: Sequence[tuple[str, str]], about: Mapping[str, Any]
-) -> Iterator[Markup]:
-    if figures.stretches.seconds:
-        yield _throughput(figures.timeline, figures.stretches)
+def _pictures(figures: RowFigures) -> Iterator[Markup]:
+    """Those that stand beside each other."""
     if shares := acceptance_by_position(figures.acceptance):
         yield _by_position(shares)
     if figures.categories.ranked():
@@ -97,10 +104,6 @@ def _cards(
     if figures.prompt_lengths:
         yield _lengths("Prompt lengths", "prompts", figures.prompt_lengths)
         yield _lengths("Output lengths", "answers", figures.output_lengths)
-    if figures.errors:
-        yield _errors(figures)
-    yield _card("Figures", "", _table(lines))
-    yield _card("The job", "", _table(list(_flat(about))))
 
 
 def _throughput(timeline: Timeline, stretches: Stretches) -> Markup:
@@ -126,7 +129,6 @@ def _throughput(timeline: Timeline, stretches: Stretches) -> Markup:
         "Throughput over time",
         f"Tokens out per second, counted when a row ends{pauses}.",
         curve(drawn, f"{name} of work", _short, lambda x: f"{x:g}"),
-        wide=True,
     )
 
 
@@ -209,7 +211,7 @@ def _errors(figures: RowFigures) -> Markup:
     again = sum(count.rows for count in figures.errors.values()) - figures.failed
     later = f"; {again:,} of them were answered later" if again > 0 else ""
     words = f"Rows that failed, by kind, with an example{later}."
-    return _card("Errors", words, element("table", *rows), wide=True)
+    return _card("Errors", words, element("table", *rows))
 
 
 def _flat(about: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, str]]:
@@ -231,12 +233,12 @@ def _tile(tile: Tile) -> Markup:
     )
 
 
-def _card(title: str, words: str, content: Markup, *, wide: bool = False) -> Markup:
+def _card(title: str, words: str, content: Markup) -> Markup:
     said = element("p", words) if words else Markup()
-    return element("section", element("h2", title), said, content, class_="wide" if wide else None)
+    return element("section", element("h2", title), said, content)
 
 
-def _table(lines: Sequence[tuple[str, str]]) -> Markup:
+def _table(lines: Iterable[tuple[str, str]]) -> Markup:
     return element(
         "table", *(element("tr", element("th", name), element("td", value)) for name, value in lines)
     )
