@@ -19,8 +19,9 @@ from .options import BatchOptions
 from .papers import job_paper, rows_per_shard
 from .pool import Job
 
+ROWS_PER_SEAT = 8  # of the largest lease, for each row that an engine runs at once
 LARGEST_LEASE = 2048
-LEASES_PER_SEAT = 8  # rows of the largest lease, for each that an engine runs at once
+LEASE_BYTES = 32 * 2**20  # of the input's files: what an engine has in memory is some times that
 
 
 class Opening:
@@ -80,7 +81,7 @@ class Opening:
         if ledger.complete and options.retry_failed and ledger.failed:
             ledger.reopen()
         rows = union(ledger.left, ledger.failed) if options.retry_failed else ledger.left
-        largest, smallest = self._lease_sizes()
+        largest, smallest = self._lease_sizes(found.num_rows)
         if form.ordered:
             largest = rows_per_shard(found.num_rows)
         return Job(
@@ -93,7 +94,9 @@ class Opening:
             smallest=min(smallest, largest),
         )
 
-    def _lease_sizes(self) -> tuple[int, int]:
-        """As large as an engine's order of rows can use, as small as the end wants."""
+    def _lease_sizes(self, num_rows: int) -> tuple[int, int]:
+        """As large as an engine's order of rows can use and its memory holds, as small as the end wants."""
         seats = self._setup.config.max_num_seqs
-        return min(LEASES_PER_SEAT * seats, LARGEST_LEASE), max(seats // 8, 1)
+        row_bytes = sum(file.size for file in self._setup.source.files) // num_rows + 1
+        largest = min(ROWS_PER_SEAT * seats, LARGEST_LEASE, LEASE_BYTES // row_bytes)
+        return max(largest, 1), max(seats // 8, 1)
