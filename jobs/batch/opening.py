@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 from ...actors.batch.ledger import Ledger
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import survey
-from ...cluster.row_ranges import count, union
+from ...cluster.row_ranges import both, count, union
 from .messages import EngineSetup
 from .options import BatchOptions
 from .papers import job_paper, rows_per_shard
@@ -41,6 +41,7 @@ class Opening:
         say: Callable[[str], None],
     ) -> None:
         self.job: Future[Job] = Future()
+        self.job.set_running_or_notify_cancel()  # who waits for it and gives up does not end it
         self._setup = setup
         self._options = options
         self._say = say
@@ -52,15 +53,13 @@ class Opening:
         """Leave the output to others. Idempotent."""
         self._stopping.set()
         self._thread.join()
-        if self.job.done() and not self.job.cancelled() and self.job.exception() is None:
+        if self.job.exception() is None:
             self.job.result().ledger.close()
 
     def _run(self) -> None:
         try:
             self.job.set_result(self._open())
-        except CancelledError:
-            self.job.cancel()
-        except BaseException as error:  # the thread's edge: it goes to whoever waits
+        except BaseException as error:  # the thread's edge: it goes to whoever waits, if somebody still does
             self.job.set_exception(error)
 
     def _open(self) -> Job:
@@ -80,7 +79,9 @@ class Opening:
         )
         if ledger.complete and options.retry_failed and ledger.failed:
             ledger.reopen()
-        rows = union(ledger.left, ledger.failed) if options.retry_failed else ledger.left
+        rows = ledger.left
+        if options.retry_failed:
+            rows = both(union(rows, ledger.failed), paper.rows)
         largest, smallest = self._lease_sizes(found.num_rows)
         if form.ordered:
             largest = rows_per_shard(found.num_rows)
