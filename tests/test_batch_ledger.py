@@ -195,12 +195,14 @@ def test_rows_that_are_missing_are_no_success(output: Storage) -> None:
 
 
 def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage) -> None:
-    answer(output, paper(3), [0])
-    changed = {"model": "other", "seed": 0, "template": "{x}"}
+    first = {"model": "tiny", "seed": 0, "sampling": {"top_p": 0.5, "n": 1}}
+    answer(output, paper(3, made_from=first), [0])
+    changed = {"model": "other", "seed": 0, "template": "{x}", "sampling": {"top_p": 0.9, "n": 1}}
     with pytest.raises(ConfigError) as refused:
         Ledger.open(output, paper(3, made_from=changed))
     for words in (
-        "model: tiny before, other now; template: none before, {x} now. Run it as it was",
+        "model: tiny before, other now; sampling.top_p: 0.5 before, 0.9 now; ",
+        "template: none before, {x} now. Run it as it was",
         "--force-resume",
         "--overwrite",
     ):

@@ -113,8 +113,8 @@ def test_parquet_and_jsonl_have_the_columns_that_are_passed_through_and_openai_h
 
 
 def test_a_column_of_the_input_that_results_have_too_is_refused() -> None:
-    with pytest.raises(ConfigError, match="columns: text cannot be passed through"):
-        form(columns=pa.schema([("text", pa.string()), ("mine", pa.string())]))
+    with pytest.raises(ConfigError, match="columns: row, text cannot be passed through"):
+        form(columns=pa.schema([("text", pa.string()), ("mine", pa.string()), ("row", pa.int64())]))
 
 
 class FailingDisk:

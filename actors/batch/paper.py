@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from typing import Any
 from ...cluster.row_ranges import RowRanges
 from .parts import Json, OutputForm
 
+SHOWN = 80  # characters of a setting
 NAMED_FILES = 3  # of changed input; the others are counted
 
 
@@ -103,16 +105,18 @@ def _plain(value: Any) -> Any:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names = dict.fromkeys([*before, *now])
-    return [
-        f"{prefix}{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
-        for name in names
-        if before.get(name) != now.get(name)
-    ]
+    changes: list[str] = []
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += _changes(old, new, f"{prefix}{name}.")
+        elif old != new:
+            changes.append(f"{prefix}{name}: {_shown(old)} before, {_shown(new)} now")
+    return changes
 
 
 def _shown(value: Any) -> str:
-    return "none" if value in (None, {}, []) else str(value)
+    return "none" if value is None else textwrap.shorten(str(value), SHOWN, placeholder=" ...")
 
 
 def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:

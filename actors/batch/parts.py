@@ -53,7 +53,10 @@ class OutputForm:
     ordered: bool = False
 
     def __post_init__(self) -> None:
-        if taken := sorted(set(self.columns.names) & set(RESULT_SCHEMA.names)):
+        if not len(self.columns):
+            return
+        ours = OutputForm(self.format).wire.names
+        if taken := sorted(set(self.columns.names) & set(ours)):
             raise ConfigError(
                 f"columns: {', '.join(taken)} cannot be passed through: results have columns of that name. "
                 "Leave them out, or rename them in the input.",
