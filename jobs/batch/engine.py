@@ -170,8 +170,10 @@ class BatchEngine:
     async def state(self) -> EngineState:
         """What there is to tell now."""
         since_s = None if self._writer is None else self._writer.failing_since_s
+        rows = RowFigures()
+        rows.merge(self._figures)  # a copy: it is sent while others are counted
         return EngineState(
-            rows=self._figures,
+            rows=rows,
             engine=EngineFigures() if self._meter is None else self._meter.figures(),
             running=len(self._running),
             capacity=self._setup.config.max_num_seqs,
@@ -280,7 +282,8 @@ class BatchEngine:
             ended, self._ended_shards = self._ended_shards, []
             if not finished and not ended and not self._num_unsaved() and not last:
                 return
-            durable = await asyncio.to_thread(self._write, finished, ended, last)
+            durable, figures = await asyncio.to_thread(self._write, finished, ended, last)
+            self._figures.merge(figures)
             for row in rows_of(durable):
                 if held := self._lease_of.pop(row, None):
                     self._settle(row, held)
@@ -288,11 +291,13 @@ class BatchEngine:
     def _num_unsaved(self) -> int:
         return 0 if self._writer is None else self._writer.num_pending
 
-    def _write(self, finished: Sequence[Result], ended: Sequence[int], last: bool) -> RowRanges:
+    def _write(
+        self, finished: Sequence[Result], ended: Sequence[int], last: bool
+    ) -> tuple[RowRanges, RowFigures]:
         """In a thread: results to the writer."""
-        writer, form = self._writer, self._form
+        writer, form, figures = self._writer, self._form, RowFigures()
         if writer is None or form is None:
-            return ()
+            return (), figures
         shards: dict[int | None, list[Result]] = {}
         for result in finished:
             shards.setdefault(self._lease_of[result["row"]].lease.shard, []).append(result)
@@ -300,8 +305,8 @@ class BatchEngine:
             writer.add(results, shard=shard)
         for shard in ended:
             writer.end_shard(shard)
-        self._figures.add(form.table(finished))
-        return writer.close() if last else writer.flush()
+        figures.add(form.table(finished))
+        return writer.close() if last else writer.flush(), figures
 
     def _fail(self, error: BaseException) -> None:
         """The engine's work is over; what is finished is made durable first."""

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 from ...actors.batch.ledger import Ledger
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import survey
 from ...cluster.plain_sample import num_plain_rows
-from ...cluster.row_ranges import count, union
+from ...cluster.row_ranges import both, count, union
 from .messages import EngineSetup
 from .options import BatchOptions
 from .papers import job_paper, rows_per_shard
 from .pool import Job
 
+ROWS_PER_SEAT = 8  # of the largest lease, for each row that an engine runs at once
 LARGEST_LEASE = 2048
-LEASES_PER_SEAT = 8  # rows of the largest lease, for each that an engine runs at once
+LEASE_BYTES = 32 * 2**20  # of the input's files: what an engine has in memory is some times that
 
 
 class Opening:
@@ -41,6 +42,7 @@ class Opening:
         say: Callable[[str], None],
     ) -> None:
         self.job: Future[Job] = Future()
+        self.job.set_running_or_notify_cancel()  # who waits for it and gives up does not end it
         self._setup = setup
         self._options = options
         self._say = say
@@ -52,15 +54,13 @@ class Opening:
         """Leave the output to others. Idempotent."""
         self._stopping.set()
         self._thread.join()
-        if self.job.done() and not self.job.cancelled() and self.job.exception() is None:
+        if self.job.exception() is None:
             self.job.result().ledger.close()
 
     def _run(self) -> None:
         try:
             self.job.set_result(self._open())
-        except CancelledError:
-            self.job.cancel()
-        except BaseException as error:  # the thread's edge: it goes to whoever waits
+        except BaseException as error:  # the thread's edge: it goes to whoever waits, if somebody still does
             self.job.set_exception(error)
 
     def _open(self) -> Job:
@@ -80,8 +80,10 @@ class Opening:
         )
         if ledger.complete and options.retry_failed and ledger.failed:
             ledger.reopen()
-        rows = union(ledger.left, ledger.failed) if options.retry_failed else ledger.left
-        largest, smallest = self._lease_sizes()
+        rows = ledger.left
+        if options.retry_failed:
+            rows = both(union(rows, ledger.failed), paper.rows)
+        largest, smallest = self._lease_sizes(found.num_rows)
         if form.ordered:
             largest = rows_per_shard(found.num_rows)
         return Job(
@@ -103,7 +105,9 @@ class Opening:
             return 0
         return num_plain_rows(num_rows, config.max_num_seqs, self._options.plain_sample)
 
-    def _lease_sizes(self) -> tuple[int, int]:
-        """As large as an engine's order of rows can use, as small as the end wants."""
+    def _lease_sizes(self, num_rows: int) -> tuple[int, int]:
+        """As large as an engine's order of rows can use and its memory holds, as small as the end wants."""
         seats = self._setup.config.max_num_seqs
-        return min(LEASES_PER_SEAT * seats, LARGEST_LEASE), max(seats // 8, 1)
+        row_bytes = sum(file.size for file in self._setup.source.files) // num_rows + 1
+        largest = min(ROWS_PER_SEAT * seats, LARGEST_LEASE, LEASE_BYTES // row_bytes)
+        return max(largest, 1), max(seats // 8, 1)

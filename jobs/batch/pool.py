@@ -11,7 +11,9 @@ ledger's: here is nothing that a kill of the driver could lose.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -187,21 +189,22 @@ class EnginePool:
         self._stir()
 
     async def _watch(self) -> None:
-        nodes = NodeWatch()
+        nodes, looked_s = NodeWatch(), time.monotonic()
         while True:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), POLL_S)
-            except TimeoutError:
-                await self._look_around(nodes)
             self._stirred.clear()
+            if (passed_s := time.monotonic() - looked_s) >= POLL_S:
+                looked_s += passed_s
+                await self._look_around(nodes, passed_s)
             self._adjust()
             if self._book is not None and self._book.done:
                 self._finish(None)
 
-    async def _look_around(self, nodes: NodeWatch) -> None:
+    async def _look_around(self, nodes: NodeWatch, passed_s: float) -> None:
         working = [seat for seat in self._seats if seat.working]
         await asyncio.gather(*(seat.look() for seat in working))
-        self._size.worked(len(working), POLL_S)
+        self._size.worked(len(working), passed_s)
         self._show(self._figures())
         for node_id, within_s in (await nodes.draining()).items():
             for seat in working:

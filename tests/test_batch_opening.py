@@ -1,0 +1,90 @@
+"""What is known of a batch job before its rows are answered, and who may give up waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manta.actors.batch.source import open_source
+from manta.actors.batch.storage import Storage
+from manta.actors.executor import make_executor
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from manta.cluster.row_ranges import count
+from manta.jobs.batch.messages import EngineSetup
+from manta.jobs.batch.opening import LEASE_BYTES, Opening
+from manta.jobs.batch.options import BatchOptions
+from manta.jobs.batch.papers import LARGEST_SHARD, checkpoint_identity, rows_per_shard, sampled
+from text_pair import make_text_pair
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))[0]
+
+
+def opening(model: Path, folder: Path, prompts: list[str], **changes: Any) -> Opening:
+    rows = folder / "rows.jsonl"
+    content = "".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts)
+    if not rows.exists() or rows.read_text() != content:  # else it is another input
+        rows.write_text(content)
+    options = BatchOptions(input=(str(rows),), output=str(folder / "out"), **changes)
+    config = EngineConfig(model=str(model), max_num_seqs=16)
+    source = open_source(options.input)
+    output = Storage.open(options.output, field="output")
+    layout = options.layout(source, config)
+    setup = EngineSetup(
+        config=config, source=source, layout=layout, model_name="m", output=output, make=make_executor
+    )
+    return Opening(setup, options, print)
+
+
+def test_an_output_is_ours_until_it_is_closed_whoever_gives_up_waiting(model: Path, tmp_path: Path) -> None:
+    first = opening(model, tmp_path, ["a", "b"])
+
+    async def give_up() -> None:
+        waiting = asyncio.wrap_future(first.job)
+        waiting.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(give_up())
+    assert count(first.job.result(30).rows) == 2
+    second = opening(model, tmp_path, ["a", "b"])
+    with pytest.raises(ConfigError, match="another job"):
+        second.job.result(30)
+    second.close()
+    first.close()
+    third = opening(model, tmp_path, ["a", "b"])
+    assert third.job.result(30).ledger.run == 2
+    third.close()
+
+
+def test_leases_are_small_where_rows_are_large(model: Path, tmp_path: Path) -> None:
+    for prompts, largest in ((["a"] * 9, 128), (["a" * (LEASE_BYTES // 8), "b", "c", "d"], 31)):
+        job = opening(model, tmp_path, prompts, overwrite=True)
+        assert job.job.result(30).largest == largest
+        job.close()
+
+
+def test_samples_and_shards_are_the_same_in_every_run() -> None:
+    rows = sampled(1000, 10, seed=3)
+    assert rows == sampled(1000, 10, seed=3)
+    assert rows is not None
+    assert count(rows) == 10
+    assert sampled(10, 10, seed=3) is None
+    assert [rows_per_shard(n) for n in (1, 64 * 100, 10**9)] == [64, 100, LARGEST_SHARD]
+
+
+def test_a_checkpoint_is_known_by_what_it_holds_and_not_by_where_it_lies(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert checkpoint_identity(copy) == checkpoint_identity(model)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert checkpoint_identity(copy) != checkpoint_identity(model)
