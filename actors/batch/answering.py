@@ -104,11 +104,12 @@ class RowAnswerer:
         self._columns = columns
         self._ids = itertools.count()
 
-    async def answer(self, row: Row, *, speculate: bool = True) -> Result:
+    async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
         """The result of one row. Raises EngineDeadError, which says nothing about the row.
 
         Args:
             speculate: False to answer it by the target alone, whatever the row says: a measured plain sample.
+            attempts: how often the row is begun, this time included.
         """
         begin_s = time.time()
         name, category = id_of(row, self._layout), None
@@ -121,15 +122,15 @@ class RowAnswerer:
         except EngineDeadError:
             raise
         except MantaError as error:
-            result = failure(row, error, self._layout, self._columns)
+            result = failure(row, error, self._layout, self._columns, attempts=attempts)
         except Exception as error:  # the row's edge: whatever it is, it is this row's and no other's
             logger.exception("row %d (%s) failed", row.number, name)
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
-            result = failure(row, wrong, self._layout, self._columns)
+            result = failure(row, wrong, self._layout, self._columns, attempts=attempts)
         return {
             "row": row.number,
             "id": name,
-            "attempts": 1,
+            "attempts": attempts,
             "counted_as": category,
             **result,
             "begin_s": begin_s,

@@ -227,15 +227,15 @@ class BatchEngine:
 
     async def _answer(self, row: Row) -> None:
         assert self._answerer is not None and self._meter is not None, "begin() first"
-        speculate, result = self._meter.row_started(), None
+        speculate, result, held = self._meter.row_started(), None, self._lease_of[row.number]
         try:
-            result = await self._answerer.answer(row, speculate=speculate)
+            result = await self._answerer.answer(row, speculate=speculate, attempts=held.lease.attempts)
         except Exception as error:  # EngineDeadError, or a fault of ours: neither is the row's
             self._fail(error)
         finally:
             self._meter.row_ended(result, speculate)
             if result is not None:
-                self._finish(result, self._lease_of[row.number])
+                self._finish(result, held)
             del self._running[row.number]
             if not self._running:
                 self._drained.set()

@@ -59,12 +59,13 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class LeasedWork:
-    """A lease as an engine gets it."""
+    """A lease as an engine gets it. `attempts`: how often its rows are begun, this time included."""
 
     number: int
     rows: RowRanges
     work: Work
     shard: int | None
+    attempts: int
 
 
 @dataclass(frozen=True, slots=True)

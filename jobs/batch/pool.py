@@ -318,7 +318,7 @@ class EnginePool:
                 await _unless(seat.dismissed, changed.wait())
                 continue
             work = await asyncio.to_thread(job.survey.work, lease.rows)
-            report = seat.answer(LeasedWork(lease.number, lease.rows, work, lease.shard))
+            report = seat.answer(LeasedWork(lease.number, lease.rows, work, lease.shard, lease.deaths + 1))
             calls.create_task(self._hear(lease, report))
         if seat.within_s:
             await self._give_back(seat)

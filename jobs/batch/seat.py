@@ -75,6 +75,7 @@ class Seat:
             num_cpus=place.claim.actor.get("CPU", 0.0),
             num_gpus=place.claim.actor.get("GPU"),
             scheduling_strategy=place.strategy,
+            name=f"manta-batch-engine-{self.number}-{self.name[-8:]}",  # Ray's dashboard shows it
         )
         claim = place.claim
         held = ("GPU", claim.needs["GPU"]) if "GPU" in claim.needs else ("core", claim.needs.get("CPU", 1.0))
