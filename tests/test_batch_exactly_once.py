@@ -121,7 +121,7 @@ class Job(RuleBasedStateMachine):
     def begin(self) -> None:
         self.form = form(self.format, ordered=self.ordered)
         if self.local:
-            self.folder = tempfile.TemporaryDirectory(prefix="manta-once-", dir="/dev/shm")
+            self.folder = tempfile.TemporaryDirectory(prefix="manta-once-")
             self.storage = Storage.open(self.folder.name, field="output")
         else:
             files = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory")))
