@@ -14,14 +14,15 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import closing, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ...actors.batch.figures import RowFigures
+from ...actors.batch.ledger import Ledger
 from ...actors.batch.source import check_columns, open_source
 from ...actors.batch.storage import Storage
 from ...actors.executor import make_executor
@@ -90,7 +91,12 @@ def run_batch(
             view.show(opening.job.result(OPENING_S))
         if not (opening.job.done() and _nothing_is_left(opening.job.result())):
             _Driver(setup, options, opening, view, signals or StopSignals()).answer()
-        return _finish(opening.job.result(), view)
+        try:
+            return _finish(opening.job.result(), view)
+        except Stopped as stopped:
+            view.say(f"{stopped}: all rows are answered; the same command writes the report")
+            stopped.told = True
+            raise
 
 
 def check_answered(figures: RowFigures, options: BatchOptions) -> None:
@@ -228,8 +234,13 @@ def _finish(job: Job, view: _View) -> RowFigures:
         view.say("all rows are answered already; nothing is left to do")
         return ledger.figures
     ledger.refresh()
-    ledger.finish(ledger.figures.as_json())
+    ledger.finish(_report(ledger))
     return ledger.figures
+
+
+def _report(ledger: Ledger) -> Mapping[str, Any]:  # Any: JSON
+    """What `report.json` says of the job, all its runs together."""
+    return ledger.figures.as_json()
 
 
 def _check_models(config: EngineConfig) -> None:
