@@ -7,6 +7,7 @@ stands once, and what was durable was never answered again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import uuid
@@ -120,7 +121,7 @@ class Job(RuleBasedStateMachine):
     def begin(self) -> None:
         self.form = form(self.format, ordered=self.ordered)
         if self.local:
-            self.folder = tempfile.TemporaryDirectory(prefix="manta-once-", dir="/dev/shm")
+            self.folder = tempfile.TemporaryDirectory(prefix="manta-once-")
             self.storage = Storage.open(self.folder.name, field="output")
         else:
             files = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory")))
@@ -350,7 +351,10 @@ class Job(RuleBasedStateMachine):
         if not self.ledger.complete:
             self.finish(None)
         self.ledger.close()
-        self.check()  # zombies have written since the end
+        for zombie in self.zombies:
+            with contextlib.suppress(OutputError):
+                zombie.writer.close()
+        self.check()
         if self.local:
             self.folder.cleanup()
 

@@ -120,6 +120,45 @@ def test_failed_rows_that_are_answered_later_leave_the_errors(output: Storage) -
     assert (ledger.figures.rows, ledger.figures.failed) == (8, 1)
 
 
+def test_rows_that_move_into_a_part_while_they_are_looked_for_are_found(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = paper(4)
+    ledger = Ledger.open(output, job)
+    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="w")
+    writer.add(results(range(4)))
+    writer.flush()
+    real = Storage.entries
+    moving = iter([writer.close])
+
+    def entries(*args: Any, **kwargs: Any) -> Any:
+        listed = real(*args, **kwargs)
+        for move in moving:
+            move()
+        return listed
+
+    monkeypatch.setattr(Storage, "entries", entries)
+    ledger.refresh()
+    ledger.close()
+    assert ledger.durable("w") == ((0, 4),)
+
+
+def test_an_engine_that_was_given_up_makes_no_part_after_the_end(output: Storage) -> None:
+    job = paper(4)
+    answer(output, job, range(4))
+    ledger = Ledger.open(output, job)
+    given_up = RowWriter(output, job.form, run=ledger.run, shard=0, writer="given up")
+    given_up.add(results([1, 2]))
+    ledger.finish({})
+    ledger.close()
+    with pytest.raises(OutputError, match="not written by run 2 any more: it has ended"):
+        given_up.close()
+    assert sorted(numbers_in(output, parts(output))) == list(range(4))
+    ledger = Ledger.open(output, job)
+    assert ledger.complete
+    ledger.close()
+
+
 def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storage) -> None:
     """A writer that was given up, and was between its last look at the run and its part."""
     job = paper(4)
@@ -134,7 +173,9 @@ def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storag
     ledger.finish({})
     ledger.close()
     assert sorted(numbers_in(output, parts(output))) == list(range(4))
-    assert Ledger.open(output, job).complete
+    ledger = Ledger.open(output, job)
+    assert ledger.complete
+    ledger.close()
 
 
 def test_a_finish_that_is_killed_anywhere_is_done_again_and_counts_no_work_twice(
