@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Which tests share a process where several run them (pytest -n): Ray's, since a machine has one cluster; of
 # the losslessness grid those of a pair, which share its plain decoding; else those of a file.
 _RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room", "serve")
+_NO_RAYS = tuple(
+    f"batch_{what}" for what in ("exactly_once", "invariant", "ledger", "lock", "report", "rows", "writer")
+)
 _LONG = ("lossless", "device_runner")
 
 # A busy machine must not fail a property: no test asserts a time.
@@ -55,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _group(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     name = Path(file).stem.removeprefix("test_")
-    if name.startswith(_RAYS):
+    if name.startswith(_RAYS) and name not in _NO_RAYS:
         return "ray"
     pair = test.partition("[")[2].partition("-")[0].rstrip("]")  # the first parameter of its tests
     return f"{name} {pair}" if name == "lossless" else name

@@ -94,7 +94,12 @@ def run_batch(
             view.show(opening.job.result(OPENING_S))
         if not (opening.job.done() and _nothing_is_left(opening.job.result())):
             _Driver(setup, options, opening, view, signals or StopSignals()).answer()
-        return _finish(opening.job.result(), view, options)
+        try:
+            return _finish(opening.job.result(), view, options)
+        except Stopped as stopped:
+            view.say(f"{stopped}: all rows are answered; the same command writes the report")
+            stopped.told = True
+            raise
 
 
 def check_answered(figures: RowFigures, options: BatchOptions) -> None:
