@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions"]
+Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows"]
 
 SHARED_LABELS = ("model_name", "engine")
 
@@ -127,6 +127,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         "tokens",
         "Mean acceptance length since the start, the bonus token included; no value before the first draft.",
+    ),
+    # Batches of /v1/batches.
+    Metric(
+        "dflash:batch_rows",
+        "counter",
+        "rows",
+        "Lines of batches that this replica has brought to their end, by what became of them.",
+        (*SHARED_LABELS, "status"),
     ),
     # HTTP.
     Metric(

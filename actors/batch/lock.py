@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import IO, Protocol
 
-from ...cluster.errors import ConfigError
+from ...cluster.errors import ConfigError, InUseError
 from .parts import FOLDER
 from .storage import Storage
 
@@ -32,7 +32,7 @@ class Lock(Protocol):
 
 
 def lock(output: Storage) -> Lock:
-    """Lock an output. Raises ConfigError when another job holds it, or it cannot be locked."""
+    """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked."""
     assert output.local
     return FileLock(output)
 
@@ -63,7 +63,7 @@ def holder() -> dict[str, object]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since_s": round(time.time())}
 
 
-def in_use(output: Storage, content: str | bytes) -> ConfigError:
+def in_use(output: Storage, content: str | bytes) -> InUseError:
     """Somebody else holds the output; who, as far as is known."""
     try:
         other = json.loads(content)
@@ -71,7 +71,7 @@ def in_use(output: Storage, content: str | bytes) -> ConfigError:
         who = f" (process {other['pid']} on {other['host']}, since {since})"
     except (ValueError, KeyError, TypeError):
         who = ""
-    return ConfigError(
+    return InUseError(
         f"output: {output.where} is being written by another job{who}. Wait for its end, or choose another "
         "output.",
         param="output",
