@@ -300,11 +300,11 @@ def test_a_replica_that_is_killed_is_followed_by_one_that_goes_on(
     args = {**engine_args, "batch_storage": str(tmp_path)}
     with process(args) as (server, first):
         batch = submit(first, lines)
-        wait_for(lambda: any(tmp_path.glob("work/*/_manta/pending/*/*.arrow")))
+        wait_for(lambda: any(tmp_path.glob("work/*/out/_manta/pending/*/*.arrow")))
         time.sleep(0.3)
         os.kill(server.pid, signal.SIGKILL)
         server.wait()
-    kept = set(tmp_path.glob("work/*/_manta/pending/*/*.arrow"))
+    kept = set(tmp_path.glob("work/*/out/_manta/pending/*/*.arrow"))
     assert kept, "some rows were durable"
     with process(args) as (_, second):
         batch = ended(second, batch)

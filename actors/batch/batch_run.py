@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from ...cluster.errors import EngineDeadError, OutputError
 from ...cluster.row_ranges import RowRanges, count, minus, of_rows, split_off, union
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 ROWS_PER_READ = 256
 LOOK_INTERVAL_S = 2.0  # between two papers, and two looks for a cancellation
 
+P = ParamSpec("P")
+T = TypeVar("T")
 End = Literal["completed", "expired", "cancelled", "failed"]
 REASONS = {
     "expired": "The batch's completion window was over before this line was answered.",
@@ -95,16 +97,16 @@ class BatchRun:
             EngineDeadError, OutputError, DatasetError: what is durable stays; another may go on.
         """
         try:
-            await asyncio.to_thread(self._begin)
+            await whole(self._begin)
             end = await self._answer_until_end()
-            await asyncio.to_thread(self._end, end)
+            await whole(self._end, end)
         except EngineDeadError:
             raise
         except BaseException:  # the replica stops, or a disk is full: no row is to blame
             self._trials = replace(self._trials, flight=())
             raise
         finally:
-            await asyncio.shield(asyncio.to_thread(self._close))
+            await whole(self._close)
 
     def _begin(self) -> None:
         """Count what is done; rows that a replica left behind when it died are taken over first."""
@@ -127,11 +129,11 @@ class BatchRun:
         work = asyncio.ensure_future(self._answer_all(self._left))
         try:
             while True:
-                if (end := await asyncio.to_thread(self._look)) is not None:
+                if (end := await whole(self._look)) is not None:
                     return end
                 await asyncio.wait([work], timeout=flush_s)
                 results, self._results = self._results, []
-                await asyncio.to_thread(self._write, results)
+                await whole(self._write, results)
                 self._written.set()
                 if work.done():
                     work.result()
@@ -145,7 +147,7 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 while left:
                     alone = bool(self._trials.suspects)
-                    flight, rows = await asyncio.to_thread(self._next, left)
+                    flight, rows = await whole(self._next, left)
                     left = minus(left, flight)
                     for row in rows:
                         await self._slots.acquire()
@@ -265,6 +267,16 @@ class BatchRun:
                 self._batches.save_trials(self.batch.id, self._trials)
         finally:
             self._opened.close()
+
+
+async def whole(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a call in a thread returns; a cancellation waits for its end: nothing goes on behind us."""
+    work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
 
 
 def _refused(row: Row, code: str, reason: str) -> Result:

@@ -1,4 +1,4 @@
-"""Whether a file can be worked off as a batch of `/v1/batches`: its lines are looked at before one is answered.
+"""Whether a file can be worked off as a batch of `/v1/batches`: a look at its lines before any is answered.
 
 What is wrong with the file ends the batch, with line numbers, as OpenAI does. What is wrong with a single
 request (a field, a prompt that is too long) is found when it is answered, and fails that line alone.

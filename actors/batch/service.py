@@ -117,10 +117,22 @@ class BatchService:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _look(self) -> None:
+        try:
+            self._engine.check_health()
+        except EngineDeadError:  # no line is to be blamed for it again
+            return
         for batch_id in await asyncio.to_thread(self.batches.queued):
             if batch_id in self._tasks or time.monotonic() < self._not_before_s.get(batch_id, 0.0):
                 continue
-            opened = await asyncio.to_thread(self._opener.open, batch_id, has_room=self._has_room)
+            opening = asyncio.ensure_future(
+                asyncio.to_thread(self._opener.open, batch_id, has_room=self._has_room)
+            )
+            try:
+                opened = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                if (opened := await opening) is not None:
+                    opened.close()
+                raise
             if opened is not None:
                 self._begin(opened)
 
@@ -149,8 +161,8 @@ class BatchService:
             logger.warning("%s is left to another replica: %s", batch_id, error)
         except Exception:  # a task's edge
             logger.exception("%s is interrupted; it is tried again in %.0f s", batch_id, RETRY_S)
-        finally:
             self._not_before_s[batch_id] = time.monotonic() + RETRY_S
+        finally:
             del self._runs[batch_id], self._tasks[batch_id]
             self._wake.set()
 
