@@ -70,7 +70,5 @@ class Trials:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Trials:
-        ranges = {
-            name: row_ranges((begin, end) for begin, end in found[name]) for name in ("flight", "suspects")
-        }
-        return cls(**{**found, **ranges})
+        flight, suspects = (row_ranges(map(tuple, found[name])) for name in ("flight", "suspects"))
+        return cls(flight=flight, suspects=suspects, size=found["size"], deaths=found["deaths"])

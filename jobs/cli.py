@@ -190,8 +190,7 @@ def batch(
 
     try:
         with StopSignals() as signals:
-            from ..actors.batch.source import local_path
-            from .batch.job import BatchOptions, check_answered, run_batch
+            from .batch.job import BatchOptions, check_answered, local_path, run_batch
             from .batch.progress import print_job
 
             options = BatchOptions(

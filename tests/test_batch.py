@@ -165,7 +165,7 @@ def test_a_wrong_job_ends_before_anything_is_written(
     out = tmp_path / "out"
     wrong: list[tuple[type[Exception], str, EngineConfig, dict[str, Any]]] = [
         (DatasetError, "nowhere", config(pair), {"input": tmp_path / "nowhere.parquet"}),
-        (DatasetError, "prompt_column='ask'", config(pair), {"prompt_column": "ask"}),
+        (DatasetError, "prompt_column: no column 'ask'", config(pair), {"prompt_column": "ask"}),
         (CheckpointError, "/nowhere", EngineConfig(model="/nowhere"), {}),
         (ConfigError, "OpenAI batch lines", config(pair), {"output_format": "openai"}),
     ]

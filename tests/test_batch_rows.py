@@ -11,6 +11,7 @@ import pytest
 from manta.actors.batch.answering import WIRE_SCHEMA
 from manta.actors.batch.rows import Layout, parse_line, read_request, row_id, row_seed
 from manta.actors.batch.source import check_columns, open_source, read_results
+from manta.actors.batch.survey import survey
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.protocol import ChatRequest, CompletionRequest
 from manta.cluster.errors import ConfigError, DatasetError, RequestError
@@ -120,36 +121,37 @@ def write_lines(path: Path, rows: list[object]) -> Path:
 
 def test_the_format_is_found_from_suffix_and_content(tmp_path: Path) -> None:
     rows = write_lines(tmp_path / "rows.jsonl", ["{broken", {"prompt": "x"}, ""])
-    source = open_source(rows)
-    assert (source.format, source.num_rows, source.lines) == ("jsonl", 2, True)
-    assert open_source(write_lines(tmp_path / "o.jsonl", [openai_line()])).format == "openai"
+    source = open_source([rows])
+    assert (source.format, source.lines) == ("jsonl", True)
+    assert open_source([write_lines(tmp_path / "o.jsonl", [openai_line()])]).format == "openai"
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "rows.parquet")
-    source = open_source(tmp_path / "rows.parquet")
-    assert (source.format, source.num_rows, source.lines) == ("parquet", 2, False)
+    source = open_source([tmp_path / "rows.parquet"])
+    assert (source.format, source.lines) == ("parquet", False)
 
 
 def test_an_unreadable_dataset_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "table.csv").write_text("prompt\nx\n")
+    (tmp_path / "table.tsv").write_text("prompt\nx\n")
     (tmp_path / "folder").mkdir()
     for name, said in (
         ("nowhere.jsonl", "cannot be read"),
         ("broken.parquet", "not a readable Parquet"),
         ("latin.jsonl", "not UTF-8"),
         ("empty.jsonl", "no rows"),
-        ("table.csv", ".csv"),
+        ("table.tsv", ".tsv"),
         ("folder", "files"),
         (".", "--input-format"),
     ):
         with pytest.raises(DatasetError, match=said) as refused:
-            open_source(tmp_path / name)
+            source = open_source([tmp_path / name])
+            survey(source, DATASET, duplicates="number")
         assert refused.value.param == "input"
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    source = open_source(write_lines(tmp_path / "rows.jsonl", [{"question": "x", "key": 1}]))
+    source = open_source([write_lines(tmp_path / "rows.jsonl", [{"question": "x", "key": 1}])])
     for layout, param in (
         (DATASET, "prompt_column"),
         (Layout(prompt_column="ask"), "prompt_column"),

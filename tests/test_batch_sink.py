@@ -16,8 +16,7 @@ import pytest
 from manta.actors import files
 from manta.actors.batch.answering import WIRE_SCHEMA
 from manta.actors.batch.figures import RowFigures
-from manta.actors.batch.reading import SpanReader
-from manta.actors.batch.source import line_spans, open_source, parquet_spans, read_results
+from manta.actors.batch.source import read_results
 from manta.cluster.errors import ConfigError, OutputError
 from manta.jobs.batch import sink as batch_sink
 from manta.jobs.batch.progress import ProgressView
@@ -168,26 +167,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "file", Path("/proc/manta")):
         with pytest.raises(ConfigError, match=f"output: {path} cannot be written"):
             Sink(path, "jsonl")
-
-
-@pytest.mark.parametrize("rows_per_group", [7, 100])
-def test_spans_bring_every_row_once_in_whatever_order_they_are_read(
-    rows_per_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("manta.actors.batch.reading.ROWS_PER_READ", 5)
-    rows = [{"id": i, "prompt": f"row {i}\u2028" * (i % 3)} for i in range(61)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=rows_per_group)
-    lines = [json.dumps(row, ensure_ascii=False) + ("\r\n" if row["id"] % 2 else "\n\n") for row in rows]
-    (tmp_path / "a.jsonl").write_bytes("".join(lines).encode())
-    for file, make in ((tmp_path / "a.parquet", parquet_spans), (tmp_path / "a.jsonl", line_spans)):
-        spans = list(make(file, 4))
-        assert open_source(file).num_rows == sum(span.num_rows for span in spans) == 61
-        for step in (1, -1, 7):
-            reader = SpanReader(lines=file.suffix == ".jsonl")
-            order = [spans[i * step % len(spans)] for i in range(len(spans))]
-            read = [row for span in order for row in reader.read([span])]
-            read = [json.loads(row["text"]) if "text" in row else row for row in read]
-            assert sorted(read, key=lambda row: row["id"]) == rows
 
 
 def test_words_reach_the_user_whatever_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from manta import LLM, SamplingParams
 from manta.actors.batch.answering import RowAnswerer
+from manta.actors.batch.reading import Row
 from manta.actors.batch.rows import Layout
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.defaults import GenerationDefaults
@@ -88,7 +89,7 @@ def _ask_batch(config: EngineConfig, options: dict[str, Any]) -> Answer:
         try:
             layout = Layout(kind="openai", lines=True)
             answerer = RowAnswerer(engine, layout, GenerationDefaults.load(Path(config.model)), "tiny")
-            return await answerer.answer({"text": json.dumps(line)})
+            return await answerer.answer(Row(0, {"text": json.dumps(line)}))
         finally:
             engine.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +24,16 @@ from ..http.defaults import GenerationDefaults
 from ..http.generation import whole_choice
 from ..http.protocol import ChatRequest, conversation
 from ..outputs import RequestOutput
-from .rows import Layout, Record, RowRequest, content_id, parse_line, read_request, row_id
+from .columns import handed_on
+from .reading import Row, id_of, record_of
+from .rows import Layout, RowRequest, content_id, read_request
 
-ERROR_TYPE = pa.struct([("type", pa.string()), ("message", pa.string()), ("param", pa.string())])
+logger = logging.getLogger(__name__)
+
+# `attempts`: how often the row was begun, other engines' deaths included.
+ERROR_TYPE = pa.struct(
+    [("type", pa.string()), ("message", pa.string()), ("param", pa.string()), ("attempts", pa.int64())]
+)
 # What is written of a row; `input` is kept for failed rows only.
 RESULT_SCHEMA = pa.schema(
     [
@@ -44,17 +52,24 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: its number, the OpenAI response, when it was worked on (Unix time).
+# What is known of it besides: its number, the OpenAI response, how often and when (Unix time) it was begun.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
         *RESULT_SCHEMA,
         ("response", pa.string()),
+        ("attempts", pa.int64()),
         ("begin_s", pa.float64()),
         ("end_s", pa.float64()),
     ]
 )
-Result = dict[str, Any]  # a row of WIRE_SCHEMA
+NO_COLUMNS = pa.schema([])
+Result = dict[str, Any]  # a row of `wire_schema`
+
+
+def wire_schema(columns: pa.Schema) -> pa.Schema:
+    """WIRE_SCHEMA with the columns that are handed on (`Survey.columns`) behind it."""
+    return pa.schema([*WIRE_SCHEMA, *columns])
 
 
 class RowAnswerer:
@@ -65,48 +80,69 @@ class RowAnswerer:
         layout: how records are read.
         generation: the checkpoint's defaults.
         model_name: reported in OpenAI responses.
+        columns: handed on from the input to the results.
+        background: rows yield to the engine's other requests.
+        prefix: of the engine's names of requests, which are then known by their rows' ids; those must differ.
     """
 
     def __init__(
-        self, engine: AsyncEngine, layout: Layout, generation: GenerationDefaults, model_name: str
+        self,
+        engine: AsyncEngine,
+        layout: Layout,
+        generation: GenerationDefaults,
+        model_name: str,
+        columns: pa.Schema = NO_COLUMNS,
+        *,
+        background: bool = False,
+        prefix: str | None = None,
     ) -> None:
         self._engine = engine
         self._layout = layout
         self._generation = generation
         self._model_name = model_name
+        self._columns = columns
+        self._background = background
+        self._prefix = prefix
         self._ids = itertools.count()
 
-    async def answer(self, raw: Record) -> Result:
-        """The result of one row. Raises EngineDeadError, which says nothing about the row."""
+    async def answer(self, row: Row, *, speculate: bool = True) -> Result:
+        """The result of one row. Raises EngineDeadError, which says nothing about the row.
+
+        Args:
+            speculate: False to answer it by the target alone, whatever the row says: a measured plain sample.
+        """
         begin_s = time.time()
-        row: Result = {}
+        name = id_of(row, self._layout)
         try:
-            record = self._record(raw, row)
-            request = read_request(record, self._layout, self._generation)
-            answer = await self._complete(request)
-            row |= self._success(row["id"], request, answer)
+            record = record_of(row, self._layout)
+            request = read_request(record, self._layout, self._generation, name)
+            answer = await self._complete(name, request, speculate=speculate)
+            result = self._success(name, request, answer) | handed_on(record, self._columns)
         except EngineDeadError:
             raise
         except MantaError as error:
-            row |= failure(error, raw, self._layout)
-        return row | {"begin_s": begin_s, "end_s": time.time()}
+            result = failure(row, error, self._layout, self._columns)
+        except Exception as error:  # the row's edge: whatever it is, it is this row's and no other's
+            logger.exception("row %d (%s) failed", row.number, name)
+            wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
+            result = failure(row, wrong, self._layout, self._columns)
+        return {
+            "row": row.number,
+            "id": name,
+            "attempts": 1,
+            **result,
+            "begin_s": begin_s,
+            "end_s": time.time(),
+        }
 
-    def _record(self, raw: Record, row: Result) -> Record:
-        """The row's record; its id goes into `row` first, so that a bad row keeps it."""
-        if self._layout.lines:
-            row["id"] = content_id(raw["text"])
-            raw = parse_line(raw["text"])
-        row["id"] = row_id(raw, self._layout)
-        return raw
-
-    async def _complete(self, request: RowRequest) -> RequestOutput:
+    async def _complete(self, name: str, request: RowRequest, *, speculate: bool) -> RequestOutput:
         body, engine = request.body, self._engine
         given = conversation(body, engine.tokenizer) if isinstance(body, ChatRequest) else body.prompts()[0]
         return await engine.complete(
-            f"batch-{next(self._ids)}",
+            f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
             request.params,
-            speculate=body.speculative.enabled,
+            speculate=speculate and body.speculative.enabled,
         )
 
     def _success(self, row: str, request: RowRequest, answer: RequestOutput) -> Result:
@@ -147,12 +183,22 @@ class RowAnswerer:
         }
 
 
-def failure(error: MantaError, raw: Record, layout: Layout) -> Result:
-    """What an error row says, beside its id."""
-    kept = raw["text"] if layout.lines else json.dumps(raw, default=str, ensure_ascii=False)
+def failure(
+    row: Row, error: MantaError, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 1
+) -> Result:
+    """The result of a row that has no answer, but for when it was worked on (`begin_s`, `end_s`)."""
+    text = row.fault is not None or layout.lines
+    try:
+        kept = handed_on(record_of(row, layout), columns)
+    except MantaError:
+        kept = {}
     return {
-        "error": {"type": error.kind, "message": error.message, "param": error.param},
-        "input": kept,
+        "row": row.number,
+        "id": id_of(row, layout),
+        "attempts": attempts,
+        "error": {"type": error.kind, "message": error.message, "param": error.param, "attempts": attempts},
+        "input": row.record["text"] if text else json.dumps(row.record, default=str, ensure_ascii=False),
+        **kept,
     }
 
 

@@ -131,11 +131,11 @@ class BatchRun:
             while True:
                 if (end := await whole(self._look)) is not None:
                     return end
-                await asyncio.wait([work], timeout=flush_s)
+                done, _ = await asyncio.wait([work], timeout=flush_s)
                 results, self._results = self._results, []
                 await whole(self._write, results)
                 self._written.set()
-                if work.done():
+                if done:
                     work.result()
                     return "completed"
         finally:
@@ -168,7 +168,8 @@ class BatchRun:
         return flight, self._read(flight)
 
     async def _answer(self, row: Row) -> None:
-        self._results.append(await self._answerer.answer(row))
+        result = await self._answerer.answer(row)
+        self._results.append(result)  # to the list that stands there now: others are with the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:
         return self._opened.reader.read(self._opened.survey.work(rows))

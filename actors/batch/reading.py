@@ -1,111 +1,206 @@
-"""Reading a dataset's rows where they are answered: the engine actors read spans of its files themselves.
+"""Reading a dataset's rows where they are answered: engine actors read spans of its files themselves.
 
-Ray Data hands out spans, not records: a reading stage of its own would need CPUs that the engines hold, and
-would bring records of files that differ into one table. The driver makes spans (`spans`), an actor reads
-them (`SpanReader`); the folder must be visible to both.
+Rows do not cross the network twice, and nobody's memory holds the dataset. `survey.py` makes `Work`, which
+says where rows are; a reader brings them, in any order. The files must be visible to both.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ...cluster.errors import DatasetError
+from ...cluster.errors import DatasetError, RequestError
+from .finding import SourceFile
+from .rows import Layout, Record, content_id, read_record, row_id
+from .source import Source, csv_header, has_changed, open_parquet
+from .text_records import BadRecordError, BadTextError, TextFormat, TextRecords, raw_records, split_lines
 
 ROWS_PER_READ = 1024
 READS_KEPT = 4  # calls come a little out of order
 OPEN_FILES = 4
-
-Record = dict[str, Any]  # Any: whatever a row of the user's dataset holds.
+BLOCK_BYTES = 2 * 2**20  # of text: one request to an object store
+BLOCKS_KEPT = 4  # per file
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring rows of a file. `begin` is a row's number in Parquet, else the first line's offset."""
+    """Neighbouring rows of a file.
 
-    file: str
-    begin: int
-    num_rows: int
-
-
-def line_spans(file: Path, rows_per_span: int) -> Iterator[Span]:
-    """Spans of the lines of a file that are not blank."""
-    offset = begin = num_rows = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                begin = begin if num_rows else offset
-                num_rows += 1
-            offset += len(line)
-            if num_rows == rows_per_span:
-                yield Span(str(file), begin, num_rows)
-                num_rows = 0
-    if num_rows:
-        yield Span(str(file), begin, num_rows)
-
-
-def parquet_spans(file: Path, rows_per_span: int) -> Iterator[Span]:
-    num_rows = pq.ParquetFile(file).metadata.num_rows
-    for begin in range(0, num_rows, rows_per_span):
-        yield Span(str(file), begin, min(rows_per_span, num_rows - begin))
-
-
-class SpanReader:
-    """Reads spans, mostly in order; safe to call from several threads.
-
-    Args:
-        lines: records are the unparsed lines of a file, in a column `text`.
+    Attributes:
+        file: its place in `Source.files`.
+        row: number of the first row.
+        begin: of the first row in its file (Parquet), or the offset of a record at or before it (text).
+        skip: records from there to the first row.
     """
 
-    def __init__(self, *, lines: bool) -> None:
-        self._lines = lines
+    file: int
+    row: int
+    num_rows: int
+    begin: int
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a reader needs to bring rows.
+
+    Attributes:
+        copies: by row: the id is the row's own with `-<copy>` behind it, as an earlier row has its own.
+    """
+
+    spans: tuple[Span, ...]
+    copies: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row to be answered.
+
+    Attributes:
+        number: over the whole dataset, 0-based.
+        record: as read: of JSON lines `{"text": line}`, which is parsed where it is answered.
+        id: given by the job; None where the row's own stands.
+        fault: why there is no record; `record` then holds the text.
+    """
+
+    number: int
+    record: Record
+    id: str | None = None
+    fault: str | None = None
+
+
+def record_of(row: Row, layout: Layout) -> Record:
+    """The row's record, parsed. Raises RequestError when there is none."""
+    if row.fault is not None:
+        raise RequestError(row.fault)
+    return read_record(row.record, layout)
+
+
+def id_of(row: Row, layout: Layout) -> str:
+    """The row's id, whatever the row is."""
+    if row.id is not None:
+        return row.id
+    try:
+        return row_id(record_of(row, layout), layout)
+    except RequestError:
+        return content_id(row.record["text"])
+
+
+class RowReader:
+    """Reads rows, mostly in order; safe to call from several threads.
+
+    Few files are open at a time, and a few MB of each are kept.
+    """
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source = source
+        self._layout = layout
         self._lock = threading.Lock()
-        self._parquet = functools.lru_cache(maxsize=OPEN_FILES)(_ParquetRows)
+        self._open: OrderedDict[int, _FileRows] = OrderedDict()  # used last at the end
 
-    def read(self, spans: Sequence[Span]) -> list[Record]:
-        """The records of the spans. Raises DatasetError when a file is not what it was."""
+    def read(self, work: Work) -> list[Row]:
+        """The rows of the spans, in their order. Raises DatasetError when a file is not what it was."""
         with self._lock:
-            return [record for span in spans for record in self._read(span)]
+            rows = [row for span in work.spans for row in self._read(span)]
+        return [self._numbered(row, work.copies) for row in rows] if work.copies else rows
 
-    def _read(self, span: Span) -> list[Record]:
+    def close(self) -> None:
+        """Close the files. Idempotent; a reader can be used on."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
+
+    def _numbered(self, row: Row, copies: Mapping[int, int]) -> Row:
+        if (copy := copies.get(row.number)) is None:
+            return row
+        return Row(row.number, row.record, f"{id_of(row, self._layout)}-{copy}", row.fault)
+
+    def _read(self, span: Span) -> list[Row]:
+        file = self._source.files[span.file]
         try:
-            if self._lines:
-                rows = _read_lines(span)
-            else:
-                rows = self._parquet(span.file).read(span.begin, span.num_rows)
+            rows = self._rows_of(span.file).read(span)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DatasetError(
-                f"input: {span.file} cannot be read any more: {error}.", param="input"
-            ) from None
+            raise DatasetError(f"input: {file} cannot be read any more: {error}.", param="input") from None
+        except BadTextError:
+            raise has_changed(file) from None
         if len(rows) != span.num_rows:
-            raise DatasetError(
-                f"input: {span.file} has changed while it was read. Run the job again.", param="input"
-            )
+            raise has_changed(file)
         return rows
 
+    def _rows_of(self, place: int) -> _FileRows:
+        if place in self._open:
+            self._open.move_to_end(place)
+            return self._open[place]
+        file = self._source.files[place]
+        now = file.storage.entry(file.name)
+        if now is None or (now.size, now.modified_s) != (file.size, file.modified_s):
+            raise has_changed(file)
+        format = self._source.format
+        self._open[place] = _ParquetRows(file) if format == "parquet" else _TextRows(file, format)
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return self._open[place]
 
-def _read_lines(span: Span) -> list[Record]:
-    with Path(span.file).open("rb") as lines:
-        lines.seek(span.begin)
-        wanted = itertools.islice((line for line in lines if line.strip()), span.num_rows)
-        return [{"text": line.decode("utf-8").rstrip("\r\n")} for line in wanted]
+
+class _FileRows(Protocol):
+    """Rows of one open file."""
+
+    def read(self, span: Span) -> list[Row]:
+        """Fewer than asked for where the file ends before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _TextRows:
+    """Rows of one file of text by their offsets. What it read last stays at hand, in blocks."""
+
+    def __init__(self, file: SourceFile, format: TextFormat) -> None:
+        self._format: TextFormat = format
+        self._records = TextRecords(format, csv_header(file) if format == "csv" else None)
+        self._reader = file.open()
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def read(self, span: Span) -> list[Row]:
+        raws = raw_records(split_lines(self._bytes_from(span.begin), span.begin), self._format)
+        wanted = itertools.islice(raws, span.skip, span.skip + span.num_rows)
+        return [self._row(number, raw) for number, (_, raw) in enumerate(wanted, span.row)]
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _row(self, number: int, raw: bytes | list[str]) -> Row:
+        try:
+            return Row(number, self._records.record(raw))
+        except BadRecordError as error:
+            return Row(number, {"text": error.text}, None, error.why)
+
+    def _bytes_from(self, offset: int) -> Iterator[bytes]:
+        place, skip = divmod(offset, BLOCK_BYTES)
+        while block := self._block(place):
+            yield block[skip:]
+            place, skip = place + 1, 0
+
+    def _block(self, place: int) -> bytes:
+        if place not in self._blocks:
+            self._blocks[place] = self._reader.read_at(BLOCK_BYTES, place * BLOCK_BYTES)
+            if len(self._blocks) > BLOCKS_KEPT:
+                self._blocks.popitem(last=False)
+        return self._blocks[place]
 
 
 class _ParquetRows:
     """Rows of one Parquet file by number. Reads on from where it stands; what it read last stays at hand."""
 
-    def __init__(self, file: str) -> None:
-        self._file = pq.ParquetFile(file)
+    def __init__(self, file: SourceFile) -> None:
+        self._file = open_parquet(file)
         metadata = self._file.metadata
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self._group_begins = [0, *itertools.accumulate(sizes)][:-1]
@@ -113,15 +208,18 @@ class _ParquetRows:
         self._reads: Iterator[pa.RecordBatch] = iter(())
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=READS_KEPT)
 
-    def read(self, begin: int, num_rows: int) -> list[Record]:
-        rows: list[Record] = []
-        while len(rows) < num_rows:
-            found = self._at(begin + len(rows))
+    def read(self, span: Span) -> list[Row]:
+        records: list[Record] = []
+        while len(records) < span.num_rows:
+            found = self._at(span.begin + len(records))
             if found is None:
                 break
             offset, batch = found
-            rows += batch.slice(offset, num_rows - len(rows)).to_pylist()
-        return rows
+            records += batch.slice(offset, span.num_rows - len(records)).to_pylist()
+        return [Row(number, record) for number, record in enumerate(records, span.row)]
+
+    def close(self) -> None:
+        self._file.close(force=True)
 
     def _at(self, row: int) -> tuple[int, pa.RecordBatch] | None:
         """A batch that holds the row, and where in it; None behind the end."""

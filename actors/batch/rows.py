@@ -1,9 +1,10 @@
 """From a record of a dataset to a request: ids, the request's body, the sampling fields of the row.
 
-Three shapes of records: a `messages` column (chat), a `prompt` column (completion), or a line of an OpenAI
-batch file (`custom_id`, `url`, `body`). All become the bodies that the HTTP endpoints take, checked by the
-same models. Pure: no Ray, no files, no engine. Used by the engine actors (`engine.py`) and, for
-early errors, by the driver.
+Four shapes of records: a `messages` column (chat), a `prompt` column or a template over columns (completion),
+or a line of an OpenAI batch file (`custom_id`, `url`, `body`). All become the bodies that the HTTP endpoints
+take, checked by the same models. What CSV has as text becomes what it stands for: numbers by those models,
+JSON here. Pure: no Ray, no files, no engine. Used by whoever answers rows (`answering.py`), surveys them
+(`survey.py`) or looks at them beforehand (`jobs/batch/validate.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import orjson
 import pydantic
 
 from ...cluster.errors import RequestError
@@ -23,6 +25,7 @@ from ..http.completions import OPENAI_MAX_TOKENS
 from ..http.defaults import DEFAULT_MAX_TOKENS, GenerationDefaults
 from ..http.fields import check_extra_fields
 from ..http.protocol import ChatRequest, CompletionRequest
+from .template import render
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +44,11 @@ SAMPLING_COLUMNS = (
     "stop_token_ids",
     "ignore_eos",
     "chat_template_kwargs",
+    "response_format",
+    "structured_outputs",
 )
+# Of these text is JSON; of `stop` it is when it is a list of strings.
+JSON_COLUMNS = frozenset({"stop_token_ids", "chat_template_kwargs", "response_format", "structured_outputs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,9 @@ class Layout:
         kind: "openai" for OpenAI batch lines, else "dataset".
         lines: records come as unparsed lines of JSON in a column `text`, so that malformed ones come too.
         prompt_column: column of the prompt (text, token ids or messages); found by name if absent.
+        template: makes the prompt of several columns (`template.py`), in place of a column.
         id_column: column of the row's id; found by name if absent, else the record's hash is its id.
+        columns: handed on from the input to the results; "all": all of the input's.
         defaults: sampling fields for rows that bring none.
         seed: of the job; a row without a seed gets one from it and its id.
     """
@@ -60,7 +69,9 @@ class Layout:
     kind: Literal["dataset", "openai"] = "dataset"
     lines: bool = False
     prompt_column: str | None = None
+    template: str | None = None
     id_column: str | None = None
+    columns: tuple[str, ...] | Literal["all"] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -74,28 +85,50 @@ class RowRequest:
     params: SamplingParams
 
 
-def parse_line(line: str) -> Record:
+def parse_line(line: str | bytes) -> Record:
     """The record in a line of a JSONL file."""
     try:
-        record = json.loads(line)
+        record = orjson.loads(line)
     except ValueError as error:
-        raise RequestError(f"The line is not valid JSON: {error}.") from None
+        record = _parse_python(line, error)
     if not isinstance(record, dict):
         raise RequestError(f"The line holds {type(record).__name__}, not a JSON object.")
     return record
 
 
+def _parse_python(line: str | bytes, error: ValueError) -> Any:
+    """What Python writes as JSON though it is none: NaN and Infinity."""
+    try:
+        record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError):
+        raise RequestError(f"The line is not valid JSON: {error}.") from None
+    return record
+
+
+def read_record(raw: Record, layout: Layout) -> Record:
+    """The record as it was meant: lines parsed. Raises RequestError."""
+    return parse_line(raw["text"]) if layout.lines else raw
+
+
+def own_id(record: Record, layout: Layout) -> str | None:
+    """The id that the row brings."""
+    columns = (layout.id_column,) if layout.id_column else ID_COLUMNS
+    for column in columns:
+        if not _absent(value := record.get(column)) and value != "":
+            return str(value)
+    return None
+
+
 def row_id(record: Record, layout: Layout) -> str:
     """The row's own id, or a hash of its content: equal rows are equal requests."""
-    columns = [layout.id_column] if layout.id_column else ID_COLUMNS
-    for column in columns:
-        if (value := record.get(column)) is not None:
-            return str(value)
-    return content_id(json.dumps(record, sort_keys=True, default=str, ensure_ascii=False))
+    return own_id(record, layout) or content_id(_canonical(record))
 
 
-def content_id(text: str) -> str:
-    return "row-" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=10).hexdigest()
+def content_id(text: str | bytes) -> str:
+    """The id of a row that brings none, by its canonical JSON; of one that is no record, by its text."""
+    content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return "row-" + hashlib.blake2b(content, digest_size=10).hexdigest()
 
 
 def id_hash(row: str) -> int:
@@ -110,12 +143,18 @@ def row_seed(job_seed: int, row: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def read_request(record: Record, layout: Layout, generation: GenerationDefaults) -> RowRequest:
-    """Check a record. Raises RequestError, whose `param` names the column or field."""
+def read_request(
+    record: Record, layout: Layout, generation: GenerationDefaults, row: str | None = None
+) -> RowRequest:
+    """Check a record. Raises RequestError, whose `param` names the column or field.
+
+    Args:
+        row: its id, where that is not the record's own: the seed comes from it.
+    """
     url, body = _openai_body(record) if layout.kind == "openai" else _dataset_body(record, layout)
     body = {**layout.defaults, **body}
     if body.get("seed") is None:
-        body["seed"] = row_seed(layout.seed, row_id(record, layout))
+        body["seed"] = row_seed(layout.seed, row or row_id(record, layout))
     model = ChatRequest if url == CHAT_URL else CompletionRequest
     request = _validated(model, body)
     if isinstance(request, CompletionRequest) and len(request.prompt) != 1:
@@ -141,7 +180,7 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
         raise RequestError(f"url={url!r} is not served: use {CHAT_URL} or {COMPLETION_URL}.", param="url")
     if not isinstance(body, Mapping):
         raise RequestError("body is missing: give the request as a JSON object.", param="body")
-    if not isinstance(record.get("custom_id"), str):
+    if not isinstance(record.get("custom_id"), str) or not record["custom_id"]:
         raise RequestError("custom_id is missing: give each line a string of its own.", param="custom_id")
     if body.get("stream"):
         raise RequestError("body.stream: a batch does not stream; leave it out.", param="body.stream")
@@ -149,15 +188,19 @@ def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
 
 
 def _dataset_body(record: Record, layout: Layout) -> tuple[str, dict[str, Any]]:
-    present = [name for name, value in record.items() if value is not None]
+    body = {name: _meant(name, record[name]) for name in SAMPLING_COLUMNS if not _absent(record.get(name))}
+    if layout.template is not None:
+        return COMPLETION_URL, body | {"prompt": render(layout.template, record)}
+    present = [name for name, value in record.items() if not _absent(value)]
     column = prompt_column(present, layout)
     if column is None:
         wanted = layout.prompt_column or " or ".join(PROMPT_COLUMNS)
         raise RequestError(f"The row has no {wanted}; it has: {', '.join(present)}.", param=wanted)
     value = record[column]
-    body = {name: record[name] for name in SAMPLING_COLUMNS if not _absent(record.get(name))}
+    if column == "messages" and isinstance(value, str):
+        value = _json(column, value)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return CHAT_URL, body | {"messages": [_without_none(message) for message in value]}
+        return CHAT_URL, body | {"messages": _without_none(value)}
     return COMPLETION_URL, body | {"prompt": value}
 
 
@@ -165,11 +208,38 @@ def _absent(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _without_none(message: Any) -> Any:
+def _meant(name: str, value: Any) -> Any:
+    """A sampling column's value: CSV has text only, and Parquet every key that any row has."""
+    if isinstance(value, str) and name in JSON_COLUMNS:
+        return _json(name, value)
+    if isinstance(value, str) and name == "stop" and value.startswith("["):
+        try:
+            several = orjson.loads(value)
+        except ValueError:
+            return value
+        return several if several and all(isinstance(each, str) for each in several) else value
+    return _without_none(value)
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name}: the text is not valid JSON: {error}.", param=name) from None
+
+
+def _without_none(value: Any) -> Any:
     """Parquet gives every message all keys that any message has."""
-    if not isinstance(message, Mapping):
-        return message
-    return {name: value for name, value in message.items() if value is not None}
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _canonical(record: Record) -> str | bytes:
+    try:
+        return orjson.dumps(record, default=str, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # what orjson does not write: integers of more than 64 bits, half a surrogate pair
+        return json.dumps(record, sort_keys=True, default=str, ensure_ascii=False)
 
 
 def _validated(

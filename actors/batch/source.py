@@ -1,15 +1,15 @@
 """The files of a batch job: datasets as they are found and checked, results as they are read back.
 
-Which files, in which format, how many rows, and the spans that engines read (`reading.py`); and the one
-way to put a file in place whole. What a job writes is `sink.py`. Runs in the driver; knows no engine.
+Which files, in which format, and whether any row of them can be a prompt: cheap, before anything starts. What
+reads all of a dataset is `survey.py`. A place is a file, a folder (its files of known formats; not folders in
+it, nor names that begin with `.` or `_`) or a pattern (`x/*.jsonl`; `x/**/*.parquet` for all folders below).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,148 +17,177 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...cluster.errors import ConfigError, DatasetError, RequestError
-from .reading import Span, line_spans, parquet_spans
-from .rows import PROMPT_COLUMNS, Layout, parse_line, prompt_column
+from ...cluster.errors import DatasetError, RequestError
+from .finding import SourceFile, find_files
+from .rows import PROMPT_COLUMNS, Layout, Record, parse_line, prompt_column
+from .storage import Storage
+from .template import template_columns
+from .text_records import BadTextError, checked_header, raw_records, split_lines
 
-InputFormat = Literal["parquet", "jsonl", "openai"]
+InputFormat = Literal["parquet", "jsonl", "csv", "openai", "text"]
 OutputFormat = Literal["parquet", "jsonl", "openai"]
 SUFFIXES: Mapping[str, InputFormat] = {
     ".parquet": "parquet",
     ".pq": "parquet",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".txt": "text",
 }
 PROBED_LINES = 100
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib makes one slash of two
+CHUNK_BYTES = 4 * 2**20  # of a file read from its begin to its end: few requests to an object store
+PARQUET_BUFFER_BYTES = 2**20  # per column: pages come as they are needed, not columns of a row group
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of a dataset, all of one format."""
+    """The files of a dataset, all of one format, sorted by their paths."""
 
-    files: tuple[Path, ...]
+    files: tuple[SourceFile, ...]
     format: InputFormat
-    num_rows: int
 
     @property
     def lines(self) -> bool:
-        return self.format != "parquet"
+        """Whether records come as unparsed lines of JSON (`Layout.lines`)."""
+        return self.format in ("jsonl", "openai")
 
-    def spans(self, rows_per_span: int) -> Iterator[Span]:
-        """All rows, in spans that engines can read wherever they are."""
-        for file in self.files:
-            yield from (line_spans if self.lines else parquet_spans)(file.resolve(), rows_per_span)
-
-
-def local_path(where: str | Path, field: str) -> Path:
-    """The path; a URL is refused, as no job reads or writes one."""
-    if found := URL.match(str(where)):
-        kind = DatasetError if field == "input" else ConfigError
-        raise kind(
-            f"{field}: {where} is a URL ({found[1]}), and batch jobs read and write folders only. Give a "
-            "path that all nodes see: mount the bucket, or copy from and to it.",
-            param=field,
-        )
-    return Path(where)
+    def identity(self) -> list[dict[str, Any]]:  # Any: JSON
+        """By what a later run sees that the input is the same."""
+        return [{"name": file.path, "size": file.size, "modified_s": file.modified_s} for file in self.files]
 
 
-def open_source(path: Path, wanted: InputFormat | None = None) -> Source:
-    """Find and check the files of a dataset. Raises DatasetError before anything else starts."""
-    files = _files(path)
-    kinds: set[InputFormat | None] = {SUFFIXES.get(file.suffix.lower()) for file in files}
+def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Source:
+    """Find the files of a dataset in all places. Raises DatasetError before anything else starts."""
+    files = find_files([str(each) for each in where], SUFFIXES)
+    kinds: set[InputFormat | None] = {SUFFIXES.get(Path(file.name).suffix.lower()) for file in files}
     if wanted is None and (None in kinds or len(kinds) > 1):
-        found = ", ".join(sorted({file.suffix or file.name for file in files}))
+        found = ", ".join(sorted({Path(file.name).suffix or file.name for file in files}))
         raise DatasetError(
-            f"input: {path} holds {found}; give files of one format or --input-format.",
+            f"input: {', '.join(map(str, where))} holds {found}; give files of one format or --input-format.",
             param="input",
         )
     kind = wanted or kinds.pop()
     assert kind is not None
-    if kind == "parquet":
-        num_rows = sum(_count_parquet(file) for file in files)
-    else:
-        num_rows = sum(_count_lines(file) for file in files)
-    if num_rows == 0:
-        raise DatasetError(f"input: {path} holds no rows.", param="input")
-    if kind == "jsonl" and wanted is None and _is_openai(files[0]):
-        kind = "openai"
-    return Source(files, kind, num_rows)
+    source = Source(files, kind)
+    if kind == "jsonl" and wanted is None and _is_openai(source):
+        return Source(files, "openai")
+    return source
 
 
 def check_columns(source: Source, layout: Layout) -> None:
-    """Raise DatasetError when no row can have a prompt; single bad rows are another matter."""
+    """Raise DatasetError when no row can have a prompt; single bad rows are another matter.
+
+    Raises ConfigError for a template that is none.
+    """
     if layout.kind == "openai":
         return
     columns = _columns(source)
-    for name, wanted in (("prompt_column", layout.prompt_column), ("id_column", layout.id_column)):
+    named = [("prompt_column", layout.prompt_column), ("id_column", layout.id_column)]
+    named += [("template", name) for name in template_columns(layout.template or "")]
+    for param, wanted in named:
         if wanted is not None and wanted not in columns:
             raise DatasetError(
-                f"{name}={wanted!r} is not in the data. It has: {', '.join(columns)}.", param=name
+                f"{param}: no column {wanted!r} in the data. It has: {', '.join(columns)}.", param=param
             )
-    if prompt_column(columns, layout) is None:
+    if layout.template is None and prompt_column(columns, layout) is None:
         raise DatasetError(
             f"input: no column {' or '.join(PROMPT_COLUMNS)} among: {', '.join(columns)}. Name it with "
-            "--prompt-column.",
+            "--prompt-column, or make a prompt of columns with --template.",
             param="prompt_column",
         )
 
 
-def _files(path: Path) -> tuple[Path, ...]:
+def chunks(file: SourceFile, begin: int = 0) -> Iterator[bytes]:
+    """A file to its end. Raises DatasetError when it cannot be read, or is not what it was.
+
+    Args:
+        begin: offset in bytes.
+    """
+    num_bytes = begin
     try:
-        if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
-        else:
-            with path.open("rb"):
-                files = [path]
+        with file.open() as reader:
+            reader.seek(begin)
+            while chunk := reader.read(CHUNK_BYTES):
+                num_bytes += len(chunk)
+                yield chunk
     except OSError as error:
-        raise DatasetError(f"input: {path} cannot be read: {error.strerror}.", param="input") from None
-    if not files:
-        raise DatasetError(f"input: {path} has no {', '.join(SUFFIXES)} files.", param="input")
-    return tuple(files)
+        raise DatasetError(f"input: {file} cannot be read: {error}.", param="input") from None
+    if num_bytes != file.size:
+        raise has_changed(file)
 
 
-def _count_parquet(file: Path) -> int:
+def has_changed(file: SourceFile) -> DatasetError:
+    return DatasetError(f"input: {file} has changed while it was read. Run the job again.", param="input")
+
+
+def open_parquet(file: SourceFile) -> pq.ParquetFile:
+    """Raises DatasetError when it is none, or not whole."""
     try:
-        return pq.ParquetFile(file).metadata.num_rows
+        return pq.ParquetFile(file.open(), buffer_size=PARQUET_BUFFER_BYTES)
     except (OSError, pa.ArrowException) as error:
         raise DatasetError(f"input: {file} is not a readable Parquet file: {error}.", param="input") from None
 
 
-def _count_lines(file: Path) -> int:
-    try:
-        with file.open("rb") as lines:
-            return sum(bool(line.strip()) for line in lines if line.decode("utf-8"))
-    except OSError as error:
-        raise DatasetError(f"input: {file} cannot be read: {error.strerror}.", param="input") from None
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"input: {file} is not UTF-8 text: {error}.", param="input") from None
+def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
+    """All rows of a finished job, ordered by id (tests, the demo's comparison)."""
+    storage = folder if isinstance(folder, Storage) else Storage.open(str(folder), field="output")
+    rows: list[dict[str, Any]] = []
+    for entry in storage.entries():
+        if entry.name.startswith(("part-", "errors-")):
+            if entry.name.endswith(".parquet"):
+                with storage.reader(entry.name) as reader:
+                    rows.extend(pq.ParquetFile(reader).read().to_pylist())
+            else:
+                lines = storage.read(entry.name).decode("utf-8").split("\n")
+                rows.extend(json.loads(line) for line in lines if line)
+    return sorted(rows, key=lambda row: str(row.get("id")))
 
 
-def _first_records(file: Path) -> Iterator[Mapping[str, Any]]:
+def _first_records(source: Source) -> Iterator[Record]:
     """Records among the first lines; malformed ones are passed over (they become error rows)."""
-    with file.open(encoding="utf-8") as lines:
-        for _, line in zip(range(PROBED_LINES), lines, strict=False):
+    with contextlib.suppress(BadTextError):
+        lines = raw_records(split_lines(chunks(source.files[0])), "jsonl")
+        for _, (_, line) in zip(range(PROBED_LINES), lines, strict=False):
             with contextlib.suppress(RequestError):
+                assert isinstance(line, bytes)
                 yield parse_line(line)
 
 
-def _is_openai(file: Path) -> bool:
-    first = next(_first_records(file), {})
+def _is_openai(source: Source) -> bool:
+    first = next(_first_records(source), {})
     return "body" in first and ("url" in first or "custom_id" in first)
 
 
 def _columns(source: Source) -> list[str]:
-    if not source.lines:
-        return list(pq.ParquetFile(source.files[0]).schema_arrow.names)
-    return list(dict.fromkeys(name for record in _first_records(source.files[0]) for name in record))
+    """As far as they can be known at once."""
+    if source.format == "parquet":
+        return list(open_parquet(source.files[0]).schema_arrow.names)
+    if source.format == "csv":
+        return csv_header(source.files[0])
+    if source.format == "text":
+        return ["prompt"]
+    return list(dict.fromkeys(name for record in _first_records(source) for name in record))
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a finished job, ordered by id (tests, the demo's comparison)."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("*-*.parquet")):
-        rows.extend(pq.read_table(path).to_pylist())
-    for path in sorted(folder.glob("*-*.jsonl")):
-        rows.extend(json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line)
-    return sorted(rows, key=lambda row: str(row.get("id")))
+def csv_header(file: SourceFile) -> list[str]:
+    """The columns of a CSV file. Raises DatasetError."""
+    try:
+        _, raw = next(raw_records(split_lines(chunks(file)), "csv"), (0, None))
+    except BadTextError as error:
+        raise bad_text(file, error) from None
+    return checked_header(raw, str(file))
+
+
+def bad_text(file: SourceFile, error: BadTextError) -> DatasetError:
+    return DatasetError(f"input: {file}, line {line_number(file, error.offset)}: {error.why}.", param="input")
+
+
+def line_number(file: SourceFile, offset: int) -> int:
+    """Which line of the file a byte is in, 1-based. Reads the file up to there: for messages."""
+    number = 1
+    for chunk in chunks(file):
+        number += chunk[:offset].count(b"\n")
+        offset -= len(chunk)
+        if offset <= 0:
+            break
+    return number

@@ -13,6 +13,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import quote
 
 import pyarrow as pa
 from pyarrow import fs
@@ -38,7 +40,7 @@ class Storage:
     """A folder; need not exist until something is written.
 
     Attributes:
-        where: as the user wrote it.
+        where: as the user wrote it, without a URL's query and credentials: for messages.
         filesystem: Arrow's.
         root: the folder's path in it.
     """
@@ -54,30 +56,45 @@ class Storage:
         found = URL.match(where)
         if found is None or found[1] == "file":
             path = where[len(found[0]) :] if found else where
-            return cls(
-                where, fs.LocalFileSystem(), str(Path(f"/{path.lstrip('/')}" if found else path).resolve())
-            )
+            root = Path(f"/{path.lstrip('/')}" if found else path).resolve()
+            return cls(where, fs.LocalFileSystem(), str(root))
         if found[1] not in SCHEMES:
             raise ConfigError(
                 f"{field}: {where} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a path.",
                 param=field,
             )
-        url = f"{found[1]}://{where[len(found[0]) :]}"  # both slashes, whoever took one
+        address, _, query = where[len(found[0]) :].partition("?")
+        shown = f"{found[1]}://{address.rpartition('@')[2] if found[1] != 'hf' else address}"
         try:
-            if found[1] == "hf":
-                from huggingface_hub import HfFileSystem
-
-                return cls(
-                    where, fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), url.removeprefix("hf://")
-                )
-            filesystem, root = fs.FileSystem.from_uri(url)
+            filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise ConfigError(f"{field}: {where} cannot be used: {error}.", param=field) from None
-        return cls(where, filesystem, root.rstrip("/"))
+            raise ConfigError(f"{field}: {shown} cannot be used: {error}.", param=field) from None
+        return cls(shown, filesystem, root.rstrip("/"))
 
     @property
     def local(self) -> bool:
         return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    @property
+    def kind(self) -> Literal["file", "folder"] | None:
+        """What is there; None for nothing."""
+        found = self.filesystem.get_file_info(self.root).type
+        if found == fs.FileType.File:
+            return "file"
+        return "folder" if found == fs.FileType.Directory else None
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return PurePosixPath(self.root).name
+
+    @property
+    def parent(self) -> Storage:
+        """The folder that it is in."""
+        where = self.root if self.local else self.where
+        return Storage(
+            where.rstrip("/").rpartition("/")[0] or "/", self.filesystem, str(PurePosixPath(self.root).parent)
+        )
 
     def under(self, *parts: str) -> Storage:
         """A folder in this folder."""
@@ -142,3 +159,13 @@ class Storage:
 
 def _modified_s(info: fs.FileInfo) -> float:
     return (info.mtime_ns or 0) / 1e9
+
+
+def _open_remote(scheme: str, address: str, query: str) -> tuple[fs.FileSystem, str]:
+    """The file system behind a URL, and the path in it."""
+    if scheme == "hf":
+        from huggingface_hub import HfFileSystem
+
+        return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), address
+    url = f"{scheme}://{quote(address, safe='/@:%=+,;!~()$&')}"  # names with spaces are no URLs to Arrow
+    return fs.FileSystem.from_uri(f"{url}?{query}" if query else url)

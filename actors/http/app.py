@@ -78,7 +78,12 @@ def _batches(frontend: Frontend) -> BatchService | None:
         return None
     storage = Storage.open(settings.batch_storage, field="batch_storage")
     return BatchService(
-        storage, frontend.engine, frontend.defaults, frontend.names, max_lines=settings.max_batch_lines
+        storage,
+        frontend.engine,
+        frontend.defaults,
+        frontend.names,
+        max_lines=settings.max_batch_lines,
+        count_rows=frontend.telemetry.count_batch_rows,
     )
 
 

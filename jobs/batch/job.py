@@ -22,7 +22,9 @@ import pyarrow as pa
 
 from ...actors.batch.figures import RowFigures
 from ...actors.batch.rows import Layout
-from ...actors.batch.source import InputFormat, OutputFormat, Source, check_columns, local_path, open_source
+from ...actors.batch.source import InputFormat, OutputFormat, Source, check_columns, open_source
+from ...actors.batch.storage import URL
+from ...actors.batch.survey import survey
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError, OutputError
@@ -66,6 +68,18 @@ class BatchOptions:
             raise ConfigError(f"concurrency={self.concurrency} must be at least 1.", param="concurrency")
 
 
+def local_path(where: str | Path, field: str) -> Path:
+    """The path; a URL is refused, as no job writes one."""
+    if found := URL.match(str(where)):
+        kind = DatasetError if field == "input" else ConfigError
+        raise kind(
+            f"{field}: {where} is a URL ({found[1]}), and batch jobs read and write folders only. Give a "
+            "path that all nodes see: mount the bucket, or copy from and to it.",
+            param=field,
+        )
+    return Path(where)
+
+
 def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals | None = None) -> RowFigures:
     """Answer every row of the input; returns the job's figures. Failed rows do not fail the job.
 
@@ -73,22 +87,23 @@ def run_batch(config: EngineConfig, options: BatchOptions, signals: StopSignals 
         signals: end the job with `Stopped`; without them the caller's handlers stand.
     """
     started_s = time.monotonic()
-    source = open_source(options.input, options.input_format)
+    source = open_source([options.input], options.input_format)
     layout = _layout(source, config, options)
     check_columns(source, layout)
+    rows = survey(source, layout, duplicates="number")
     _check_models(config)
     output_format = _output_format(source, options)
     figures, signals = RowFigures(), signals or StopSignals()
     with Sink(options.output, output_format, overwrite=options.overwrite) as sink:
-        run = EngineRun(source, layout, config, options.concurrency, options.model_name or config.model)
-        with ProgressView(source.num_rows) as view, signals.told_to(run.tell):
+        run = EngineRun(source, rows, layout, config, options.concurrency, options.model_name or config.model)
+        with ProgressView(rows.num_rows) as view, signals.told_to(run.tell):
             run.start()
             try:
                 _collect(run, sink, figures, view, signals)
                 report = {**figures.as_json(), "total_s": round(time.monotonic() - started_s, 3)}
-                sink.finish(report, _manifest(source, layout, config, options))
+                sink.finish(report, _manifest(source, rows.num_rows, layout, config, options))
             except BaseException as error:
-                if words := _keep(error, sink, source.num_rows):
+                if words := _keep(error, sink, rows.num_rows):
                     view.say(words)
                 raise
             finally:
@@ -160,11 +175,12 @@ def _output_format(source: Source, options: BatchOptions) -> OutputFormat:
         raise ConfigError(
             "output_format=openai answers OpenAI batch lines; choose parquet or jsonl.", param="output_format"
         )
-    return options.output_format or source.format
+    own: OutputFormat = "jsonl" if source.format in ("csv", "text") else source.format
+    return options.output_format or own
 
 
 def _manifest(
-    source: Source, layout: Layout, config: EngineConfig, options: BatchOptions
+    source: Source, num_rows: int, layout: Layout, config: EngineConfig, options: BatchOptions
 ) -> dict[str, Any]:  # Any: JSON
     """What the results were made from. The drafter is not part of the fingerprint: it changes no answer."""
     made_from = {
@@ -185,5 +201,5 @@ def _manifest(
         "input": [str(file) for file in source.files],
         "input_format": source.format,
         "output_format": _output_format(source, options),
-        "rows": source.num_rows,
+        "rows": num_rows,
     }

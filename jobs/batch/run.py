@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -17,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum, auto
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ import ray.data
 
 from ...actors.batch.rows import Layout
 from ...actors.batch.source import Source
+from ...actors.batch.survey import Survey
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
 from ..ray_session import join_or_start_ray
@@ -58,9 +60,16 @@ class EngineRun:
     """
 
     def __init__(
-        self, source: Source, layout: Layout, config: EngineConfig, engines: int, model_name: str
+        self,
+        source: Source,
+        survey: Survey,
+        layout: Layout,
+        config: EngineConfig,
+        engines: int,
+        model_name: str,
     ) -> None:
         self._source = source
+        self._survey = survey
         self._layout = layout
         self._config = config
         self._engines = engines
@@ -115,7 +124,10 @@ class EngineRun:
         """Tables of results as engines finish them."""
         _quiet_ray_data()
         rows_per_span = self._rows_per_span()
-        spans = [asdict(span) for span in self._source.spans(rows_per_span)]
+        begins = range(0, self._survey.num_rows, rows_per_span)
+        ends = (min(begin + rows_per_span, self._survey.num_rows) for begin in begins)
+        works = [self._survey.work((rows,)) for rows in zip(begins, ends, strict=True)]
+        spans = [{"work": pickle.dumps(work)} for work in works]
         # Enough rows in flight to fill the engine while others are on their way.
         calls = max(2, math.ceil(1.25 * self._config.max_num_seqs / rows_per_span))
         config = replace(self._config, num_threads=room.claim.num_threads)
@@ -125,7 +137,7 @@ class EngineRun:
             # `from_items` alone starts no task, which would want a CPU; a block each, so that each is a call.
             answered = ray.data.from_items(spans, override_num_blocks=len(spans)).map_batches(
                 BatchEngine,
-                fn_constructor_args=(config, self._layout, self._model_name),
+                fn_constructor_args=(config, self._source, self._layout, self._model_name),
                 batch_size=1,
                 batch_format="pyarrow",
                 compute=ray.data.ActorPoolStrategy(
@@ -141,7 +153,7 @@ class EngineRun:
 
     def _rows_per_span(self) -> int:
         """Rows come back in spans: small ones, so that they come soon, but not more than Ray Data likes."""
-        num_rows = self._source.num_rows
+        num_rows = self._survey.num_rows
         small = min(MAX_ROWS_PER_SPAN, self._config.max_num_seqs, max(1, num_rows // self._engines))
         return max(small, -(-num_rows // MAX_SPANS))
 

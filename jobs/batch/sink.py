@@ -33,7 +33,7 @@ GIVE_UP_S = 60.0  # a folder that cannot be written for so long ends the job
 LOCK = ".manta-lock"
 # `_SUCCESS` first: what is being removed is not complete.
 OURS = ("_SUCCESS", "report.json", "manifest.json", "part-*", "errors-*", f"{TEMPORARY}*")
-NOT_WRITTEN = ["row", "response", "begin_s", "end_s"]
+NOT_WRITTEN = ["row", "response", "attempts", "begin_s", "end_s"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:  # Any: what 
             f"prompts: {path} does not exist. Name a JSONL file with --prompts.",
             param="prompts",
         )
-    if not open_source(path).lines:
+    if not open_source([path]).lines:
         raise DatasetError(f"prompts: {path} must be a JSONL file.", param="prompts")
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     records = [parse_line(lines[i * len(lines) // count]) for i in range(min(count, len(lines)))]

@@ -1,0 +1,129 @@
+"""From what the user names to files: paths, folders, patterns and URLs, on any storage.
+
+Called by `source.py`. Knows names and sizes, not what is in the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+
+from ...cluster.errors import DatasetError
+from .storage import URL, Entry, Storage
+
+HIDDEN = (".", "_")  # what programs leave beside data: _SUCCESS, .crc
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was found. `modified_s` is Unix time."""
+
+    storage: Storage
+    name: str
+    size: int
+    modified_s: float
+
+    def __str__(self) -> str:
+        return f"{self.storage.where.rstrip('/')}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        return self.storage.path(self.name)
+
+    def open(self) -> pa.NativeFile:
+        """To seek and read in. Raises OSError."""
+        return self.storage.reader(self.name)
+
+
+def find_files(where: Sequence[str], suffixes: Collection[str]) -> tuple[SourceFile, ...]:
+    """All files of the places, each once, sorted by path. Raises DatasetError, ConfigError."""
+    found: dict[str, SourceFile] = {}
+    for each in where:
+        try:
+            files = _files(each, suffixes)
+        except OSError as error:
+            raise DatasetError(f"input: {each} cannot be read: {error}.", param="input") from None
+        found |= {f"{file.storage.filesystem.type_name}:{file.path}": file for file in files}
+    return tuple(found[key] for key in sorted(found))
+
+
+def _files(where: str, suffixes: Collection[str]) -> list[SourceFile]:
+    if (split := _split_pattern(where)) is not None:
+        storage, pattern = Storage.open(split[0], field="input"), split[1]
+        files = [
+            entry
+            for entry in storage.entries(recursive="/" in pattern)
+            if _matches(entry.name.split("/"), pattern.split("/"))
+        ]
+        if not files:
+            raise DatasetError(f"input: no file matches {where}.", param="input")
+        return [_source_file(storage, entry) for entry in files]
+    storage = Storage.open(where, field="input")
+    kind = storage.kind
+    if kind == "file":
+        _readable(storage)
+        entry = storage.parent.entry(storage.name)
+        assert entry is not None, "a file that is there"
+        return [_source_file(storage.parent, entry)]
+    if kind is None:
+        raise DatasetError(f"input: {where} cannot be read: there is no such file or folder.", param="input")
+    files = [
+        entry
+        for entry in storage.entries()
+        if PurePosixPath(entry.name).suffix.lower() in suffixes and not entry.name.startswith(HIDDEN)
+    ]
+    if not files:
+        raise DatasetError(
+            f"input: {where} has no {', '.join(suffixes)} files. Files in folders below it are named by a "
+            f"pattern: {where.rstrip('/')}/**/*.jsonl",
+            param="input",
+        )
+    return [_source_file(storage, entry) for entry in files]
+
+
+def _source_file(storage: Storage, entry: Entry) -> SourceFile:
+    return SourceFile(storage, entry.name, entry.size, entry.modified_s)
+
+
+def _readable(storage: Storage) -> None:
+    """Raise OSError now, not when all is started."""
+    if storage.local:
+        storage.filesystem.open_input_file(storage.root).close()
+
+
+def _split_pattern(where: str) -> tuple[str, str] | None:
+    """The folder in front of a pattern, and the pattern; None for a plain name."""
+    url = URL.match(where)
+    path, query = where, ""
+    if url is not None and url[1] != "file":
+        path, mark, rest = where.partition("?")
+        query = mark + rest
+    elif Path(where[len(url[0]) :] if url else where).exists():
+        return None
+    parts = path.split("/")
+    special = re.compile(r"[*\[]" if query or url else r"[*?\[]")
+    first = next((place for place, part in enumerate(parts) if special.search(part)), None)
+    if first is None:
+        return None
+    folder = "/".join(parts[:first]) or ("/" if path.startswith("/") else ".")
+    return folder + query, "/".join(parts[first:])
+
+
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a name fit those of a pattern; `**` is any number of folders."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        folders = takewhile(lambda part: not part.startswith(HIDDEN), name[:-1])
+        return any(_matches(name[skip:], pattern[1:]) for skip in range(len(list(folders)) + 1))
+    if not name or not fnmatchcase(name[0], pattern[0]):
+        return False
+    if name[0].startswith(HIDDEN) and not pattern[0].startswith(HIDDEN):
+        return False
+    return _matches(name[1:], pattern[1:])
