@@ -38,6 +38,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     cache_salt: str | None
     speculate: bool
+    background: bool
 
 
 @dataclass(slots=True)

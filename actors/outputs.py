@@ -237,6 +237,7 @@ class OutputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         speculate: bool = True,
+        background: bool = False,
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; returns its tracker and one engine request per completion."""
         tracker = RequestTracker(request_id, prompt, params, self._tokenizer)
@@ -252,6 +253,7 @@ class OutputProcessor:
                     arrival_s=time.monotonic(),
                     cache_salt=cache_salt,
                     speculate=speculate,
+                    background=background,
                 )
             )
         return tracker, requests

@@ -29,6 +29,7 @@ STEP_PARTS: tuple[str, ...] = ("schedule", "execute", "draft", "verify", "sample
 class EngineStats:
     """A snapshot. Counts are cumulative; `running`, `waiting` and `kv_usage` are of now.
 
+    `background_running` and `background_waiting` are among `running` and `waiting`; who runs may pause.
     `kv_usage` (0 to 1) is of the fullest pool. `prefix_cache_*` count tokens. `num_drafts` counts requests x
     steps that verified drafts, and `accepted_per_pos[i]` in how many of them draft i was accepted.
     `step_seconds` sums up the STEP_PARTS;
@@ -37,6 +38,8 @@ class EngineStats:
 
     running: int
     waiting: int
+    background_running: int
+    background_waiting: int
     kv_usage: float
     steps: int
     prompt_tokens: int
@@ -78,7 +81,7 @@ class Engine:
         """Queue the completions of one prompt, all or none.
 
         They differ in id and seed, so one is checked for all. Raises RequestError if they can never run,
-        OverloadedError if they cannot now.
+        OverloadedError if they cannot now; background work waits as long as it takes.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
@@ -87,8 +90,8 @@ class Engine:
                     f"request_id={name!r} is already running; give each request an id of its own.",
                     param="request_id",
                 )
-        waiting, most = len(self._scheduler.waiting), self._max_queued
-        if most is not None and waiting + len(requests) > most:
+        waiting, most = self._scheduler.num_online_waiting, self._max_queued
+        if most is not None and not requests[0].background and waiting + len(requests) > most:
             raise OverloadedError(
                 f"{waiting} requests are waiting and {len(requests)} would join them "
                 f"(max_num_queued_reqs={most}). Retry."
@@ -154,6 +157,8 @@ class Engine:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            background_running=len(scheduler.running) - scheduler.num_online_running,
+            background_waiting=len(scheduler.waiting) - scheduler.num_online_waiting,
             kv_usage=scheduler.books.usage,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,

@@ -128,6 +128,8 @@ class Request:
         arrival_s: monotonic time of arrival, seconds.
         cache_salt: isolates the prefix cache between users; None shares it.
         speculate: False decodes this request plainly; the tokens are the same.
+        background: served behind every request that is not, in what those leave of the engine's time: it may
+            wait for hours where they never pause. Counts before `priority`.
     """
 
     request_id: str
@@ -137,3 +139,4 @@ class Request:
     arrival_s: float = field(default=0.0)
     cache_salt: str | None = None
     speculate: bool = True
+    background: bool = False

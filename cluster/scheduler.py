@@ -20,32 +20,24 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 
 from .counters import Counters
-from .draft_length import DraftLength
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
+from .pace import Flight, Pace
 from .page_books import PageBooks
-from .plan import AdmittedRequest, BoolArray, IntArray, SchedulerOutput, StepResult, StepTimings
+from .plan import AdmittedRequest, IntArray, SchedulerOutput, StepResult
 from .prefix_cache import PrefixHit
 from .request import FinishReason, Request
+from .row_shares import decoding_alike, share, within
 from .sequence import WAITING, Sequence, SlotTable
 
 _by_rank = attrgetter("rank")
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A plan that is not committed yet, and which of its sequences are still those it was made for."""
-
-    plan: SchedulerOutput
-    staying_R: BoolArray
 
 
 class Scheduler:
@@ -56,24 +48,36 @@ class Scheduler:
         self.books = PageBooks(config)
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
-        adapts = config.adaptive_drafts and config.num_speculative_tokens > 0
-        self._draft_length = DraftLength(config.num_speculative_tokens) if adapts else None
+        self._pace = Pace(config)
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._num_steps = 0
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._admitted: list[AdmittedRequest] = []  # of the plan in the making
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
 
+    @property
+    def has_background(self) -> bool:
+        return any(queue and queue[-1].request.background for queue in (self.running, self.waiting))
+
+    @property
+    def num_online_running(self) -> int:
+        return _num_online(self.running)
+
+    @property
+    def num_online_waiting(self) -> int:
+        return _num_online(self.waiting)
+
     # Requests come and go.
 
     def add(self, request: Request) -> None:
         self._num_added += 1
-        rank = (request.priority if self.config.by_priority else 0, self._num_added)
+        priority = request.priority if self.config.by_priority else 0
+        rank = (int(request.background), priority, self._num_added)
         sequence = Sequence.of(request, rank, self.config.max_length, self.config.eos_token_ids)
         self._sequences[request.request_id] = sequence
         insort(self.waiting, sequence, key=_by_rank)
@@ -96,19 +100,16 @@ class Scheduler:
     def schedule(self, now_s: float) -> SchedulerOutput | None:
         """Plan the next step; None if there is nothing to do. `now_s` is for the record of waiting times."""
         self._admitted = []
-        slots_R = np.fromiter((q.slot for q in self.running), np.int32, len(self.running))
-        slots_R = slots_R[self._go_on(slots_R)]
-        num_tokens_R, known_R = self._most_tokens(slots_R), self._known_rows(slots_R)
-        rows_R = self._share_rows(slots_R, num_tokens_R, known_R)
-        num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
-        slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
-        rows_R = np.append(rows_R, self._admit(self.config.max_rows - int(rows_R.sum()), now_s))
-        slots_R = np.append(slots_R, [admitted.slot for admitted in self._admitted])
+        slots_R, rows_R = self._plan_online(now_s)
+        num_online = len(slots_R)
+        if self.has_background:
+            slots_B, rows_B = self._plan_background(slots_R, rows_R, now_s)
+            slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
         if len(slots_R) == 0:
             return None
-        plan = self._make_plan(slots_R.astype(np.int32), rows_R.astype(np.int32))
+        plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.depart(plan)
-        self._in_flight.append(_Flight(plan, np.ones(plan.num_requests, dtype=np.bool_)))
+        self._in_flight.append(Flight(plan, num_online, np.ones(plan.num_requests, dtype=np.bool_)))
         self._num_steps += 1
         return plan
 
@@ -117,48 +118,74 @@ class Scheduler:
         """Plans that are not committed yet."""
         return len(self._in_flight)
 
-    def _go_on(self, slots_R: IntArray) -> BoolArray:
-        """Which sequences the steps in flight do not bring to their greatest length, whatever is accepted."""
-        table = self.table
-        return table.num_tokens_S[slots_R] + table.ahead_samples_S[slots_R] < table.max_length_S[slots_R]
+    def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
+        """Slots and rows of all requests that are not background work."""
+        slots_R, budget = self._going_on(self.running[: self.num_online_running]), self.config.max_rows
+        rows_R = slots_R
+        if len(slots_R):
+            num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
+            num_drafts = self._pace.drafts(int((known_R == 1).sum()))
+            rows_R = share(self._wanted_rows(slots_R, num_tokens_R, known_R, num_drafts), budget)
+            num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
+            slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
+        return self._with_newcomers(slots_R, rows_R, budget - int(rows_R.sum()), now_s, background=False)
 
-    def _most_tokens(self, slots_R: IntArray) -> IntArray:
-        """Tokens of each sequence, drafts in flight taken as accepted; if it goes on, it is not full."""
-        table = self.table
-        ahead_R = table.ahead_samples_S[slots_R] + table.ahead_drafts_S[slots_R]
-        return np.minimum(table.num_tokens_S[slots_R] + ahead_R, table.max_length_S[slots_R] - 1)
+    def _plan_background(
+        self, online_R: IntArray, online_rows_R: IntArray, now_s: float
+    ) -> tuple[IntArray, IntArray]:
+        """Slots and rows of background work beside these. Who gets none pauses where it stands."""
+        online = decoding_alike(online_rows_R, self.table.known_rows(online_R))
+        if len(online_R) and online is None:
+            return online_R[:0], online_R[:0]
+        slots_R = self._going_on(self.running[self.num_online_running :])
+        num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
+        num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
+        portion = self._pace.portion(online, num_decoding)
+        num_drafts = self._pace.drafts(num_decoding, background=True) if online is None else online[1]
+        wanted_R = self._wanted_rows(slots_R, num_tokens_R, known_R, num_drafts)
+        wanted_R = within(portion, wanted_R, known_R)
+        joining = np.flatnonzero(wanted_R)[:budget]
+        slots_R, known_R, rows_R = slots_R[joining], known_R[joining], share(wanted_R[joining], budget)
+        num_kept = self._cover_rows(slots_R, num_tokens_R[joining] - known_R, rows_R)
+        slots_R, known_R, rows_R = slots_R[:num_kept], known_R[:num_kept], rows_R[:num_kept]
+        left = portion.prompt_rows - int(rows_R[known_R > 1].sum())
+        return self._with_newcomers(
+            slots_R, rows_R, min(left, budget - int(rows_R.sum())), now_s, background=True
+        )
 
-    def _known_rows(self, slots_R: IntArray) -> IntArray:
-        """Tokens of each sequence that no step computes yet; the anchor where one in flight samples."""
-        table = self.table
-        left_R = table.num_tokens_S[slots_R] - table.least_computed(slots_R)
-        return np.where(table.ahead_samples_S[slots_R] > 0, 1, left_R)
+    def _going_on(self, sequences: list[Sequence]) -> IntArray:
+        """Slots of those that may need another step."""
+        slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
+        return slots_R[self.table.go_on(slots_R)]
 
-    def _share_rows(self, slots_R: IntArray, num_tokens_R: IntArray, known_R: IntArray) -> IntArray:
-        """Rows of each running sequence: one for everybody, then as many as it can use, in rank order."""
+    def _wanted_rows(
+        self, slots_R: IntArray, num_tokens_R: IntArray, known_R: IntArray, num_drafts: int
+    ) -> IntArray:
+        """Rows that each sequence can use."""
         table = self.table
         # A step with k drafts brings up to k + 1 tokens.
         drafts_R = np.minimum(table.max_drafts_S[slots_R], table.max_length_S[slots_R] - num_tokens_R - 1)
         if self.books.has_windows:
             # A window's pages stay until drafts in flight are judged: those reach one step's rows ahead.
             drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
-        if self._draft_length is not None:
-            drafts_R = np.minimum(drafts_R, self._draft_length.choose(int((known_R == 1).sum())))
-        more_R = np.where(known_R == 1, drafts_R, known_R - 1)
-        taken_R = np.cumsum(more_R) - more_R
-        left_R = np.maximum(self.config.max_rows - len(slots_R) - taken_R, 0)
-        return 1 + np.minimum(more_R, left_R)
+        return np.where(known_R == 1, 1 + np.minimum(drafts_R, num_drafts), known_R)
 
     def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
         """Take the pages of all rows, from position `first_R` on, in rank order; returns how many of the
         sequences still run.
 
-        Too few pages in any pool cut rows (in place), so drafts go first; for the first row others are
-        preempted. A prompt lacks pages only in groups with a window, which it passes through.
+        For too few pages in any pool background work behind all of them is preempted. Then rows are cut (in
+        place), so drafts go first; for the first row others are preempted. A prompt lacks pages only in
+        groups with a window, which it passes through.
         """
         books = self.books
         books.give_back(slots_R, self.table.least_computed(slots_R))
-        if books.grow(slots_R, first_R + rows_R):
+        while not books.grow(slots_R, first_R + rows_R):
+            last = self.running[-1]
+            if not last.request.background or last.slot == slots_R[-1]:
+                break
+            self._preempt(last)
+        else:
             return len(slots_R)
         num_left = len(slots_R)
         for index in books.lacking(slots_R, first_R + rows_R):
@@ -177,21 +204,48 @@ class Scheduler:
         insort(self.waiting, sequence, key=_by_rank)
         self.counters.preemptions += 1
 
-    def _admit(self, budget: int, now_s: float) -> list[int]:
-        """Let waiting sequences in, strictly by rank, while there are slots, rows and pages. Their rows."""
-        rows: list[int] = []
-        while self.waiting and budget > 0 and self.table.has_free_slot:
+    def _with_newcomers(
+        self, slots_R: IntArray, rows_R: IntArray, budget: int, now_s: float, *, background: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Let waiting sequences in, strictly by rank, while there are slots, rows and pages."""
+        num_before, rows = len(self._admitted), list[int]()
+        while self.waiting and budget > 0 and self.waiting[0].request.background == background:
             sequence = self.waiting[0]
+            if not (self.table.has_free_slot or self._may_preempt_for(sequence)):
+                break
             hit, num_tokens = self.books.find_prefix(sequence), len(sequence.token_ids)
             left = num_tokens - hit.num_pages * self.config.page_size
             if not self.config.enable_chunked_prefill and budget < left <= self.config.max_rows:
                 break
-            if not self.books.has_room_to_enter(hit, num_tokens, len(self.running)):
+            if not self._make_room(sequence, hit):
                 break
             self._enter(self.waiting.pop(0), hit, now_s)
             rows.append(min(left, budget))
             budget -= rows[-1]
-        return rows
+        slots = [admitted.slot for admitted in self._admitted[num_before:]]
+        more = np.array([slots, rows], dtype=np.int32)
+        return np.append(slots_R, more[0]), np.append(rows_R, more[1])
+
+    def _make_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Whether a sequence can enter, perhaps in the place of background work."""
+        num_tokens = len(sequence.token_ids)
+        while not (
+            self.table.has_free_slot
+            and self.books.has_room_to_enter(hit, num_tokens, self._num_before(sequence))
+        ):
+            if not self._may_preempt_for(sequence):
+                return False
+            self._preempt(self.running[-1])
+        return True
+
+    def _num_before(self, sequence: Sequence) -> int:
+        """Running sequences that it must leave room to grow."""
+        return len(self.running) if sequence.request.background else self.num_online_running
+
+    def _may_preempt_for(self, sequence: Sequence) -> bool:
+        """Whether the last of those that run is background work, and this one is not."""
+        running = self.running
+        return bool(running) and running[-1].request.background and not sequence.request.background
 
     def _enter(self, sequence: Sequence, hit: PrefixHit, now_s: float) -> None:
         """From waiting to running."""
@@ -209,7 +263,7 @@ class Scheduler:
             self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
-        table, left_R = self.table, self._known_rows(slots_R)
+        table, left_R = self.table, self.table.known_rows(slots_R)
         known_R = np.minimum(rows_R, left_R)
         entries = self.books.take_new_entries()
         return SchedulerOutput(
@@ -239,20 +293,10 @@ class Scheduler:
         self._append_tokens(outcome)
         self.books.remember_full_pages(self.table, outcome.slots)
         self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
-        self._learn(flight.plan, outcome, result.timings)
+        self._pace.learn(flight, outcome, result.timings.total_s, shares=self.has_background)
         updates = make_updates(self.table, outcome)
         self._dismiss(updates)
         return updates
-
-    def _learn(self, plan: SchedulerOutput, outcome: StepOutcome, timings: StepTimings) -> None:
-        """For the choice of how many drafts to make: acceptance, and the time if all did the same."""
-        if self._draft_length is None:
-            return
-        goes_on_R = ~(outcome.stopped | outcome.full)  # where a sequence ends, drafts behind were not judged
-        self._draft_length.learn_acceptance(outcome.num_drafts[goes_on_R], outcome.num_accepted[goes_on_R])
-        num_drafts = int(plan.num_drafts[0])
-        if (plan.num_drafts == num_drafts).all() and (plan.num_rows == num_drafts + 1).all():
-            self._draft_length.learn_time(plan.num_requests, num_drafts, timings.total_s)
 
     def _append_tokens(self, outcome: StepOutcome) -> None:
         table, slots_R, token_ids_RW = self.table, outcome.slots, outcome.token_ids
@@ -292,3 +336,10 @@ class Scheduler:
         assert all(q.slot == WAITING for q in self.waiting), "a waiting sequence has a slot"
         alive = [q.request.request_id for q in (*self.running, *self.waiting)]
         assert sorted(alive) == sorted(self._sequences), "a request is lost or doubled"
+
+
+def _num_online(queue: list[Sequence]) -> int:
+    """How many of a queue are not background work: those before it."""
+    if not queue or not queue[-1].request.background:
+        return len(queue)
+    return bisect_left(queue, (1,), key=_by_rank)

@@ -19,6 +19,7 @@ from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
 
 WAITING = -1  # the slot of a sequence that does not run
+Rank = tuple[int, int, int]  # background work or not, priority, arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,7 @@ class Sequence:
     """
 
     request: Request
-    rank: tuple[int, int]
+    rank: Rank
     token_ids: IntArray
     max_length: int
     sampling: SlotSampling
@@ -50,9 +51,7 @@ class Sequence:
     slot: int = WAITING
 
     @classmethod
-    def of(
-        cls, request: Request, rank: tuple[int, int], max_length: int, model_eos: tuple[int, ...]
-    ) -> Sequence:
+    def of(cls, request: Request, rank: Rank, max_length: int, model_eos: tuple[int, ...]) -> Sequence:
         """A request as it arrives.
 
         Args:
@@ -130,6 +129,20 @@ class SlotTable:
     def least_computed(self, slots_R: IntArray) -> IntArray:
         """Where each sequence stands when the steps in flight have ended, if no draft is accepted."""
         return self.num_computed_S[slots_R] + self.ahead_rows_S[slots_R]
+
+    def go_on(self, slots_R: IntArray) -> BoolArray:
+        """Which sequences the steps in flight do not bring to their greatest length, whatever is accepted."""
+        return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
+
+    def most_tokens(self, slots_R: IntArray) -> IntArray:
+        """Tokens of each sequence, drafts in flight taken as accepted; if it goes on, it is not full."""
+        ahead_R = self.ahead_samples_S[slots_R] + self.ahead_drafts_S[slots_R]
+        return np.minimum(self.num_tokens_S[slots_R] + ahead_R, self.max_length_S[slots_R] - 1)
+
+    def known_rows(self, slots_R: IntArray) -> IntArray:
+        """Tokens of each sequence that no step computes yet; the anchor where one in flight samples."""
+        left_R = self.num_tokens_S[slots_R] - self.least_computed(slots_R)
+        return np.where(self.ahead_samples_S[slots_R] > 0, 1, left_R)
 
     def depart(self, plan: SchedulerOutput) -> None:
         """A step is in flight."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
+from manta.cluster.background_share import Portion
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine, SequenceUpdate
 from manta.cluster.executor import ExecutorInfo
@@ -42,7 +43,11 @@ def make_info(**changes: object) -> ExecutorInfo:
 
 def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) -> Request:
     """A request; keywords of `SamplingParams` are sorted out from those of `Request`."""
-    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "speculate") if name in fields}
+    own = {
+        name: fields.pop(name)
+        for name in ("priority", "cache_salt", "speculate", "background")
+        if name in fields
+    }
     params = SamplingParams(**{"seed": sum(map(ord, request_id)), **fields})
     return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=params, **own)
 
@@ -195,7 +200,7 @@ def expected(request: Request, info: ExecutorInfo, max_rows: int = 64) -> tuple[
     eos = set() if params.ignore_eos else set(info.eos_token_ids)
     room = longest(info, max_rows) - length
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
-    sampling = Sequence.of(request, (0, 0), info.max_model_len, info.eos_token_ids).sampling
+    sampling = Sequence.of(request, (0, 0, 0), info.max_model_len, info.eos_token_ids).sampling
     tokens: list[int] = []
     for token in simulated_tokens(sampling, length, limit, info.vocab_size):
         tokens.append(token)
@@ -211,6 +216,19 @@ def open_engine(info: ExecutorInfo, survival: list[float] | None = None, **setti
     survival = [0.8, 0.6, 0.4, 0.2] if survival is None else survival
     slots = min(config.max_num_seqs, config.max_num_batched_tokens)
     return Engine(config, CheckingExecutor(info, config.max_num_batched_tokens, slots, survival))
+
+
+def vary_background(engine: Engine, seed: int) -> None:
+    """Let any amount of background work into its steps, whatever it learns of costs."""
+    scheduler, random = engine._scheduler, np.random.default_rng(seed)
+    most, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
+
+    def portion(online: object, num_decoding: int) -> Portion:
+        least = 0 if online else 1
+        num_decoding, rows = random.integers(least, least + most, 2, endpoint=True).tolist()
+        return Portion(num_decoding, rows if online or chunks else scheduler.config.max_rows)
+
+    scheduler._pace.portion = portion
 
 
 def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:

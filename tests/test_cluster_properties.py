@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine
+from cluster_checker import (
+    EOS,
+    VOCAB,
+    Outputs,
+    add,
+    expected,
+    make_info,
+    make_request,
+    open_engine,
+    vary_background,
+)
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from manta.cluster.engine import Engine
@@ -49,6 +59,7 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
         priority=draw(st.integers(-1, 1)),
         cache_salt=draw(st.sampled_from((None, None, "alice"))),
         speculate=draw(st.booleans()),
+        background=draw(st.sampled_from((False, False, True))),
     )
     abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
     return Arrival(request, draw(st.integers(0, 6)), abort, draw(st.booleans()))
@@ -79,6 +90,7 @@ def workloads(draw: st.DrawFn, groups: tuple[PageGroup, ...]) -> tuple[ExecutorI
         enable_prefix_caching=draw(st.sampled_from((True, True, False))),
         scheduling_policy=draw(st.sampled_from(("fcfs", "priority"))),
     )
+    vary_background(engine, draw(st.integers(0, 999)))
     count = draw(st.integers(1, 10))
     return info, engine, [draw(arrivals(i)) for i in range(count)]
 
