@@ -189,6 +189,8 @@ def engine_values(stats: EngineStats) -> dict[str, Values]:
         "vllm:num_requests_running": stats.running,
         "vllm:num_requests_waiting": stats.waiting,
         "vllm:kv_cache_usage_perc": stats.kv_usage,
+        "dflash:batch_rows_running": stats.background_running,
+        "dflash:batch_rows_waiting": stats.background_waiting,
         "vllm:prompt_tokens": stats.prompt_tokens,
         "vllm:generation_tokens": stats.generation_tokens,
         "vllm:request_success": {(reason,): count for reason, count in stats.finished.items()},

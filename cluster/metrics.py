@@ -130,6 +130,18 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     # Batches of /v1/batches.
     Metric(
+        "dflash:batch_rows_running",
+        "gauge",
+        "rows",
+        "Lines of batches that have a slot, among vllm:num_requests_running; they may pause.",
+    ),
+    Metric(
+        "dflash:batch_rows_waiting",
+        "gauge",
+        "rows",
+        "Lines of batches that wait for a slot or for pages, among vllm:num_requests_waiting.",
+    ),
+    Metric(
         "dflash:batch_rows",
         "counter",
         "rows",

@@ -143,6 +143,7 @@ class RowAnswerer:
             await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
             request.params,
             speculate=speculate and body.speculative.enabled,
+            background=self._background,
         )
 
     def _success(self, row: str, request: RowRequest, answer: RequestOutput) -> Result:
