@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from manta.actors.executor import make_executor
 from manta.actors.http.settings import ServerSettings, split_settings
-from manta.cluster.errors import ConfigError
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError, EngineDeadError
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.plan import SchedulerOutput, StepResult
 from openai.types import Batch
 from text_pair import LiveServer, make_text_pair
 
@@ -264,6 +270,94 @@ def check_cut(client: openai.OpenAI, batch: Batch, code: str) -> None:
     assert len(texts(found)) == len(found)
     counts = batch.request_counts
     assert counts is not None and (counts.completed, counts.failed) == (len(found), len(errors))
+
+
+def test_replicas_share_batches_and_each_line_is_answered_once(
+    engine_args: dict[str, Any], tmp_path: Path
+) -> None:
+    args = {**engine_args, "batch_storage": str(tmp_path)}
+    with LiveServer(*split_settings(args)) as one, LiveServer(*split_settings(args)) as other:
+        clients = [client_of(one.url), client_of(other.url)]
+        lines = [line(f"row-{i}", f"say {i}", max_tokens=20) for i in range(12)]
+        batches = [submit(clients[i % 2], lines) for i in range(3)]
+        done = [ended(clients[0], batch) for batch in batches]
+        assert [batch.status for batch in done] == ["completed"] * 3
+        answers = [texts(results(clients[1], batch.output_file_id)) for batch in done]
+        assert len(answers[0]) == 12 and all(each == answers[0] for each in answers)
+    jobs = [json.loads(path.read_text()) for path in tmp_path.glob("work/*/out/_manta/job.json")]
+    assert [len(job["runs"]) for job in jobs] == [1] * 3, "nobody began what another had"
+
+
+def test_a_batch_is_given_up_where_the_model_is_another_one(
+    engine_args: dict[str, Any], tmp_path: Path
+) -> None:
+    args = {**engine_args, "batch_storage": str(tmp_path / "batches")}
+    with LiveServer(*split_settings(args)) as server:
+        batch = submit(client_of(server.url), slow_lines(300))
+        wait_for(lambda: any(tmp_path.glob("batches/work/*/out/_manta/pending/*/*.arrow")))
+    other = shutil.copytree(args["model"], tmp_path / "other")
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "Another one. " + settings["chat_template"]
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LiveServer(*split_settings({**args, "model": str(other)})) as server:
+        client = client_of(server.url)
+        batch = ended(client, batch)
+        assert batch.status == "failed" and batch.failed_at
+        assert batch.errors is not None and batch.errors.data is not None
+        assert batch.errors.data[0].code == "settings_changed"
+        assert "model" in (batch.errors.data[0].message or "")
+        check_cut(client, batch, "batch_failed")
+
+
+class Deadly:
+    """A real executor that dies of a line."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._inner = make_executor(config)
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._inner.info
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        if any(request.request_id.endswith("/poison") for request in plan.admitted):
+            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._inner.collect()
+
+    def check_health(self) -> None:
+        self._inner.check_health()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_a_line_that_kills_engines_is_found_and_all_others_are_answered(
+    engine_args: dict[str, Any], tmp_path: Path
+) -> None:
+    args = {**engine_args, "batch_storage": str(tmp_path), "speculative_config": None}
+    lines = [line(f"row-{i}", max_tokens=4) for i in range(11)]
+    batch, deaths = None, 0
+    while batch is None or batch.status != "completed":
+        with LiveServer(*split_settings(args), make=Deadly) as server:
+            client = client_of(server.url)
+            batch = batch or submit(client, [*lines[:7], line("poison", max_tokens=4), *lines[7:]])
+            wait_for(partial(dead_or_done, client, batch))
+            batch = client.batches.retrieve(batch.id)
+            deaths += batch.status != "completed"
+            if batch.status == "completed":
+                found = results(client, batch.output_file_id)
+                errors = results(client, batch.error_file_id)
+    assert set(found) == {f"row-{i}" for i in range(11)} and 3 <= deaths <= 8
+    assert set(errors) == {"poison"} and errors["poison"]["error"]["code"] == "engine_died"
+    assert errors["poison"]["error"]["attempts"] == 3
+
+
+def dead_or_done(client: openai.OpenAI, batch: Batch) -> bool:
+    health = httpx.get(str(client.base_url.join("/health")))
+    return health.status_code == 503 or client.batches.retrieve(batch.id).status == "completed"
 
 
 def test_without_a_storage_the_routes_say_which_setting_is_missing(engine_args: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 from ...cluster.errors import EngineDeadError, OutputError
 from ...cluster.row_ranges import RowRanges, count, minus, of_rows, split_off, union
-from ...cluster.trials import Trials
+from ...cluster.trials import ATTEMPTS, Trials
 from .answering import Result, RowAnswerer
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore, JsonObject, derived_id
@@ -118,7 +118,8 @@ class BatchRun:
         self._counts |= {"completed": count(self._done) - failed, "failed": failed}
         self._trials, poison = self._batches.trials(self.batch.id).after_death(self._done)
         if poison:
-            self._write([_refused(row, "engine_died", POISON) for row in self._read(poison)])
+            rows = self._read(poison)
+            self._write([_refused(row, "engine_died", POISON, attempts=ATTEMPTS) for row in rows])
 
     @property
     def _left(self) -> RowRanges:
@@ -196,7 +197,8 @@ class BatchRun:
 
     def _write(self, results: list[Result]) -> None:
         """Make durable what is answered. Raises OutputError when that fails for long."""
-        self._writer.add(results)
+        if results:
+            self._writer.add(results)
         self._writer.flush()
         self._done = union(self._done, of_rows(result["row"] for result in results))
         failed = sum(1 for result in results if result.get("error"))
@@ -280,13 +282,14 @@ async def whole(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise
 
 
-def _refused(row: Row, code: str, reason: str) -> Result:
+def _refused(row: Row, code: str, reason: str, *, attempts: int = 0) -> Result:
     """The result of a line that was not answered."""
     now_s = time.time()
     return {
         "row": row.number,
         "id": id_of(row, LAYOUT),
-        "error": {"type": code, "message": reason},
+        "attempts": attempts,
+        "error": {"type": code, "message": reason, "attempts": attempts},
         "input": row.record["text"],
         "begin_s": now_s,
         "end_s": now_s,

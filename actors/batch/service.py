@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ...cluster.errors import EngineDeadError, RequestError
+from ..checkpoints import resolve_checkpoint
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
 from .answering import RowAnswerer
 from .batch_run import BatchRun
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore, JsonObject
+from .identity import checkpoint_identity
 from .opening import LAYOUT, OpenBatch, Opener
 from .storage import Storage
 
@@ -60,10 +62,11 @@ class BatchService:
     ) -> None:
         self.files = FileStore(storage)
         self.batches = BatchStore(storage)
+        made_from = _made_from(engine, generation)
         self._engine = engine
         self._generation = generation
         self._names = names
-        self._opener = Opener(self.batches, self.files, names, _made_from(engine, generation), max_lines)
+        self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_rows = count_rows
         self._runs: dict[str, BatchRun] = {}
@@ -170,10 +173,12 @@ class BatchService:
 def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObject:
     """What answers depend on; not the drafter, nor what a request brings."""
     config = engine.config
+    target = resolve_checkpoint(config.model, field="model")
+    tokenizer = resolve_checkpoint(config.tokenizer, field="tokenizer") if config.tokenizer else target
     return {
-        "model": config.model,
-        "tokenizer": config.tokenizer,
+        "model": checkpoint_identity(target),
+        "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
         "dtype": engine.info.dtype,
-        "seed": config.seed,
+        "max_model_len": engine.info.max_model_len,
         "generation": asdict(generation),
     }
