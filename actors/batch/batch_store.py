@@ -3,8 +3,8 @@
     batches/<id>.json     the batch, written whole
     batches/<id>.cancel   somebody asked for its end, and when
     queue/<id>            it is not at its end: what a replica that starts looks for
-    work/<id>/            the lock, whose holder works on it; and which rows his engine has (`trials.py`)
-    work/<id>/out/        what is answered, as a ledger keeps it (`ledger.py`)
+    work/<id>/out/        its ledger (`ledger.py`), whose lock says which replica works on it
+    work/<id>/trials.json which rows the engine of that replica has
 
 A paper has one writer: the route that makes it, then whoever holds the lock. Everybody else, routes that
 cancel included, only puts files beside it. Blocking; stateless, so that any replica answers.
@@ -192,13 +192,10 @@ class BatchStore:
         """Only for who holds the batch's lock."""
         self.storage.write(f"{WORK}/{batch_id}/{TRIALS}", json.dumps(trials.as_json()).encode())
 
-    def work(self, batch_id: str) -> Storage:
-        """What is locked."""
-        return self.storage.under(WORK, batch_id)
-
     def output_folder(self, batch_id: str) -> str:
         """Where its answers go, as a name in the storage."""
         return f"{WORK}/{batch_id}/out"
 
     def output(self, batch_id: str) -> Storage:
+        """The same, to be locked and written."""
         return self.storage.under(self.output_folder(batch_id))

@@ -18,9 +18,7 @@ from ...cluster.row_ranges import RowRanges, count, union
 from .figures import RowFigures
 from .parts import PART_NAME, PENDING, RECORDS, Record
 from .segments import Segment, read_segment, segment_folder, writer_of
-from .storage import Storage
-
-NUM_READERS = 16  # object stores answer many at once, and one at a time slowly
+from .storage import NUM_REQUESTS, Storage
 
 Given = TypeVar("Given")
 Taken = TypeVar("Taken")
@@ -127,8 +125,9 @@ class Contents:
         return union(*parts, *segments)
 
     def run_of(self, writer: str) -> int:
-        """The run that a writer of segments belongs to."""
-        return max(each.run for each in self.segments.values() if writer_of(each.name) == writer)
+        """The run that a writer of segments belongs to; 0 if there are none."""
+        runs = (each.run for each in self.segments.values() if writer_of(each.name) == writer)
+        return max(runs, default=0)
 
     def _refresh_segments(self, folder: str) -> None:
         listed = {entry.name for entry in self._output.entries(folder, recursive=True)}
@@ -175,7 +174,7 @@ def in_parallel(read: Callable[[Given], Taken], given: Sequence[Given]) -> list[
     """Many small requests at once."""
     if not given:
         return []
-    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="manta-output") as readers:
+    with ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="manta-output") as readers:
         return list(readers.map(read, given))
 
 

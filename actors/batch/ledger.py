@@ -36,7 +36,6 @@ from .runs import (
     let_write,
     reason,
     remove_earlier,
-    remove_folder,
     write_json,
 )
 from .storage import Storage
@@ -76,6 +75,7 @@ class Ledger:
         overwrite: bool = False,
         id_hashes: Callable[[], np.ndarray] | None = None,
         say: Callable[[str], object] = lambda words: None,
+        held: Lock | None = None,
     ) -> Self:
         """Take an output, for a new job or for one more run of the one that is there.
 
@@ -84,21 +84,24 @@ class Ledger:
             overwrite: begin anew; earlier results stay until there is something in their place.
             id_hashes: `Survey.id_hashes`, by which rows of a changed input are found again.
             say: told why this takes long.
+            held: the output's lock, where it was taken before; the ledger's from now on, unless this raises.
 
         Raises ConfigError, which names what is in the way and the remedy.
         """
-        ledger = cls(output, paper, lock(output))
+        ledger = cls(output, paper, held or lock(output, say))
         try:
             ledger._begin(resume, overwrite, id_hashes)
         except UNREADABLE as error:
-            ledger.close()
+            if held is None:
+                ledger.close()
             raise ConfigError(
                 f"output: {output.where} cannot be used ({reason(error)}). Mend it, choose another with "
                 "--output, or replace it with --overwrite.",
                 param="output",
             ) from error
         except BaseException:
-            ledger.close()
+            if held is None:
+                ledger.close()
             raise
         return ledger
 
@@ -147,9 +150,13 @@ class Ledger:
         return union(self.answered, self._contents.failed_since(self._contents.run_of(writer)))
 
     def reopen(self) -> None:
-        """Begin a run of a job that is complete, to answer failed rows again: `_SUCCESS` goes."""
+        """Begin a run of a complete job, to answer failed rows again: `_SUCCESS` goes. Raises OutputError."""
         assert self.complete and self._job is not None, "only a complete job is reopened"
-        self._run(self._job.next(self._paper, renumbered=False))
+        try:
+            self._output.remove(SUCCESS, MANIFEST)
+            self._run(self._job.next(self._paper, renumbered=False))
+        except OSError as error:
+            raise self._failed("written", error) from error
         self.complete = False
 
     def finish(self, report: Mapping[str, Any], html: str | None = None) -> None:
@@ -186,8 +193,8 @@ class Ledger:
 
     def _first(self, before: Job | None) -> Job:
         if before is None:  # whatever its runs were, nothing of them is to be taken for this job's
-            remove_folder(self._output, RECORDS)
-            remove_folder(self._output, PENDING)
+            self._output.remove_folder(RECORDS)
+            self._output.remove_folder(PENDING)
         job = Job.first(self._paper, before)
         self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
         return job
@@ -203,7 +210,7 @@ class Ledger:
             self._output, job.run, [name for name in files if name in OURS or PART_NAME.fullmatch(name)]
         )
         self._run(job)
-        remove_folder(self._output, PENDING)
+        self._output.remove_folder(PENDING)
 
     def _resume(self, job: Job, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
         changed = self._paper.other_input(job.paper)
@@ -302,7 +309,7 @@ class Ledger:
             )
         remove_earlier(self._output)
         settle(self._output, self._contents, self._paper.form, self.run)
-        remove_folder(self._output, PENDING)
+        self._output.remove_folder(PENDING)
         write_json(self._output, REPORT, report)
         if html is not None:
             self._output.write(PICTURES, html.encode())

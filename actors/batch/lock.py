@@ -1,4 +1,10 @@
-"""One job at a time writes an output."""
+"""One job at a time writes an output.
+
+On a disk the system's lock of a file says so, and dies with its process. In an object store each job puts a
+claim of its own and looks for others: who puts first and looks second cannot miss one that does the same. A
+claim lives by being put again every few seconds, judged by the store's own times alone; one that was not is
+taken over. Two that start at once may both be refused; never do both go on. Held by the ledger.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,22 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
 from ...cluster.errors import ConfigError, InUseError
 from .parts import FOLDER
-from .storage import Storage
+from .storage import Entry, Storage
 
 LOCK = f"{FOLDER}/lock"
+CLAIM = f"{FOLDER}/lock-"
+BEAT_S = 5.0
+DEAD_S = 15.0  # a claim that was not put again for so long is nobody's
+LOOK_S = 1.0
 
 
 class Lock(Protocol):
@@ -31,25 +44,28 @@ class Lock(Protocol):
         ...
 
 
-def lock(output: Storage) -> Lock:
-    """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked."""
-    assert output.local
-    return FileLock(output)
+def lock(output: Storage, say: Callable[[str], object]) -> Lock:
+    """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked.
+
+    Args:
+        say: told what is waited for: in an object store, up to 15 s after a job that was killed.
+    """
+    return FileLock(output) if output.local else Claim(output, say)
 
 
 class FileLock:
-    """On a disk: the system's lock of a file, which dies with its process."""
+    """A file of a disk, locked for as long as this process lives."""
 
     def __init__(self, output: Storage) -> None:
         self._path = Path(output.path(LOCK))
         self._file = _locked(output, self._path)
         self._file.truncate(0)
-        self._file.write(json.dumps(holder()))
+        self._file.write(_holder())
         self._file.flush()
 
     @property
     def held(self) -> bool:
-        return not self._file.closed
+        return not self._file.closed and _stands_at(self._path, self._file)
 
     def close(self) -> None:
         if not self._file.closed:
@@ -59,18 +75,97 @@ class FileLock:
             self._file.close()
 
 
-def holder() -> dict[str, object]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since_s": round(time.time())}
+class Claim:
+    """An object of ours in a store, put again and again by a thread."""
+
+    def __init__(self, output: Storage, say: Callable[[str], object]) -> None:
+        self._output = output
+        self._name = f"{CLAIM}{uuid.uuid4().hex}.json"
+        self._content = _holder().encode()
+        self._lost = False
+        self._closing = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="manta-claim", daemon=True)
+        try:
+            output.write(self._name, self._content)
+        except OSError as error:
+            raise ConfigError(
+                f"output: {output.where} cannot be written: {error}. Choose another with --output.",
+                param="output",
+            ) from None
+        self._beating.start()
+        try:
+            self._outlive(say)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def held(self) -> bool:
+        return not (self._lost or self._closing.is_set())
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._beating.join()
+            with contextlib.suppress(OSError):
+                self._output.remove(self._name)
+
+    def _beat(self) -> None:
+        """Put the claim again until it is given back, or somebody has taken it for dead."""
+        while not self._closing.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # tried again at the next beat; who outlives us removes it
+                if self._output.entry(self._name) is None:
+                    self._lost = True
+                    return
+                self._output.write(self._name, self._content)
+
+    def _outlive(self, say: Callable[[str], object]) -> None:
+        """Return when no other claim lives. Those that are put again meanwhile do."""
+        first = self._others()
+        if first:
+            say(
+                f"{self._output.where} was claimed by another job{self._who(first)}: waiting up to "
+                f"{DEAD_S:.0f} s to see whether it lives"
+            )
+        others, deadline_s = first, time.monotonic() + DEAD_S
+        while others:
+            if any(name not in first or entry != first[name] for name, entry in others.items()):
+                raise _in_use(self._output, self._who(others))
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(LOOK_S)
+            others = self._others()
+        self._output.remove(*others)
+
+    def _others(self) -> dict[str, Entry]:
+        entries = self._output.entries(FOLDER)
+        return {
+            entry.name: entry
+            for entry in entries
+            if entry.name.startswith(CLAIM) and entry.name != self._name
+        }
+
+    def _who(self, others: dict[str, Entry]) -> str:
+        with contextlib.suppress(OSError):
+            return _in_words(self._output.read(next(iter(others))))
+        return ""
 
 
-def in_use(output: Storage, content: str | bytes) -> InUseError:
-    """Somebody else holds the output; who, as far as is known."""
+def _holder() -> str:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since_s": round(time.time())})
+
+
+def _in_words(holder: str | bytes) -> str:
+    """Who holds an output, as far as is known; with a space before it."""
     try:
-        other = json.loads(content)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["since_s"]))
-        who = f" (process {other['pid']} on {other['host']}, since {since})"
+        who = json.loads(holder)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(who["since_s"]))
+        return f" (process {who['pid']} on {who['host']}, since {since})"
     except (ValueError, KeyError, TypeError):
-        who = ""
+        return ""
+
+
+def _in_use(output: Storage, who: str) -> InUseError:
     return InUseError(
         f"output: {output.where} is being written by another job{who}. Wait for its end, or choose another "
         "output.",
@@ -97,9 +192,9 @@ def _locked(output: Storage, path: Path) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            held_by = file.read()
+            who = _in_words(file.read())
             file.close()
-            raise in_use(output, held_by) from None
+            raise _in_use(output, who) from None
         except OSError as error:
             file.close()
             raise ConfigError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...cluster.errors import ConfigError, DatasetError, InUseError, NotFoundError
+from ...cluster.errors import DatasetError, NotFoundError
 from .batch_store import Batch, BatchStore
 from .checking import check_lines, errors_list, plain_error
 from .file_store import FileStore, JsonObject, StoredFile
@@ -22,6 +22,7 @@ from .paper import JobPaper
 from .parts import OutputForm
 from .reading import RowReader
 from .rows import Layout
+from .runs import Job
 from .source import Source
 from .survey import Survey, survey
 
@@ -50,7 +51,6 @@ class OpenBatch:
         """Let others have it."""
         self.reader.close()
         self.ledger.close()
-        self.lock.close()
 
 
 class Opener:
@@ -81,6 +81,10 @@ class Opener:
 
         Args:
             has_room: for its rows; without, only what needs none is done: checking its file, ending it early.
+
+        Raises:
+            InUseError: another replica has it.
+            ConfigError, OSError: the storage is at fault.
         """
         batch = self._batches.find(batch_id)
         if batch is None:
@@ -91,10 +95,7 @@ class Opener:
             return None
         if batch.status == "in_progress" and not (has_room or batch.is_late):
             return None
-        try:
-            held = lock(self._batches.work(batch_id))
-        except InUseError:
-            return None
+        held = lock(self._batches.output(batch_id), logger.info)
         opened = None
         try:
             opened = self._open(batch_id, held, has_room=has_room)
@@ -135,18 +136,14 @@ class Opener:
         found = survey(source, LAYOUT)
         paper = JobPaper(
             made_from=self._made_from,
-            input=source.identity(),
+            input=[{"name": file.id, "size": file.bytes}],  # the storage may have been moved
             input_format=source.format,
             form=FORM,
             num_rows=found.num_rows,
         )
-        output, given_up = self._batches.output(batch.id), None
-        try:
-            ledger = Ledger.open(output, paper)
-        except ConfigError as error:  # the server was started anew with another model, or for another dtype
-            logger.error("%s is given up: %s", batch.id, error.message)
-            given_up = plain_error("settings_changed", error.message)
-            ledger = Ledger.open(output, paper, resume="force", id_hashes=found.id_hashes)
+        output = self._batches.output(batch.id)
+        given_up = _given_up(batch.id, Job.read(output), paper)
+        ledger = Ledger.open(output, paper, resume="force" if given_up else "yes", held=held)
         return OpenBatch(batch, held, ledger, found, RowReader(source, LAYOUT), given_up)
 
     def _source(self, file: StoredFile) -> Source:
@@ -163,3 +160,13 @@ class Opener:
         self._batches.save(failed)
         logger.info("%s has failed: %s", batch.id, errors["data"][0]["message"])
         return failed
+
+
+def _given_up(batch_id: str, begun: Job | None, paper: JobPaper) -> JsonObject | None:
+    """Why a batch that was begun cannot be gone on with: its other lines would be answered otherwise."""
+    changes = paper.differences(begun.paper) if begun is not None else []
+    if not changes:
+        return None
+    said = f"The server was started anew with other settings: {'; '.join(changes)}."
+    logger.error("%s is given up. %s", batch_id, said)
+    return plain_error("settings_changed", f"{said} Send the lines that were not answered in a new batch.")

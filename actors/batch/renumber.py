@@ -37,4 +37,4 @@ def renumber(output: Storage, contents: Contents, form: OutputForm, id_hashes: n
             output.write(same.name, same.encoded())
             contents.learn(same)
         else:
-            rewrite(output, contents, form, [record], [now], run=run)
+            rewrite(output, contents, form, [record], [now], run=run, shard=record.shard)

@@ -9,7 +9,6 @@ Written by whoever holds the output's lock (`ledger.py`), read by writers.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -130,12 +129,6 @@ def remove_earlier(output: Storage) -> None:
     if names:
         output.remove(SUCCESS, *names)
         output.remove(EARLIER)
-
-
-def remove_folder(output: Storage, folder: str) -> None:
-    """A folder with all that is in it. What is not there is no error."""
-    with contextlib.suppress(FileNotFoundError):
-        output.filesystem.delete_dir(output.path(folder))
 
 
 def write_json(output: Storage, name: str, content: Mapping[str, Any]) -> None:

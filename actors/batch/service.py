@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ...cluster.errors import EngineDeadError, RequestError
+from ...cluster.errors import EngineDeadError, InUseError, RequestError
 from ..checkpoints import resolve_checkpoint
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
@@ -136,6 +136,10 @@ class BatchService:
                 if (opened := await opening) is not None:
                     opened.close()
                 raise
+            except InUseError:  # to ask an object store takes seconds
+                wait_s = 0.0 if self.batches.storage.local else RETRY_S
+                self._not_before_s[batch_id] = time.monotonic() + wait_s
+                continue
             if opened is not None:
                 self._begin(opened)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -24,6 +25,7 @@ from ..files import TEMPORARY, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
+NUM_REQUESTS = 16  # at once: object stores answer many as fast as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +150,21 @@ class Storage:
 
     def remove(self, *names: str) -> None:
         """Remove files; what is not there is no error."""
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                self.filesystem.delete_file(self.path(name))
+        if self.local or len(names) < 2:
+            for name in names:
+                self._remove(name)
+            return
+        with ThreadPoolExecutor(NUM_REQUESTS) as requests:
+            list(requests.map(self._remove, names))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder with all that is in it; what is not there is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_dir(self.path(name))
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_file(self.path(name))
 
     @staticmethod
     def _join(base: str, *parts: str) -> str:

@@ -8,8 +8,9 @@ done when it runs again. Called by `ledger.py` alone, when no writer may write.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -31,10 +32,11 @@ def settle(output: Storage, contents: Contents, form: OutputForm, run: int) -> N
     """
     for record in contents.uncommitted:
         remove(output, contents, [record])
-    for group in _groups(contents, form):
-        if len(group) > 1 or contents.owned[group[0].part] != group[0].rows:
+    for shard, group in _groups(contents, form):
+        whole = all(contents.owned[record.part] == record.rows for record in group)
+        if len(group) > 1 or group[0].shard != shard or not whole:
             numbers = [_kept(record.rows, contents.owned[record.part]) for record in group]
-            rewrite(output, contents, form, group, numbers, run=run)
+            rewrite(output, contents, form, group, numbers, run=run, shard=shard)
 
 
 def rewrite(
@@ -45,6 +47,7 @@ def rewrite(
     numbers: Sequence[np.ndarray],
     *,
     run: int,
+    shard: int,
 ) -> None:
     """One part in place of others; none where no row is left.
 
@@ -56,9 +59,8 @@ def rewrite(
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == GONE) :]
     if len(order):
         content = taken_from([_content(output, record) for record in records], order, form)
-        kind = records[0].kind
         record = Record(
-            part=part_name(kind, min(record.shard for record in records), 0, form),
+            part=part_name(records[0].kind, shard, 0, form),
             run=max(record.run for record in records),
             writer=SWEEPER,
             numbering=run,
@@ -80,22 +82,33 @@ def remove(output: Storage, contents: Contents, records: Iterable[Record]) -> No
         contents.forget(record.part)
 
 
-def _groups(contents: Contents, form: OutputForm) -> list[list[Record]]:
-    """Parts that are to be one: where order is preserved, those whose rows lie between each other's."""
-    records = contents.records.values()
+def _groups(contents: Contents, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:
+    """Parts that are to be one, and the shard in its name.
+
+    Where order is preserved those are one whose rows lie between each other's, and names follow the rows:
+    they do not by themselves where rows were answered in several runs, or have other numbers than before.
+    """
+    records = sorted(contents.records.values(), key=lambda each: (each.kind, each.rows[0]))
     if not form.ordered:
-        return [[record] for record in records]
+        yield from ((record.shard, [record]) for record in records)
+        return
+    for _, of_kind in groupby(records, key=lambda each: each.kind):
+        shard = -1
+        for group in _neighbours(of_kind):
+            shard = max(shard + 1, group[0].shard)
+            yield shard, group
+
+
+def _neighbours(records: Iterable[Record]) -> list[list[Record]]:
+    """Records by their first row, in groups that share rows' places or a shard."""
     groups: list[list[Record]] = []
-    ends: list[int] = []
-    for record in sorted(records, key=lambda each: (each.kind, each.rows[0][0])):
-        last = groups[-1][-1] if groups else None
-        begin, end = record.rows[0][0], record.rows[-1][1]
-        if last and last.kind == record.kind and (begin < ends[-1] or last.shard == record.shard):
+    end = 0
+    for record in records:
+        if groups and (record.rows[0][0] < end or record.shard == groups[-1][-1].shard):
             groups[-1].append(record)
-            ends[-1] = max(ends[-1], end)
         else:
             groups.append([record])
-            ends.append(end)
+        end = max(end, record.rows[-1][1])
     return groups
 
 

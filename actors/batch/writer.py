@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +22,10 @@ import pyarrow as pa
 from ...cluster.errors import OutputError
 from ...cluster.row_ranges import RowRanges, contains, minus, of_rows, union
 from .answering import Result
+from .contents import in_parallel
 from .parts import OutputForm, Record, make_part, part_name, put
-from .runs import check_run, reason, remove_earlier, remove_folder
-from .segments import read_segment, rows_in, segment_folder, write_segment
+from .runs import check_run, reason, remove_earlier
+from .segments import Segment, read_segment, rows_in, segment_folder, write_segment
 from .storage import Storage
 
 ROWS_PER_PART = 4096
@@ -31,6 +33,8 @@ PART_INTERVAL_S = 60.0
 FLUSH_INTERVAL_S, REMOTE_FLUSH_INTERVAL_S = 0.25, 5.0
 RETRY_S = 2.0  # between attempts to write what could not be written
 GIVE_UP_S = 60.0  # an output that cannot be written for so long ends the job
+
+Done = TypeVar("Done")
 
 
 def flush_interval_s(output: Storage) -> float:
@@ -115,96 +119,103 @@ class RowWriter:
         What cannot be written is kept and tried again by later calls. Raises OutputError when that has not
         helped for a minute, or when the job has gone on without this writer.
         """
+        durable: list[RowRanges] = []
         with self._writing:
             if self.failing_since_s is not None and time.monotonic() - self._tried_s < RETRY_S:
                 return ()
-            return self._write(self._due)
+            self._tried_s = time.monotonic()
+            try:
+                self._write_all(durable, self._due)
+                self.failing_since_s = None
+            except OSError as error:
+                self._fail(error)
+        return union(*durable)
 
     def adopt(self, writer: str, known: RowRanges) -> RowRanges:
-        """Take over the segments of a writer that is dead: their rows will be in parts of this one.
+        """Take over the segments of a writer that is dead: its rows become this one's.
 
         Args:
             known: rows that need not be taken (`Ledger.known`): they are in parts.
 
         Returns:
-            The rows taken, which are durable. Raises OutputError.
+            The rows taken, which are durable here and gone there. Waits while the output fails. Raises
+            OutputError.
         """
-        with self._writing:
-            try:
-                names = [entry.name for entry in self._output.entries(segment_folder(writer))]
-                taken = [self._unknown(name, known) for name in names]
-            except OSError as error:
-                raise OutputError(
-                    f"output: segments in {self._output.where} cannot be read ({reason(error)}). Run the "
-                    "same command again: it resumes.",
-                    param="output",
-                ) from error
-            for name, (shard, table) in zip(names, taken, strict=True):
-                gathered = self._gathered.setdefault(
-                    shard if self._form.ordered else self._shard, _Gathered()
-                )
-                gathered.tables.append(table)
-                gathered.segments.append(name)
-            return union(*(of_rows(rows_in(table)) for _, table in taken))
+        return self._until_written(lambda: self._adopt(writer, known))
 
     def close(self) -> RowRanges:
         """Make parts of all that is left; returns the rows made durable hereby. Waits while the output fails.
 
         Raises OutputError; the rows in segments are then left to the next run.
         """
-        with self._writing:
-            durable: RowRanges = ()
-            while True:
-                durable = union(durable, self._write(lambda _shard, _gathered: True))
-                if self.failing_since_s is None:
-                    break
-                time.sleep(RETRY_S)
-            remove_folder(self._output, segment_folder(self._writer))
-            return durable
-
-    def _write(self, due: Callable[[int, _Gathered], bool]) -> RowRanges:
-        """Everything that is to be written now. Returns the rows made durable."""
-        self._tried_s = time.monotonic()
-        ended = self._take_added()
         durable: list[RowRanges] = []
-        try:
-            self._save(durable)
-            for shard in [
-                shard for shard, rows in self._gathered.items() if shard in ended or due(shard, rows)
-            ]:
-                self._unwritten.append(self._batch(shard, self._gathered.pop(shard)))
-            while self._unwritten:
-                self._put(self._unwritten[0])
-                self._unwritten.popleft()
-            self.failing_since_s = None
-        except OSError as error:
-            with self._adding:
-                self._ended |= ended
-            self.failing_since_s = self.failing_since_s or self._tried_s
-            if time.monotonic() - self.failing_since_s > GIVE_UP_S:
-                raise self._not_written(error) from error
+        with self._writing:
+            self._until_written(lambda: self._write_all(durable, lambda *_: True))
+            self._until_written(lambda: self._output.remove_folder(segment_folder(self._writer)))
         return union(*durable)
 
-    def _take_added(self) -> set[int]:
+    def _until_written(self, write: Callable[[], Done]) -> Done:
+        """Do it until it succeeds, or has failed for too long."""
+        with self._writing:
+            while True:
+                try:
+                    self._tried_s = time.monotonic()
+                    done = write()
+                except OSError as error:
+                    self._fail(error)
+                    time.sleep(RETRY_S)
+                else:
+                    self.failing_since_s = None
+                    return done
+
+    def _fail(self, error: OSError) -> None:
+        """An attempt has failed. Raises OutputError when it is one too many."""
+        self.failing_since_s = self.failing_since_s or self._tried_s
+        if time.monotonic() - self.failing_since_s > GIVE_UP_S:
+            raise self._not_written(error) from error
+
+    def _write_all(self, durable: list[RowRanges], due: Callable[[int, _Gathered], bool]) -> None:
+        """Segments of what is in memory alone, then the parts that are due. Raises OSError; may be repeated.
+
+        Args:
+            durable: gets what was made durable, also on an error.
+        """
         with self._adding:
             added, self._added = self._added, defaultdict(list)
-            ended, self._ended = self._ended, set()
+            ended = frozenset(self._ended)
         self._unsaved.extend((shard, self._form.table(results)) for shard, results in added.items())
-        return ended
-
-    def _save(self, durable: list[RowRanges]) -> None:
-        """Put what is in memory alone into segments. `durable` tells what was saved, also on an error."""
         while self._unsaved:
-            shard, table = self._unsaved[0]
-            name = f"{segment_folder(self._writer)}/{self._num_segments:06d}.arrow"
-            write_segment(self._output, name, table, run=self._run, shard=shard)
-            self._num_segments += 1
-            gathered = self._gathered.setdefault(shard, _Gathered())
-            gathered.tables.append(table)
-            gathered.segments.append(name)
-            durable.append(of_rows(rows_in(table)))
-            self.num_durable += table.num_rows
-            self._unsaved.popleft()
+            self._save(*self._unsaved[0])
+            durable.append(of_rows(rows_in(self._unsaved.popleft()[1])))
+        for shard in [shard for shard, rows in self._gathered.items() if shard in ended or due(shard, rows)]:
+            self._unwritten.append(self._batch(shard, self._gathered.pop(shard)))
+        with self._adding:
+            self._ended -= ended
+        while self._unwritten:
+            self._put(self._unwritten[0])
+            self._unwritten.popleft()
+
+    def _save(self, shard: int, table: pa.Table) -> None:
+        name = f"{segment_folder(self._writer)}/{self._num_segments:06d}.arrow"
+        write_segment(self._output, name, table, run=self._run, shard=shard)
+        self._num_segments += 1
+        gathered = self._gathered.setdefault(shard, _Gathered())
+        gathered.tables.append(table)
+        gathered.segments.append(name)
+        self.num_durable += table.num_rows
+
+    def _adopt(self, writer: str, known: RowRanges) -> RowRanges:
+        """Segments of its rows, then the end of those of the other. Raises OSError; may be called again."""
+        names = [entry.name for entry in self._output.entries(segment_folder(writer))]
+        tables: defaultdict[int, list[pa.Table]] = defaultdict(list)
+        for segment in in_parallel(lambda name: read_segment(self._output, name), names):
+            if segment is not None and minus(segment.rows, known):
+                shard = segment.shard if self._form.ordered else self._shard
+                tables[shard].append(_without(segment, known))
+        for shard, several in tables.items():
+            self._save(shard, pa.concat_tables(several))
+        self._output.remove_folder(segment_folder(writer))
+        return union(*(of_rows(rows_in(table)) for several in tables.values() for table in several))
 
     def _due(self, _shard: int, gathered: _Gathered) -> bool:
         if self._form.ordered:
@@ -234,15 +245,6 @@ class RowWriter:
             batch.parts.popleft()
         self._output.remove(*batch.segments)
 
-    def _unknown(self, name: str, known: RowRanges) -> tuple[int, pa.Table]:
-        """The shard and those rows of a segment that are not known."""
-        segment = read_segment(self._output, name)
-        if segment is None:
-            return self._shard, self._form.table([])
-        unknown = minus(segment.rows, known)
-        mask = [contains(unknown, row) for row in rows_in(segment.table)]
-        return segment.shard, segment.table.filter(pa.array(mask, pa.bool_()))
-
     def _not_written(self, error: OSError) -> OutputError:
         return OutputError(
             f"output: {self._output.where} cannot be written ({reason(error)}): {self.num_durable} rows of "
@@ -250,6 +252,12 @@ class RowWriter:
             "Mend the output, and run the same command again: it resumes.",
             param="output",
         )
+
+
+def _without(segment: Segment, known: RowRanges) -> pa.Table:
+    """The results of a segment that are not known."""
+    mask = [not contains(known, row) for row in rows_in(segment.table)]
+    return segment.table.filter(pa.array(mask, pa.bool_()))
 
 
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:

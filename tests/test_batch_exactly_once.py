@@ -1,0 +1,378 @@
+"""Exactly once, as a property: whoever dies between any two operations on the output, and whatever goes on.
+
+A driver and its writers work on an output that ends any of them at any operation, as SIGKILL does; writers
+that were given up go on writing; runs follow each other, some over a changed input. At the end every row
+stands once, and what was durable was never answered again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pytest
+from batch_outputs import form, manifest, numbers_in, paper, parts, result, rows_in
+from hypothesis import Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from manta.actors.batch import ledger as ledgers
+from manta.actors.batch import writer as writers
+from manta.actors.batch.ledger import Ledger
+from manta.actors.batch.rows import id_hash
+from manta.actors.batch.storage import Storage
+from manta.actors.batch.writer import RowWriter
+from manta.actors.files import TEMPORARY
+from manta.cluster.errors import OutputError
+from manta.cluster.row_ranges import RowRanges, minus, rows_of, union
+from pyarrow import fs
+
+EXAMPLES = int(os.environ.get("MANTA_EXAMPLES", "10"))
+NUM_ROWS = 40
+ROWS_PER_SHARD = 8
+Done = TypeVar("Done")
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class MortalStorage(Storage):
+    """An output seen by one process: the process ends, or another comes between, before an operation."""
+
+    fate: list[Callable[[], None] | None] = field(default_factory=list, compare=False)
+
+    def _live(self, name: str = "", content: bytes | pa.Buffer = b"") -> None:
+        if not self.fate:
+            return
+        happens = self.fate.pop(0)
+        if happens is not None:
+            self.fate.clear()
+            if self.local and name:
+                half = Path(self.path(name)).with_name(f"{TEMPORARY}{Path(name).name}")
+                if half.parent.is_dir():
+                    half.write_bytes(memoryview(content)[: len(content) // 2])
+            happens()
+
+    def entries(self, *args: Any, **kwargs: Any) -> Any:
+        self._live()
+        return Storage.entries(self, *args, **kwargs)
+
+    def read(self, name: str) -> bytes:
+        self._live()
+        return Storage.read(self, name)
+
+    def write(self, name: str, content: Any, *, synced: bool = True) -> str:
+        self._live(name, content)
+        return Storage.write(self, name, content, synced=synced)
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            self._live()
+            Storage.remove(self, name)
+
+    def remove_folder(self, name: str) -> None:
+        for entry in Storage.entries(self, name, recursive=True):
+            self.remove(entry.name)
+        self._live()
+        Storage.remove_folder(self, name)
+
+
+def die() -> None:
+    raise Killed
+
+
+KILLS = st.none() | st.integers(0, 30)
+
+
+@dataclass
+class Engine:
+    """A writer and the rows it was given and has not made durable."""
+
+    name: str
+    output: MortalStorage
+    writer: RowWriter
+    leased: set[int] = field(default_factory=set)
+
+
+class Job(RuleBasedStateMachine):
+    """The driver's book of rows is a set; leases are its rules."""
+
+    format: Any = "jsonl"
+    ordered = False
+    local = True
+
+    @initialize()
+    def begin(self) -> None:
+        self.form = form(self.format, ordered=self.ordered)
+        if self.local:
+            self.folder = tempfile.TemporaryDirectory(prefix="manta-once-", dir="/dev/shm")
+            self.storage = Storage.open(self.folder.name, field="output")
+        else:
+            files = fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("memory")))
+            self.storage = Storage("memory", files, f"/{uuid.uuid4().hex}")
+        self.ids = list(range(NUM_ROWS))  # of the input's rows, by row number
+        self.version = 0
+        self.engines: list[Engine] = []
+        self.zombies: list[Engine] = []
+        self.durable: set[int] = set()  # ids that the driver was told of
+        self.answers: Counter[int] = Counter()
+        self.output = self.mortal()
+        self.open(kill=None, retry=False)
+
+    def mortal(self) -> MortalStorage:
+        return MortalStorage(self.storage.where, self.storage.filesystem, self.storage.root)
+
+    def open(self, kill: int | None, *, retry: bool, force: bool = False) -> bool:
+        """The driver begins a run, unless it is killed at it."""
+        self.output = self.mortal()
+        self.output.fate[:] = [] if kill is None else [None] * kill + [die]
+        changed = {"name": "rows.jsonl", "size": 1000 + self.version, "modified": 1.0}
+        job = paper(len(self.ids), self.form, input=[changed])
+        hashes = np.array([id_hash(f"id-{each}") for each in self.ids], dtype=np.uint64)
+        try:
+            self.ledger = Ledger.open(
+                self.output, job, resume="force" if force else "yes", id_hashes=lambda: hashes
+            )
+            if self.ledger.complete and retry:
+                self.ledger.reopen()
+            for orphan in self.ledger.orphans:
+                self.durable |= self.ids_of(minus(self.ledger.durable(orphan), self.ledger.known(orphan)))
+        except Killed:
+            self.ledger.close()  # as the system does
+            return False
+        finally:
+            self.output.fate.clear()
+        waiting = (self.ledger.durable(orphan) for orphan in self.ledger.orphans)
+        done = union(self.ledger.answered, *waiting, () if retry else self.ledger.failed)
+        self.left = set(rows_of(minus(((0, len(self.ids)),), done)))
+        self.durable &= set(self.ids)
+        again = {self.ids[row] for row in self.left} & self.durable
+        failed = self.ids_of(self.ledger.failed)
+        assert again <= (failed if retry else set()), "what was durable is answered again"
+        self.to_adopt = list(self.ledger.orphans)
+        return True
+
+    def ids_of(self, rows: RowRanges) -> set[int]:
+        return {self.ids[row] for row in rows_of(rows)}
+
+    @precondition(lambda self: not self.ledger.complete and len(self.engines) < 3)
+    @rule()
+    def start_engine(self) -> None:
+        name, output = uuid.uuid4().hex, self.mortal()
+        shard = len(self.engines)
+        writer = RowWriter(output, self.form, run=self.ledger.run, shard=shard, writer=name)
+        self.engines.append(Engine(name, output, writer))
+
+    @precondition(lambda self: self.engines and self.left)
+    @rule(data=st.data(), num_rows=st.integers(1, 12))
+    def answer(self, data: st.DataObject, num_rows: int) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        rows = data.draw(st.permutations(sorted(self.left)))[:num_rows]
+        failed = data.draw(st.sets(st.sampled_from(rows), max_size=3))
+        self.left -= set(rows)
+        engine.leased |= set(rows)
+        for row in rows:
+            given = result(self.ids[row], failed=row in failed) | {"row": row}
+            self.answers[self.ids[row]] += 1
+            engine.writer.add([given], shard=row // ROWS_PER_SHARD if self.ordered else None)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), kill=KILLS, what=st.sampled_from(["flush", "flush", "adopt", "close", "end_shard"]))
+    def work(self, data: st.DataObject, kill: int | None, what: str) -> None:
+        """An engine writes; it may be killed at it."""
+        engine = data.draw(st.sampled_from(self.engines))
+        engine.output.fate[:] = [] if kill is None else [None] * kill + [die]
+        try:
+            if what == "adopt" and self.to_adopt:
+                orphan = data.draw(st.sampled_from(self.to_adopt))
+                engine.writer.adopt(orphan, self.ledger.known(orphan))
+                self.to_adopt.remove(orphan)
+            elif what == "end_shard":
+                engine.writer.end_shard(data.draw(st.integers(0, NUM_ROWS // ROWS_PER_SHARD)))
+            elif what == "close":
+                self.learn(engine, engine.writer.close())
+                self.engines.remove(engine)
+            else:
+                self.learn(engine, engine.writer.flush())
+        except Killed:
+            self.engines.remove(engine)
+            self.mourn(engine)
+        engine.output.fate.clear()
+
+    def learn(self, engine: Engine, rows: RowRanges) -> None:
+        assert set(rows_of(rows)) <= engine.leased, "only what was added is made durable"
+        engine.leased -= set(rows_of(rows))
+        self.durable |= self.ids_of(rows)
+
+    def mourn(self, engine: Engine) -> None:
+        """The driver gives an engine up: what it has not made durable is to be answered again."""
+        self.ledger.refresh(engine.name)
+        durable = set(rows_of(self.ledger.durable(engine.name)))
+        self.durable |= {self.ids[row] for row in durable & engine.leased}
+        self.left |= engine.leased - durable
+        if engine.name in self.ledger.orphans:
+            self.to_adopt.append(engine.name)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """An engine that lives is taken for dead."""
+        engine = data.draw(st.sampled_from(self.engines))
+        self.engines.remove(engine)
+        self.zombies.append(engine)
+        self.mourn(engine)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), pause=st.integers(0, 30))
+    def pause(self, data: st.DataObject, pause: int) -> None:
+        """An engine stands still between two operations, is given up meanwhile, and goes on."""
+        engine = data.draw(st.sampled_from(self.engines))
+        gone = [False]
+
+        def given_up() -> None:
+            gone[0] = True
+            self.engines.remove(engine)
+            self.mourn(engine)
+            for other in self.engines:
+                if engine.name in self.to_adopt:
+                    other.writer.adopt(engine.name, self.ledger.known(engine.name))
+                    self.to_adopt.remove(engine.name)
+
+        engine.output.fate[:] = [None] * pause + [given_up]
+        rows = engine.writer.flush()
+        engine.output.fate.clear()
+        if not gone[0]:
+            self.learn(engine, rows)
+
+    @precondition(lambda self: self.zombies)
+    @rule(data=st.data(), what=st.sampled_from(["flush", "close"]), kill=KILLS)
+    def haunt(self, data: st.DataObject, what: str, kill: int | None) -> None:
+        zombie = data.draw(st.sampled_from(self.zombies))
+        zombie.output.fate[:] = [] if kill is None else [None] * kill + [die]
+        try:
+            getattr(zombie.writer, what)()
+        except (Killed, OutputError):
+            self.zombies.remove(zombie)
+        zombie.output.fate.clear()
+
+    @rule(
+        kill=KILLS,
+        retry=st.booleans(),
+        change=st.sampled_from([None, None, "append", "shuffle", "drop"]),
+        haunting=st.booleans(),
+        data=st.data(),
+    )
+    def kill_driver(
+        self, kill: int | None, retry: bool, change: str | None, haunting: bool, data: st.DataObject
+    ) -> None:
+        """The driver dies, its engines with it or not, and the job is run again, until that succeeds."""
+        self.ledger.close()  # as the system does
+        self.zombies += self.engines if haunting else []
+        self.engines = []
+        if change is not None:
+            self.version += 1
+            self.ids = self.changed(change, data)
+        force = change is not None
+        if not self.open(kill, retry=retry, force=force):
+            assert self.open(None, retry=retry, force=force)
+
+    def changed(self, change: str, data: st.DataObject) -> list[int]:
+        if change == "append":
+            return [*self.ids, *range(max(self.ids) + 1, max(self.ids) + 4)]
+        if change == "shuffle":
+            return data.draw(st.permutations(self.ids))
+        return self.ids[3:]
+
+    @precondition(lambda self: not self.ledger.complete)
+    @rule(kill=KILLS, data=st.data())
+    def finish(self, kill: int | None, data: st.DataObject) -> None:
+        """All that is left is answered, and the job ends, or is killed at it and ends in its next run."""
+        if self.left:
+            if not self.engines:
+                self.start_engine()
+            self.answer(data, len(self.left))
+        for engine in self.engines:
+            self.learn(engine, engine.writer.close())
+        self.engines = []
+        self.output.fate[:] = [] if kill is None else [None] * kill + [die]
+        try:
+            self.ledger.finish({"rows": 1})
+        except Killed:
+            self.output.fate.clear()
+            self.ledger.close()
+            self.open(None, retry=False)
+            assert not self.left
+            if not self.ledger.complete:
+                self.ledger.finish({"rows": 1})
+        self.output.fate.clear()
+        self.ledger.close()
+        self.check()
+        self.open(None, retry=False)
+        assert self.ledger.complete
+
+    def check(self) -> None:
+        """Every row once: in all files that look like results, and in those that the manifest names."""
+        names = parts(self.storage)
+        assert sorted(numbers_in(self.storage, names)) == sorted(self.ids)
+        assert sorted(part["file"] for part in manifest(self.storage)["parts"]) == names
+        assert not Storage.entries(self.storage, "_manta/pending", recursive=True)
+        records = {
+            entry.name[len("_manta/records/") : -len(".json")]
+            for entry in self.storage.entries("_manta/records")
+        }
+        assert records == set(names)
+        failed = [row for row in rows_in(self.storage, names) if row["error"]]
+        assert len(failed) == manifest(self.storage)["failed"]
+        if self.ordered:
+            for kind in ("part-", "errors-"):
+                rows = numbers_in(self.storage, [name for name in names if name.startswith(kind)])
+                numbers = [self.ids.index(row) for row in rows]
+                assert numbers == sorted(numbers)
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        if self.local:
+            self.folder.cleanup()
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["disk", "objects"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
+def test_every_row_stands_once_whoever_dies_and_what_was_durable_is_never_answered_again(
+    local: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 6)
+    monkeypatch.setattr(writers, "RETRY_S", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    if not local:
+        monkeypatch.setattr(ledgers, "lock", lambda *_: FreeLock())
+    machine = type(
+        "Job", (Job,), {"local": local, "ordered": ordered, "format": "jsonl" if local else "parquet"}
+    )
+    changes = {"local": local, "ordered": ordered, "format": "jsonl" if local else "parquet"}
+    machine = type("Job", (Job,), changes)
+    how = settings(max_examples=EXAMPLES, stateful_step_count=30, phases=[Phase.reuse, Phase.generate])
+    run_state_machine_as_test(machine, settings=how)  # shrinking takes minutes; thirty steps can be read
+
+
+class FreeLock:
+    """Nobody else is there: what keeps two jobs apart is `test_batch_lock.py`'s matter."""
+
+    held = True
+
+    def close(self) -> None: ...
