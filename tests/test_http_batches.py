@@ -25,6 +25,7 @@ from manta.cluster.errors import ConfigError, EngineDeadError
 from manta.cluster.executor import ExecutorInfo
 from manta.cluster.plan import SchedulerOutput, StepResult
 from openai.types import Batch
+from s3_outputs import make_bucket, s3_server, s3_url
 from text_pair import LiveServer, make_text_pair
 
 NAME = "tiny"
@@ -287,6 +288,24 @@ def test_replicas_share_batches_and_each_line_is_answered_once(
         assert len(answers[0]) == 12 and all(each == answers[0] for each in answers)
     jobs = [json.loads(path.read_text()) for path in tmp_path.glob("work/*/out/_manta/job.json")]
     assert [len(job["runs"]) for job in jobs] == [1] * 3, "nobody began what another had"
+
+
+def test_files_and_batches_live_in_an_object_store_as_well(engine_args: dict[str, Any]) -> None:
+    with s3_server() as address:
+        make_bucket(address, "batches")
+        args = {**engine_args, "batch_storage": s3_url(address, "batches")}
+        with LiveServer(*split_settings(args)) as server:
+            client = client_of(server.url)
+            lines = [line(f"row-{i}", f"say {i} " + "x" * 2000) for i in range(600)]
+            large = client.files.create(file=("large.jsonl", jsonl(lines)), purpose="batch")
+            assert large.bytes > 2**20 and client.files.content(large.id).read() == jsonl(lines)
+            assert client.files.delete(large.id).deleted
+            batch = ended(client, submit(client, [line("a"), line("b"), line("bad", n=0)]))
+            assert batch.status == "completed"
+            assert set(results(client, batch.output_file_id)) == {"a", "b"}
+            assert set(results(client, batch.error_file_id)) == {"bad"}
+            assert [each.id for each in client.batches.list()] == [batch.id]
+            assert len(client.files.list().data) == 3
 
 
 def test_a_batch_is_given_up_where_the_model_is_another_one(
