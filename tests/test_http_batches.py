@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import openai
+import pyarrow as pa
 import pytest
 from manta.actors.executor import make_executor
 from manta.actors.http.settings import ServerSettings, split_settings
@@ -55,7 +56,7 @@ def server(engine_args: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
         **engine_args,
         "batch_storage": str(place),
         "max_request_bytes": 20_000,
-        "max_batch_file_bytes": 100_000,
+        "max_batch_file_bytes": 2_000_000,
         "max_batch_lines": 300,
     }
     with LiveServer(*split_settings(args)) as server:
@@ -115,8 +116,8 @@ def texts(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_files_come_and_go(client: openai.OpenAI) -> None:
-    content = jsonl([line(f"row-{i}") for i in range(200)])
-    assert 20_000 < len(content) < 100_000, "larger than a request may be"
+    content = jsonl([line(f"row-{i}", "x" * 5000) for i in range(300)])
+    assert len(content) > 1_500_000, "larger than a request may be, and than what waits in memory"
     first = client.files.create(file=("first.jsonl", content), purpose="batch")
     assert first.id.startswith("file-") and first.bytes == len(content) and first.filename == "first.jsonl"
     second = client.files.create(file=("second.jsonl", b""), purpose="batch")
@@ -142,7 +143,7 @@ def test_uploads_that_cannot_be_used_are_refused(server: LiveServer, client: ope
         after = {"anchor": "created_at", "seconds": 3600}
         client.files.create(file=("x.jsonl", b"{}"), purpose="batch", expires_after=after)
     with pytest.raises(openai.APIStatusError, match="max_batch_file_bytes") as caught:
-        client.files.create(file=("x.jsonl", b"x" * 170_000), purpose="batch")
+        client.files.create(file=("x.jsonl", b"x" * 2_100_000), purpose="batch")
     assert caught.value.status_code == 413
     assert httpx.post(f"{server.url}/v1/files", json={}).json()["error"]["param"] == "file"
     with pytest.raises(openai.BadRequestError, match="after"):
@@ -418,13 +419,16 @@ def test_a_replica_that_is_killed_is_followed_by_one_that_goes_on(
         time.sleep(0.3)
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
-    kept = set(tmp_path.glob("work/*/out/_manta/pending/*/*.arrow"))
-    assert kept, "some rows were durable"
+    segments = tmp_path.glob("work/*/out/_manta/pending/*/*.arrow")
+    num_kept = sum(pa.ipc.open_file(path).read_all().num_rows for path in segments)
+    assert 0 < num_kept < 80, "some rows were durable"
     with LiveServer(*split_settings(args)) as server:
         second = client_of(server.url)
         batch = ended(second, batch)
         assert batch.status == "completed"
         found = results(second, batch.output_file_id)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert f'status="completed"}} {80 - num_kept}.0' in metrics, "what was durable is not answered again"
     undisturbed = ended(client, submit(client, lines))
     assert texts(found) == texts(results(client, undisturbed.output_file_id))
     assert set(found) == {f"row-{i}" for i in range(80)}

@@ -154,6 +154,7 @@ class BatchRun:
                         await self._slots.acquire()
                         task = group.create_task(self._answer(row))
                         task.add_done_callback(lambda _: self._slots.release())
+                        await asyncio.sleep(0)  # online requests do not wait for many rows to be begun
                     while alone and minus(flight, self._done):
                         self._written.clear()
                         await self._written.wait()

@@ -31,7 +31,7 @@ TRIALS = "trials.json"
 # An entry of the queue whose paper never came: the request that made it has failed.
 ABANDONED_S = 3600.0
 NEXT: Mapping[Status, tuple[Status, ...]] = {
-    "validating": ("in_progress", "cancelling", "failed", "expired"),
+    "validating": ("in_progress", "cancelling", "failed"),
     "in_progress": ("finalizing", "cancelling", "failed"),
     "finalizing": ("completed", "expired", "failed"),
     "cancelling": ("cancelled", "failed"),
@@ -171,6 +171,7 @@ class BatchStore:
         self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.as_openai()).encode())
         if batch.ended:
             self.leave_queue(batch.id)
+            self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{TRIALS}")
 
     def leave_queue(self, batch_id: str) -> None:
         self.storage.remove(f"{QUEUE}/{batch_id}")
