@@ -74,8 +74,8 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
     length = len(prompt)
     if length == 0:
         raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
-    _check_vocabulary("prompt", prompt, limits.vocab_size)
-    _check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    check_vocabulary("prompt", prompt, limits.vocab_size)
+    check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     num_stops = len({*params.stop_token_ids, *limits.eos_token_ids})
     if limits.max_stop_token_ids is not None and num_stops > limits.max_stop_token_ids:
         raise RequestError(
@@ -110,7 +110,7 @@ def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt"
     )
 
 
-def _check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+def check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
         raise RequestError(f"{field} holds token {wrong}; tokens are 0 to {vocab_size - 1}.", param=field)

@@ -1,25 +1,33 @@
-"""Records become requests: ids, sampling fields, seeds; files become sources; results become parts."""
+"""Records become requests: ids, prompts, sampling fields, seeds; and rows become results."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from manta.actors.batch.answering import WIRE_SCHEMA
-from manta.actors.batch.rows import Layout, parse_line, read_request, row_id, row_seed
-from manta.actors.batch.source import check_columns, open_source, read_results
+from manta.actors.batch import answering
+from manta.actors.batch.answering import Result, RowAnswerer, failure, wire_schema
+from manta.actors.batch.reading import Row, RowReader
+from manta.actors.batch.rows import Layout, content_id, parse_line, read_request, row_id, row_seed
+from manta.actors.batch.source import check_columns, open_source
 from manta.actors.batch.survey import survey
+from manta.actors.engine import AsyncEngine
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.protocol import ChatRequest, CompletionRequest
-from manta.cluster.errors import ConfigError, DatasetError, RequestError
-from manta.jobs.batch.sink import LOCK, Sink
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
+from text_pair import make_text_pair
 
 DATASET = Layout()
 OPENAI = Layout(kind="openai", lines=True)
 NO_DEFAULTS = GenerationDefaults()
+T = TypeVar("T")
 
 
 def openai_line(**changes: object) -> dict[str, object]:
@@ -151,7 +159,9 @@ def test_an_unreadable_dataset_is_refused_before_anything_starts(tmp_path: Path)
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    source = open_source([write_lines(tmp_path / "rows.jsonl", [{"question": "x", "key": 1}])])
+    (tmp_path / "0.jsonl").write_text("")  # and nothing is known by it
+    write_lines(tmp_path / "1.jsonl", [{"question": "x", "key": 1}])
+    source = open_source([tmp_path])
     for layout, param in (
         (DATASET, "prompt_column"),
         (Layout(prompt_column="ask"), "prompt_column"),
@@ -163,67 +173,167 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path)
     check_columns(source, Layout(prompt_column="question", id_column="key"))
 
 
-def result(row: str, **fields: object) -> dict[str, object]:
-    return {"id": row, "begin_s": 1.0, "end_s": 2.0, **fields}
+def test_a_template_makes_a_prompt_of_columns() -> None:
+    layout = Layout(template="{{{question}}} of {n} in {list}: {naïve name}")
+    record = {"question": "why?", "n": 3, "list": ["é"], "naïve name": "", "prompt": "unused", "top_k": 5}
+    request = read_request(record, layout, NO_DEFAULTS)
+    assert isinstance(request.body, CompletionRequest)
+    assert request.body.prompt == ['{why?} of 3 in ["é"]: ']
+    assert request.params.top_k == 5
+    for missing in ({}, {"question": None}):
+        with pytest.raises(RequestError, match="has no question") as refused:
+            read_request({"quest": "x"} | missing, layout, NO_DEFAULTS)
+        assert refused.value.param == "question"
+    for wrong in ("{", "}", "{}", "{a!r}", "{a:5}", "{a"):
+        with pytest.raises(ConfigError, match=r"Write \{column\}") as bad:
+            Layout(template=wrong)
+        assert bad.value.param == "template"
 
 
-def results() -> pa.Table:
-    error = {"type": "BadRequestError", "message": "m", "param": "prompt"}
-    good = result("a", text="hi", token_ids=[1, 2], response=json.dumps({"id": "cmpl-1", "choices": []}))
-    return pa.Table.from_pylist([good, result("b", error=error, input="{")], schema=WIRE_SCHEMA)
+def test_a_templates_columns_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,lang\nx,y\n")
+    source = open_source([tmp_path / "rows.csv"])
+    check_columns(source, Layout(template="{question} in {lang}"))
+    with pytest.raises(DatasetError, match="no column 'language' in the data") as refused:
+        check_columns(source, Layout(template="{question} in {language}"))
+    assert refused.value.param == "template"
 
 
-def test_parts_hold_answers_and_error_rows(tmp_path: Path) -> None:
-    for form in ("parquet", "jsonl"):
-        sink = Sink(tmp_path / form, form)  # type: ignore[arg-type]
-        sink.add(results())
-        sink.finish({"rows": 2}, {"model": "m"})
-        sink.close()
-        good, bad = read_results(tmp_path / form)
-        assert (good["id"], good["text"], good["token_ids"], good["error"]) == ("a", "hi", [1, 2], None)
-        assert (bad["id"], bad["error"]["param"], bad["input"]) == ("b", "prompt", "{")
-        manifest = json.loads((tmp_path / form / "manifest.json").read_text())
-        assert [part["rows"] for part in manifest["parts"]] == [2]
-        assert (tmp_path / form / "_SUCCESS").exists()
+def test_a_template_is_the_only_prompt() -> None:
+    for more in ({"kind": "openai", "lines": True}, {"prompt_column": "x"}):
+        with pytest.raises(ConfigError, match="the prompt already") as refused:
+            Layout(template="{x}", **more)
+        assert refused.value.param == "template"
 
 
-def test_openai_answers_and_errors_go_to_files_of_their_own(tmp_path: Path) -> None:
-    sink = Sink(tmp_path / "out", "openai")
-    sink.add(results())
-    sink.finish({}, {})
-    (part,) = (tmp_path / "out").glob("part-*.jsonl")
-    (errors,) = (tmp_path / "out").glob("errors-*.jsonl")
-    good, bad = json.loads(part.read_text()), json.loads(errors.read_text())
-    assert (good["custom_id"], good["response"]["status_code"], good["error"]) == ("a", 200, None)
-    assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == ("b", None, "BadRequestError")
-    assert bad["input"] == "{"
+def test_text_of_csv_becomes_what_it_stands_for(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(
+        "messages,max_tokens,temperature,top_k,ignore_eos,stop,stop_token_ids,seed,chat_template_kwargs\n"
+        '"[{""role"": ""user"", ""content"": ""hi, you""}]",7,0.5,3,true,"[""a"", ""b""]","[1, 2]",9,'
+        '"{""style"": 1}"\n'
+        '"[{""role"": ""user"", ""content"": ""x""}]",,,,,[,,,\n'
+        "[{,,,,,,,,\n"
+    )
+    source = open_source([tmp_path / "rows.csv"])
+    found = survey(source, DATASET, duplicates="refuse")
+    first, second, third = RowReader(source, DATASET).read(found.work(((0, 3),)))
+    request = read_request(first.record, DATASET, NO_DEFAULTS)
+    assert isinstance(request.body, ChatRequest)
+    assert (request.body.messages[0].content, request.body.chat_template_kwargs) == ("hi, you", {"style": 1})
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.seed) == (7, 0.5, 3, 9)
+    assert (params.ignore_eos, params.stop, params.stop_token_ids) == (True, ("a", "b"), (1, 2))
+    assert read_request(second.record, DATASET, NO_DEFAULTS).params.stop == ("[",)
+    with pytest.raises(RequestError, match="messages: the text is not valid JSON") as refused:
+        read_request(third.record, DATASET, NO_DEFAULTS)
+    assert refused.value.param == "messages"
 
 
-def test_results_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    with Sink(folder, "jsonl") as sink:
-        sink.add(results())
-        sink.finish({}, {})
-    (folder / "notes.txt").write_text("mine")
-    before = {path.name for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match="--overwrite") as refused:
-        Sink(folder, "jsonl")
-    assert refused.value.param == "output"
-    with Sink(folder, "jsonl", overwrite=True):
-        pass  # a job that has no row leaves what was there
-    assert {path.name for path in folder.iterdir()} == before
-    with Sink(folder, "jsonl", overwrite=True) as sink:
-        sink.add(results())
-        sink.flush()
-        left = {path.name for path in folder.iterdir()} - {LOCK}
-    assert len(left - before) == 1
-    assert left & before == {"notes.txt"}
+def test_schemas_of_rows_are_handed_on_to_the_endpoints_models() -> None:
+    read_request(
+        {"prompt": "x", "response_format": {"type": "text", "json_schema": None}}, DATASET, NO_DEFAULTS
+    )
+    for column, value in (
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", '{"regex": "a+"}'),
+    ):
+        with pytest.raises(RequestError, match="not supported") as refused:
+            read_request({"prompt": "x", column: value}, DATASET, NO_DEFAULTS)
+        assert refused.value.param == column
 
 
-def test_a_folder_without_success_is_what_a_stopped_job_leaves(tmp_path: Path) -> None:
-    with Sink(tmp_path / "out", "jsonl") as sink:
-        sink.add(results())
-        sink.flush()
-    names = [path.name for path in (tmp_path / "out").iterdir()]
-    assert len(names) == 1
-    assert names[0].startswith("part-")
+@pytest.fixture(scope="module")
+def text_pair_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "num_threads": 1,
+    }
+    return EngineConfig.from_dict(
+        {"model": str(target), "speculative_config": {"model": str(drafter), "adaptive": False}, **settings}
+    )
+
+
+def answered(config: EngineConfig, answer: Callable[[AsyncEngine], Awaitable[T]]) -> T:
+    """What an engine gives that lives for this alone."""
+
+    async def run() -> T:
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            return await answer(engine)
+        finally:
+            engine.close()
+
+    return asyncio.run(run())
+
+
+def test_results_know_their_row_and_hand_its_columns_on_whatever_becomes_of_it(
+    text_pair_config: EngineConfig, tmp_path: Path
+) -> None:
+    records: list[Any] = [
+        {"id": "a", "prompt": "def main(", "max_tokens": 4, "kind": "code", "n_ref": 1},
+        {"id": "a", "prompt": "def main(", "max_tokens": 4, "temperature": 1.0, "kind": None, "n_ref": 2.5},
+        {"id": "long", "prompt": "word " * 100_000, "kind": "long"},
+        {"id": "hot", "prompt": "x", "temperature": -1, "kind": "bad"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + "{broken\n")
+    source = open_source([path])
+    layout = Layout(lines=True, columns=("kind", "n_ref"))
+    found = survey(source, layout, duplicates="number")
+    rows = RowReader(source, layout).read(found.work(((0, 5),)))
+
+    async def answer(engine: AsyncEngine) -> list[Result]:
+        answerer = RowAnswerer(engine, layout, NO_DEFAULTS, "tiny", found.columns)
+        return await asyncio.gather(*(answerer.answer(row, speculate=row.number != 0) for row in rows))
+
+    results = answered(text_pair_config, answer)
+    table = pa.Table.from_pylist(results, schema=wire_schema(found.columns))
+    first, second, long, hot, broken = table.to_pylist()
+    assert [row["row"] for row in results] == [0, 1, 2, 3, 4]
+    assert [row["id"] for row in results] == ["a", "a-2", "long", "hot", content_id("{broken")]
+    assert (first["num_draft_tokens"], second["num_draft_tokens"] > 0) == (0, True)
+    assert [row["seed"] for row in (first, second)] == [row_seed(0, "a"), row_seed(0, "a-2")]
+    assert [row["kind"] for row in (first, second, long, hot, broken)] == ["code", None, "long", "bad", None]
+    assert [first["n_ref"], second["n_ref"], hot["n_ref"]] == [1.0, 2.5, None]
+    params = [row["error"] and row["error"]["param"] for row in table.to_pylist()]
+    assert params == [None, None, "prompt", "temperature", None]
+    assert "not valid JSON" in broken["error"]["message"]
+    assert (broken["input"], json.loads(hot["input"])) == ("{broken", records[3])
+    assert {row["error"]["attempts"] for row in (long, hot, broken)} == {1}
+
+
+def test_only_a_dead_engine_is_not_the_rows_fault(
+    text_pair_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else a row brings about becomes its result."""
+    row = Row(7, {"id": "a", "prompt": "x"})
+
+    def divide(*_: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    async def answer(engine: AsyncEngine) -> Result:
+        answerer = RowAnswerer(engine, DATASET, NO_DEFAULTS, "tiny")
+        with monkeypatch.context() as patch:
+            patch.setattr(answering, "read_request", divide)
+            failed = await answerer.answer(row)
+        engine.close()
+        with pytest.raises(EngineDeadError):
+            await answerer.answer(row)
+        return failed
+
+    failed = answered(text_pair_config, answer)
+    assert (failed["row"], failed["id"], failed["error"]["type"]) == (7, "a", "InternalServerError")
+    assert failed["error"]["message"] == "ZeroDivisionError in the engine: by zero."
+
+
+def test_whoever_gives_up_on_a_row_says_how_often_it_was_tried() -> None:
+    row = Row(3, {"id": "x", "prompt": "p", "kind": "k"})
+    columns = pa.schema([("kind", pa.string())])
+    said = failure(row, EngineDeadError("It ends engines."), DATASET, columns, attempts=3)
+    assert (said["row"], said["id"], said["kind"], said["attempts"]) == (3, "x", "k", 3)
+    assert (said["error"]["attempts"], json.loads(said["input"])) == (3, dict(row.record))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import pickle
+import re
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.batch import reading
+from manta.actors.batch import numbering, reading, text_records
 from manta.actors.batch import survey as surveying
+from manta.actors.batch.columns import handed_on
 from manta.actors.batch.reading import Row, RowReader, id_of, record_of
-from manta.actors.batch.rows import Layout
+from manta.actors.batch.rows import Layout, content_id, id_hash
 from manta.actors.batch.source import Source, open_source
 from manta.actors.batch.survey import survey
+from manta.cluster.errors import DatasetError, RequestError
 from manta.cluster.row_ranges import of_rows
 
 FORMATS = ("parquet", "jsonl", "openai", "csv", "text")
@@ -91,3 +97,261 @@ def test_rows_come_back_once_and_as_they_were_whatever_is_asked(
         everything = reader.read(found.work(((0, len(prompts)),)))
         assert [prompt_of(row, layout) or "" for row in everything] == prompts
         assert len({id_of(row, layout) for row in everything}) == len(prompts)
+
+
+def names(source: Source) -> list[str]:
+    return [Path(file.path).name for file in source.files]
+
+
+def test_files_are_found_by_name_folder_and_pattern_each_once_and_in_order(tmp_path: Path) -> None:
+    for name in (
+        "b.jsonl",
+        "a.jsonl",
+        "_old.jsonl",
+        ".c.jsonl",
+        "x.log",
+        "deep/d.jsonl",
+        "_out/e.jsonl",
+        "[1].jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    found = {
+        (str(tmp_path),): ["[1].jsonl", "a.jsonl", "b.jsonl"],
+        (f"{tmp_path}/b.jsonl", f"{tmp_path}/?.jsonl", f"file://{tmp_path}/a.jsonl"): ["a.jsonl", "b.jsonl"],
+        (f"{tmp_path}/**/*.jsonl",): ["[1].jsonl", "a.jsonl", "b.jsonl", "d.jsonl"],
+        (f"{tmp_path}/*/*.jsonl",): ["d.jsonl"],
+        (f"{tmp_path}/[[]*.jsonl",): ["[1].jsonl"],
+        (f"{tmp_path}/[1].jsonl",): ["[1].jsonl"],
+        (f"{tmp_path}/_o*/e.jsonl",): ["e.jsonl"],
+    }
+    assert {where: names(open_source(where)) for where in found} == found
+    with pytest.raises(DatasetError, match=r"no file matches .*q\*"):
+        open_source([f"{tmp_path}/q*"])
+    with pytest.raises(DatasetError, match=r"deep/\*\*/"):
+        (tmp_path / "deep" / "d.jsonl").unlink()
+        open_source([tmp_path / "deep"])
+
+
+def write_ids(path: Path, ids: list[str | None]) -> tuple[Source, Layout]:
+    rows = [{"prompt": "same"} | ({} if name is None else {"id": name}) for name in ids]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source([path])
+    return source, layout_of(source)
+
+
+def numbered(ids: list[str]) -> list[str]:
+    """What a reader of the documentation would do by hand."""
+    given, seen, result = set(ids), {}, []
+    for name in ids:
+        copy = seen.get(name, 0) + 1
+        while copy > 1 and f"{name}-{copy}" in given:
+            copy += 1
+        seen[name] = copy
+        result.append(name if copy == 1 else f"{name}-{copy}")
+    return result
+
+
+IDS = ("a", "a-2", "a-2-2", "a-3", "b", "é")
+CONTENT = content_id(b'{"prompt":"same"}')
+
+
+@pytest.mark.parametrize("weak", [False, True])
+@settings(max_examples=40)
+@given(ids=st.lists(st.sampled_from([None, *IDS]), min_size=1, max_size=30))
+def test_later_rows_of_an_id_are_numbered_and_no_two_rows_share_one(
+    weak: bool, ids: list[str | None], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also where ids of the data share their hash."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numbering, "ROWS_PER_READ", 3)
+        if weak:
+            for module in (numbering, surveying):
+                patch.setattr(module, "id_hash", lambda name: id_hash(name) >> 62 * (name in IDS))
+        source, layout = write_ids(tmp_path_factory.mktemp("ids") / "rows.jsonl", ids)
+        found = survey(source, layout, duplicates="number")
+        rows = RowReader(source, layout).read(found.work(((0, len(ids)),)))
+    final, theirs = [id_of(row, layout) for row in rows], [name or CONTENT for name in ids]
+    assert len(set(final)) == len(ids)
+    kept = [name == own for name, own in zip(final, theirs, strict=True)]
+    assert kept == [own not in theirs[:row] for row, own in enumerate(theirs)]
+    if not weak:  # else a number may be passed over
+        assert final == numbered(theirs)
+        assert found.id_hashes().tolist() == [id_hash(name) for name in final]
+
+
+def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('id,prompt\na,"two\nlines"\n\nb,x\na,y\n')
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "prompt": "x"}\n\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x"}\n\n{"id": "1", "prompt": "y"}\n')
+    pq.write_table(pa.table({"id": ["p", "q", "q"], "prompt": ["x"] * 3}), tmp_path / "rows.parquet")
+    for pattern, said in (
+        ("rows.csv", r"'a' stands twice: .*rows.csv, line 2, and .*rows.csv, line 6"),
+        ("?.jsonl", r"'1' stands twice: .*a.jsonl, line 1, and .*b.jsonl, line 4"),
+        ("rows.parquet", r"'q' stands twice: .*rows.parquet, row 2, and .*rows.parquet, row 3"),
+    ):
+        source = open_source([f"{tmp_path}/{pattern}"])
+        with pytest.raises(DatasetError, match=said + r".*--duplicate-ids number") as refused:
+            survey(source, layout_of(source), duplicates="refuse")
+        assert refused.value.param == "duplicate_ids"
+        found = survey(source, layout_of(source), duplicates="number")
+        assert len(found.numbered.rows) == (2 if pattern == "?.jsonl" else 1)
+
+
+def test_a_malformed_row_is_a_row_and_keeps_its_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"id": "ok", "x": NaN}\n{broken\n[1]\n{"id": "\\ud800"}\n'
+    )
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfid,prompt\r\n1,x\r\n2,x,y\r\n3\r\n4,a\rb\r\n5,z\r\n")
+    for name, good, faults in (
+        ("a.jsonl", ["ok"], ["not valid JSON", "holds list", "not valid JSON"]),
+        ("a.csv", ["1", "3", "5"], ["3 fields, the header 2", "carriage return"]),
+    ):
+        source = open_source([tmp_path / name])
+        layout = layout_of(source)
+        found = survey(source, layout, duplicates="refuse")
+        rows = RowReader(source, layout).read(found.work(((0, found.num_rows),)))
+        said, ids = [], []
+        for row in rows:
+            try:
+                record_of(row, layout)
+                ids.append(id_of(row, layout))
+            except RequestError as error:
+                said.append(error.message)
+                assert id_of(row, layout).startswith("row-")
+                assert row.record["text"]
+        assert ids == good
+        assert [fault in text for fault, text in zip(faults, said, strict=True)] == [True] * len(faults)
+        assert [id_hash(id_of(row, layout)) for row in rows] == found.id_hashes().tolist()
+
+
+def test_a_file_that_cannot_be_read_to_its_end_ends_the_survey_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_records, "MAX_LINE_BYTES", 1000)
+    good = b'{"prompt": "x"}\n'
+    whole = tmp_path / "whole.parquet"
+    pq.write_table(pa.table({"prompt": [f"{i}" for i in range(1000)]}), whole)
+    files = {
+        "latin.jsonl": (good * 70 + b'{"prompt": "caf\xe9"}\n', "latin.jsonl, line 71: it is not UTF-8"),
+        "latin.txt": (b"one\n\ncaf\xe9\n", "latin.txt, line 3: it is not UTF-8"),
+        "latin.csv": (b"prompt\nx\ncaf\xe9\n", "latin.csv, line 3: it is not UTF-8"),
+        "open.csv": (b'prompt\nx\n"never\nends\n', "open.csv, line 3: a quoted field begins that never ends"),
+        "twice.csv": (b"a,prompt,a\n1,2,3\n", "names the column 'a' twice"),
+        "long.txt": (b"x\n" + b"y" * 5000, "long.txt, line 2: a line has more than"),
+        "cut.parquet": (whole.read_bytes()[:-100], "cut.parquet is not a readable Parquet file"),
+        "none.parquet": (b"", "none.parquet is not a readable Parquet file"),
+        "empty.csv": (b"prompt\n", "holds no rows"),
+    }
+    for name, (content, said) in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DatasetError, match=re.escape(said)):
+            source = open_source([tmp_path / name])
+            survey(source, layout_of(source), duplicates="refuse")
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "csv"])
+def test_a_file_that_is_not_what_it_was_is_not_read(format: str, tmp_path: Path) -> None:
+    source = write(tmp_path, format, [["one", "two"]])
+    layout, (path,) = layout_of(source), tmp_path.iterdir()
+    found = survey(source, layout, duplicates="refuse")
+    before = path.read_bytes()
+    work = found.work(((1, 2),))
+    for content in (before[:-3], before + b"\n"):
+        path.write_bytes(content)
+        os.utime(path, (source.files[0].modified_s,) * 2)
+        with pytest.raises(DatasetError, match="has changed while it was read"):
+            RowReader(source, layout).read(work)
+    path.write_bytes(before)
+    os.utime(path, (1, 1))
+    with pytest.raises(DatasetError, match="has changed while it was read"):
+        RowReader(source, layout).read(work)
+    path.unlink()
+    with pytest.raises(DatasetError, match="has changed while it was read"):
+        RowReader(source, layout).read(work)
+
+
+def test_a_survey_can_be_stopped(tmp_path: Path) -> None:
+    for format in FORMATS:
+        source = write(tmp_path / format, format, [["a", "b"], ["c"]])
+        with pytest.raises(CancelledError):
+            survey(source, layout_of(source), duplicates="refuse", stop=lambda: True)
+
+
+def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
+    source = write(tmp_path, "jsonl", [["one"], ["two"]])
+    first, second = source.identity()
+    assert (first["name"], first["size"]) == (str(tmp_path / "000.jsonl"), source.files[0].size)
+    os.utime(tmp_path / "000.jsonl", (1, 1))
+    assert open_source([tmp_path]).identity() == [first | {"modified": 1.0}, second]
+
+
+def test_one_reader_serves_many_threads_and_keeps_few_files_open(tmp_path: Path) -> None:
+    source = write(tmp_path, "jsonl", [[f"{f}-{i}" for i in range(50)] for f in range(8)])
+    layout = layout_of(source)
+    found, reader = survey(source, layout, duplicates="refuse"), RowReader(source, layout)
+
+    def read(begin: int) -> list[str]:
+        return [prompt_of(row, layout) for row in reader.read(found.work(((begin, begin + 20),)))]
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with ThreadPoolExecutor(8) as threads:
+        prompts = list(threads.map(read, range(0, 380, 7)))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + reading.OPEN_FILES
+    assert prompts == [[f"{i // 50}-{i % 50}" for i in range(b, b + 20)] for b in range(0, 380, 7)]
+    reader.close()
+
+
+def columns_of(where: Path, columns: Any, **layout: Any) -> dict[str, str]:
+    source = open_source([where])
+    found = survey(source, Layout(lines=source.lines, columns=columns, **layout), duplicates="number")
+    return {field.name: str(field.type) for field in found.columns}
+
+
+def test_columns_that_are_handed_on_have_the_types_of_the_data(tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": 1,
+            "prompt": "x",
+            "n": 1,
+            "f": 1,
+            "b": True,
+            "s": "a",
+            "mixed": 1,
+            "list": [1],
+            "large": 2**63,
+        },
+        {"id": 2, "prompt": "x", "n": None, "f": 0.5, "b": None, "s": "b", "mixed": "a", "list": []},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kinds = {"n": "int64", "f": "double", "b": "bool", "s": "string"}
+    kinds |= dict.fromkeys(("mixed", "list", "large"), "string")
+    assert columns_of(path, "all") == {"prompt": "string", **kinds}
+    assert columns_of(path, ("s", "n")) == {"s": "string", "n": "int64"}
+    source = open_source([path])
+    schema = survey(source, Layout(lines=True, columns="all"), duplicates="number").columns
+    kept = [handed_on(row, schema) for row in rows]
+    assert pa.Table.from_pylist(kept, schema).to_pylist() == kept
+    assert [row["mixed"] for row in kept] == ["1", '"a"']
+    table = pa.table(
+        {"prompt": ["x"], "day": [date(2026, 1, 2)], "kind": pa.array(["a"]).dictionary_encode()}
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert columns_of(tmp_path / "rows.parquet", ("kind", "day")) == {"kind": "string", "day": "date32[day]"}
+    (tmp_path / "rows.csv").write_text("prompt,n\nx,1\n")
+    assert columns_of(tmp_path / "rows.csv", "all") == {"prompt": "string", "n": "string"}
+
+
+def test_columns_that_results_cannot_have_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": 1, "id": 2, "prompt": "x", "text": "y"}\n')
+    for columns, layout, said in (
+        (("text",), {}, "'text' of their own"),
+        ("all", {}, "'text' of their own"),
+        (("id",), {"id_column": "key"}, "'id' of their own"),
+        (("txt",), {}, "no column 'txt' in the data. It has: "),
+    ):
+        with pytest.raises(DatasetError, match=said) as refused:
+            columns_of(path, columns, **layout)
+        assert refused.value.param == "columns"

@@ -45,72 +45,69 @@ def find_files(where: Sequence[str], suffixes: Collection[str]) -> tuple[SourceF
     """All files of the places, each once, sorted by path. Raises DatasetError, ConfigError."""
     found: dict[str, SourceFile] = {}
     for each in where:
+        folder, pattern = _split_pattern(each)
+        storage = Storage.open(folder, field="input")
+        place = f"{storage.where.rstrip('/')}/{pattern}" if pattern else storage.where
         try:
-            files = _files(each, suffixes)
+            files = _matching(storage, pattern) if pattern else _named(storage, suffixes)
         except OSError as error:
-            raise DatasetError(f"input: {each} cannot be read: {error}.", param="input") from None
+            raise _refused(f"{place} cannot be read: {error}.") from None
+        if not files:
+            raise _refused(
+                f"no file matches {place}."
+                if pattern
+                else f"{place} has no {', '.join(suffixes)} files. Files in folders below it are named by a "
+                f"pattern: {place.rstrip('/')}/**/*.jsonl"
+            )
         found |= {f"{file.storage.filesystem.type_name}:{file.path}": file for file in files}
     return tuple(found[key] for key in sorted(found))
 
 
-def _files(where: str, suffixes: Collection[str]) -> list[SourceFile]:
-    if (split := _split_pattern(where)) is not None:
-        storage, pattern = Storage.open(split[0], field="input"), split[1]
-        files = [
-            entry
-            for entry in storage.entries(recursive="/" in pattern)
-            if _matches(entry.name.split("/"), pattern.split("/"))
-        ]
-        if not files:
-            raise DatasetError(f"input: no file matches {where}.", param="input")
-        return [_source_file(storage, entry) for entry in files]
-    storage = Storage.open(where, field="input")
+def _matching(storage: Storage, pattern: str) -> list[SourceFile]:
+    parts = pattern.split("/")
+    entries = storage.entries(recursive=len(parts) > 1)
+    return [_source_file(storage, entry) for entry in entries if _matches(entry.name.split("/"), parts)]
+
+
+def _named(storage: Storage, suffixes: Collection[str]) -> list[SourceFile]:
+    """A file, or those of a folder that have one of the suffixes."""
     kind = storage.kind
-    if kind == "file":
-        _readable(storage)
-        entry = storage.parent.entry(storage.name)
-        assert entry is not None, "a file that is there"
-        return [_source_file(storage.parent, entry)]
     if kind is None:
-        raise DatasetError(f"input: {where} cannot be read: there is no such file or folder.", param="input")
-    files = [
-        entry
+        raise _refused(f"{storage.where} cannot be read: there is no such file or folder.")
+    if kind == "file":
+        if storage.local:
+            storage.filesystem.open_input_file(storage.root).close()  # raises now, not when all is started
+        entry = storage.parent.entry(storage.name)
+        return [_source_file(storage.parent, entry)] if entry is not None else []
+    return [
+        _source_file(storage, entry)
         for entry in storage.entries()
         if PurePosixPath(entry.name).suffix.lower() in suffixes and not entry.name.startswith(HIDDEN)
     ]
-    if not files:
-        raise DatasetError(
-            f"input: {where} has no {', '.join(suffixes)} files. Files in folders below it are named by a "
-            f"pattern: {where.rstrip('/')}/**/*.jsonl",
-            param="input",
-        )
-    return [_source_file(storage, entry) for entry in files]
+
+
+def _refused(why: str) -> DatasetError:
+    return DatasetError(f"input: {why}", param="input")
 
 
 def _source_file(storage: Storage, entry: Entry) -> SourceFile:
     return SourceFile(storage, entry.name, entry.size, entry.modified_s)
 
 
-def _readable(storage: Storage) -> None:
-    """Raise OSError now, not when all is started."""
-    if storage.local:
-        storage.filesystem.open_input_file(storage.root).close()
-
-
-def _split_pattern(where: str) -> tuple[str, str] | None:
-    """The folder in front of a pattern, and the pattern; None for a plain name."""
+def _split_pattern(where: str) -> tuple[str, str]:
+    """The folder in front of a pattern, and the pattern; all, and none, for a plain name."""
     url = URL.match(where)
     path, query = where, ""
     if url is not None and url[1] != "file":
         path, mark, rest = where.partition("?")
         query = mark + rest
     elif Path(where[len(url[0]) :] if url else where).exists():
-        return None
+        return where, ""
     parts = path.split("/")
-    special = re.compile(r"[*\[]" if query or url else r"[*?\[]")
+    special = re.compile(r"[*\[]" if url else r"[*?\[]")  # behind a URL's ? is its query
     first = next((place for place, part in enumerate(parts) if special.search(part)), None)
     if first is None:
-        return None
+        return where, ""
     folder = "/".join(parts[:first]) or ("/" if path.startswith("/") else ".")
     return folder + query, "/".join(parts[first:])
 

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import orjson
 import pydantic
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import ConfigError, RequestError
 from ...cluster.request import SamplingParams
 from ..http.completions import OPENAI_MAX_TOKENS
 from ..http.defaults import DEFAULT_MAX_TOKENS, GenerationDefaults
 from ..http.fields import check_extra_fields
 from ..http.protocol import ChatRequest, CompletionRequest
-from .template import render
+from .template import render, template_columns
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -53,7 +53,7 @@ JSON_COLUMNS = frozenset({"stop_token_ids", "chat_template_kwargs", "response_fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How records are read.
+    """How records are read. Raises ConfigError for a template that is none, or one too many.
 
     Attributes:
         kind: "openai" for OpenAI batch lines, else "dataset".
@@ -74,6 +74,16 @@ class Layout:
     columns: tuple[str, ...] | Literal["all"] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.template is None:
+            return
+        template_columns(self.template)  # raises when it is none
+        if self.kind == "openai" or self.prompt_column is not None:
+            other = "OpenAI batch lines bring" if self.kind == "openai" else "prompt_column names"
+            raise ConfigError(
+                f"template: {other} the prompt already. Leave the template out.", param="template"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ it, nor names that begin with `.` or `_`) or a pattern (`x/*.jsonl`; `x/**/*.par
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Source:
 
     def identity(self) -> list[dict[str, Any]]:  # Any: JSON
         """By what a later run sees that the input is the same."""
-        return [{"name": file.path, "size": file.size, "modified_s": file.modified_s} for file in self.files]
+        return [{"name": file.path, "size": file.size, "modified": file.modified_s} for file in self.files]
 
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Source:
@@ -145,12 +146,16 @@ def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
 
 def _first_records(source: Source) -> Iterator[Record]:
     """Records among the first lines; malformed ones are passed over (they become error rows)."""
-    with contextlib.suppress(BadTextError):
-        lines = raw_records(split_lines(chunks(source.files[0])), "jsonl")
-        for _, (_, line) in zip(range(PROBED_LINES), lines, strict=False):
-            with contextlib.suppress(RequestError):
-                assert isinstance(line, bytes)
-                yield parse_line(line)
+    left = PROBED_LINES
+    for file in source.files:
+        with contextlib.suppress(BadTextError):
+            for _, line in itertools.islice(raw_records(split_lines(chunks(file)), "jsonl"), left):
+                left -= 1
+                with contextlib.suppress(RequestError):
+                    assert isinstance(line, bytes)
+                    yield parse_line(line)
+        if not left:
+            return
 
 
 def _is_openai(source: Source) -> bool:
@@ -163,7 +168,7 @@ def _columns(source: Source) -> list[str]:
     if source.format == "parquet":
         return list(open_parquet(source.files[0]).schema_arrow.names)
     if source.format == "csv":
-        return csv_header(source.files[0])
+        return next((header for file in source.files if (header := csv_header(file))), [])
     if source.format == "text":
         return ["prompt"]
     return list(dict.fromkeys(name for record in _first_records(source) for name in record))

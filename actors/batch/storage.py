@@ -1,7 +1,8 @@
 """A folder that rows come from or go to: on a disk, or in an object store.
 
-`s3://`, `gs://` and `abfs://` are Arrow's own file systems, `hf://` is the hub's; credentials and endpoints
-are taken as those take them (environment, instance roles, `s3://bucket/x?endpoint_override=...`). What is
+`s3://`, `gs://` and `abfs://` are Arrow's own file systems, `hf://` is the hub's; credentials are taken as
+those take them, on every node (environment, files, instance roles). Another S3 server than Amazon's is named
+in the URL, and so goes where the storage goes: `s3://bucket/x?endpoint_override=http://host:9000`. What is
 written appears under its name whole or not at all: by rename on a disk, by a single put in an object store.
 Picklable, so that whoever reads or writes opens it where it lives. Knows nothing of rows.
 """
@@ -24,6 +25,7 @@ from ...cluster.errors import ConfigError
 from ..files import TEMPORARY, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
+SECRET = re.compile(r":[^/@]*@")  # s3://key:secret@bucket
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
 NUM_REQUESTS = 16  # at once: object stores answer many as fast as one
 
@@ -66,7 +68,7 @@ class Storage:
                 param=field,
             )
         address, _, query = where[len(found[0]) :].partition("?")
-        shown = f"{found[1]}://{address.rpartition('@')[2] if found[1] != 'hf' else address}"
+        shown = f"{found[1]}://{SECRET.sub('@', address)}"
         try:
             filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
@@ -181,5 +183,8 @@ def _open_remote(scheme: str, address: str, query: str) -> tuple[fs.FileSystem, 
         from huggingface_hub import HfFileSystem
 
         return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), address
+    options = [query] if query else []
+    if scheme == "s3":
+        options.append("allow_delayed_open=true")  # one put for a file, in place of three requests
     url = f"{scheme}://{quote(address, safe='/@:%=+,;!~()$&')}"  # names with spaces are no URLs to Arrow
-    return fs.FileSystem.from_uri(f"{url}?{query}" if query else url)
+    return fs.FileSystem.from_uri(f"{url}?{'&'.join(options)}" if options else url)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -105,7 +104,6 @@ def survey(
     *,
     duplicates: Duplicates = "refuse",
     stop: Callable[[], bool] = lambda: False,
-    limit: int | None = None,
 ) -> Survey:
     """Look at all rows.
 
@@ -113,12 +111,11 @@ def survey(
         duplicates: what becomes of rows with an id of their own that an earlier row has; those without one
             are numbered in any case.
         stop: asked now and then; when it says yes, CancelledError is raised.
-        limit: the first rows only.
 
     Raises:
         DatasetError: a file cannot be read, there is no row, ids are double, columns are not as they must be.
     """
-    scan = _Scan(source, layout, stop, limit)
+    scan = _Scan(source, layout, stop)
     for file in source.files:
         scan.add(file)
     hashes = np.frombuffer(scan.hashes, dtype=np.uint64) if scan.hashes else np.zeros(0, np.uint64)
@@ -144,14 +141,13 @@ def survey(
 class _Scan:
     """The pass over all files."""
 
-    def __init__(self, source: Source, layout: Layout, stop: Callable[[], bool], limit: int | None) -> None:
+    def __init__(self, source: Source, layout: Layout, stop: Callable[[], bool]) -> None:
         self.hashes: array[int] = array("Q")
         self.begins: list[int] = []
         self.marks: list[np.ndarray] = []
         self._format: InputFormat = source.format
         self._layout = layout
         self._stop = stop
-        self._limit = limit
         self._types = ColumnTypes(layout) if layout.columns else None
         self._schemas: list[pa.Schema] = []
 
@@ -170,7 +166,7 @@ class _Scan:
 
     def _add_text(self, file: SourceFile, format: TextFormat) -> None:
         marks: array[int] = array("q")
-        hashes, left = self.hashes, self._left()
+        hashes = self.hashes
         raws = raw_records(split_lines(chunks(file)), format)
         try:
             header = None
@@ -178,8 +174,6 @@ class _Scan:
                 header = checked_header(next(raws, (0, None))[1], str(file))
             hash_of = self._hash_of_line if format in ("jsonl", "openai") else self._hasher(format, header)
             for number, (offset, raw) in enumerate(raws):
-                if number == left:
-                    break
                 if number % MARK_EVERY == 0:
                     marks.append(offset)
                     if number % ROWS_PER_READ == 0:
@@ -219,33 +213,31 @@ class _Scan:
     def _add_parquet(self, file: SourceFile) -> None:
         """Only the ids are read; of rows without one all columns are."""
         with open_parquet(file) as parquet:
-            schema, left = parquet.schema_arrow, self._left()
+            schema = parquet.schema_arrow
             self._schemas.append(schema)
             wanted = (self._layout.id_column,) if self._layout.id_column else ID_COLUMNS
             columns = [name for name in wanted if name in schema.names]
             try:
-                nameless = self._add_ids(parquet, columns, min(left, parquet.metadata.num_rows))
+                nameless = self._add_ids(parquet, columns)
                 if len(nameless):
                     self._hash_contents(parquet, nameless)
             except (OSError, ValueError, pa.ArrowException) as error:
                 raise DatasetError(f"input: {file} cannot be read: {error}.", param="input") from None
 
-    def _add_ids(self, parquet: pq.ParquetFile, columns: list[str], num_rows: int) -> np.ndarray:
+    def _add_ids(self, parquet: pq.ParquetFile, columns: list[str]) -> np.ndarray:
         """Returns the rows of the file that have none, int64."""
         begin = len(self.hashes)
         if not columns:
-            self.hashes.extend([0] * num_rows)
-            return np.arange(num_rows)
+            self.hashes.frombytes(bytes(8 * parquet.metadata.num_rows))
+            return np.arange(parquet.metadata.num_rows)
         nameless: array[int] = array("q")
         for batch in parquet.iter_batches(ROWS_PER_READ, columns=columns):
             self._look_up()
-            for record in batch.slice(0, num_rows - (len(self.hashes) - begin)).to_pylist():
+            for record in batch.to_pylist():
                 row = own_id(record, self._layout)
                 if row is None:
                     nameless.append(len(self.hashes) - begin)
                 self.hashes.append(0 if row is None else id_hash(row))
-            if len(self.hashes) - begin >= num_rows:
-                break
         return np.array(nameless, dtype=np.int64)
 
     def _hash_contents(self, parquet: pq.ParquetFile, rows: np.ndarray) -> None:
@@ -257,12 +249,6 @@ class _Scan:
             for place, record in zip(ours.tolist(), records.to_pylist(), strict=True):
                 self.hashes[file_begin + begin + place] = id_hash(row_id(record, self._layout))
             begin += batch.num_rows
-            if begin > rows[-1]:
-                break
-
-    def _left(self) -> int:
-        """Rows that may still be added."""
-        return sys.maxsize if self._limit is None else self._limit - len(self.hashes)
 
     def _look_up(self) -> None:
         if self._stop():

@@ -45,19 +45,17 @@ def split_lines(chunks: Iterable[bytes], offset: int = 0) -> Iterator[tuple[int,
     held: list[bytes] = []
     num_held = 0
     for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        held.append(first)
-        num_held += len(first)
-        if num_held > MAX_LINE_BYTES:
-            raise BadTextError(offset, f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
-        if not others:
-            continue
-        others.insert(0, b"".join(held))
-        held, num_held = [others.pop()], 0
-        for line in others:
+        *whole, last = chunk.split(b"\n")
+        if whole:
+            whole[0] = b"".join((*held, whole[0]))
+            held, num_held = [], 0
+        for line in whole:
             yield offset, line
             offset += len(line) + 1
-        num_held = len(held[0])
+        held.append(last)
+        num_held += len(last)
+        if num_held > MAX_LINE_BYTES:
+            raise BadTextError(offset, f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
     if last := b"".join(held):
         yield offset, last
 

@@ -1,0 +1,194 @@
+"""Storage of every kind holds the same: a folder on a disk, and a bucket of a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from manta.actors.batch import reading
+from manta.actors.batch.reading import RowReader
+from manta.actors.batch.rows import Layout
+from manta.actors.batch.source import open_source, read_results
+from manta.actors.batch.storage import Storage
+from manta.actors.batch.survey import survey
+from manta.cluster.errors import ConfigError, DatasetError
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """moto's, in a process of its own."""
+
+    url: str
+    log: Path
+
+    def where(self, path: str) -> str:
+        return f"s3://{path}?endpoint_override={self.url}"
+
+    def post(self, path: str, content: bytes = b"") -> None:
+        """What moto itself is asked."""
+        headers = {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", content, headers)).close()
+
+    def put_bucket(self, name: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT")).close()
+
+    def requests(self, kind: str) -> list[str]:
+        """What was asked so far: the addresses."""
+        return re.findall(rf"{kind} (/bucket\S*) HTTP", self.log.read_text())
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("s3") / "log"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            until_s = time.monotonic() + 60
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert process.poll() is None and time.monotonic() < until_s, log.read_text()
+                time.sleep(0.05)
+            server = S3Server(f"http://127.0.0.1:{port}", log)
+            server.put_bucket("bucket")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("AWS_ACCESS_KEY_ID", "key")
+                patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+                yield server
+        finally:
+            process.kill()
+
+
+@pytest.fixture(params=["disk", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place that nothing is in."""
+    if request.param == "disk":
+        return str(tmp_path / "a b" / "out")
+    return request.getfixturevalue("s3").where(f"bucket/a b/{request.node.name[:20]}")
+
+
+def test_what_is_written_is_read_and_listed_anywhere(where: str) -> None:
+    storage = pickle.loads(pickle.dumps(Storage.open(where, field="output")))
+    assert (storage.entries(), storage.entry("a"), storage.kind) == ([], None, None)
+    digest = storage.write("b/c.json", b"old")
+    assert storage.write("b/c.json", b"content") != digest
+    storage.write("a é.txt", b"")
+    assert [(entry.name, entry.size) for entry in storage.entries(recursive=True)] == [
+        ("a é.txt", 0),
+        ("b/c.json", 7),
+    ]
+    assert [entry.name for entry in storage.entries()] == ["a é.txt"]
+    assert [entry.name for entry in storage.entries("b")] == ["b/c.json"]
+    assert storage.read("b/c.json") == storage.under("b").read("c.json") == b"content"
+    assert (entry := storage.entry("b/c.json")) is not None
+    assert abs(entry.modified_s - time.time()) < 60
+    assert (storage.kind, storage.under("b", "c.json").kind) == ("folder", "file")
+    assert (storage.under("b").parent.root, storage.under("b").name) == (storage.root, "b")
+    assert storage.under("b").parent.where == storage.where
+    storage.remove("b/c.json", "b/c.json")
+    assert storage.entry("b/c.json") is None
+    with pytest.raises(FileNotFoundError):
+        storage.read("b/c.json")
+
+
+def test_a_file_goes_to_a_bucket_by_one_put(s3: S3Server) -> None:
+    storage = Storage.open(s3.where("bucket/puts"), field="output")
+    before = len(s3.requests("(?:PUT|POST)"))
+    storage.write("part", b"x" * 3_000_000)
+    assert s3.requests("(?:PUT|POST)")[before:] == ["/bucket/puts/part"]
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_rows_of_a_bucket_are_surveyed_and_read_in_few_requests(
+    format: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": f"{i}", "prompt": f"row {i} " * 40} for i in range(3000)]
+    storage = Storage.open(s3.where(f"bucket/in {format}"), field="input")
+    for name, part in (("a", rows[:2000]), ("b", rows[2000:])):
+        if format == "parquet":
+            sink = pa.BufferOutputStream()
+            pq.write_table(pa.Table.from_pylist(part), sink)
+            storage.write(f"{name}.parquet", sink.getvalue())
+        else:
+            storage.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part).encode())
+    storage.write("notes.md", b"mine")
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 2**18)
+    for place in (f"bucket/in {format}", f"bucket/in {format}/*.{format}", f"bucket/in*/*.{format}"):
+        source = pickle.loads(pickle.dumps(open_source([s3.where(place)])))
+        assert [file.name.rpartition("/")[2] for file in source.files] == [f"a.{format}", f"b.{format}"]
+        assert all(str(file).startswith("s3://bucket/") for file in source.files)
+    layout = Layout(lines=source.lines)
+    found, reader = survey(source, layout, duplicates="refuse"), RowReader(source, layout)
+    before = len(s3.requests("GET"))
+    read = [row for begin in range(0, 3000, 50) for row in reader.read(found.work(((begin, begin + 50),)))]
+    records = [json.loads(row.record["text"]) if source.lines else row.record for row in read]
+    assert records == rows
+    assert len(s3.requests("GET")) - before <= 16
+
+
+def test_results_are_read_back_from_anywhere(where: str) -> None:
+    storage = Storage.open(where, field="output")
+    storage.write("errors-000000-00001-aa.jsonl", b'{"id": "b", "error": {"type": "x"}}\n')
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([{"id": "c"}, {"id": "a"}]), sink)
+    storage.write("part-000000-00001-bb.parquet", sink.getvalue())
+    storage.write("report.json", b"{}")
+    assert [row["id"] for row in read_results(storage)] == ["a", "b", "c"]
+
+
+def test_a_bucket_that_cannot_be_read_is_named_with_the_reason(s3: S3Server) -> None:
+    for path, said in (
+        ("nobucket/rows.jsonl", "s3://nobucket/rows.jsonl cannot be read: there is no such file or folder"),
+        ("nobucket/*.jsonl", r"no file matches s3://nobucket/\*.jsonl"),
+        ("bucket/none", "s3://bucket/none cannot be read: there is no such file or folder"),
+    ):
+        with pytest.raises(DatasetError, match=said) as refused:
+            open_source([s3.where(path)])
+        assert refused.value.param == "input"
+    s3.post("/moto-api/reset-auth", b"0")  # from here on credentials must be known
+    try:
+        with pytest.raises(DatasetError, match=r"(?i)access.?key") as refused:
+            open_source([s3.where("bucket/x*")])
+        assert refused.value.param == "input"
+    finally:
+        s3.post("/moto-api/reset-auth", b"inf")
+
+
+def test_secrets_of_a_url_are_not_shown() -> None:
+    storage = Storage.open("s3://key:secret@bucket/x?region=eu-west-1", field="input")
+    assert (storage.where, storage.root) == ("s3://key@bucket/x", "bucket/x")
+    lake = Storage.open("abfs://container@account.dfs.core.windows.net/x", field="input")
+    assert (lake.where, lake.root) == ("abfs://container@account.dfs.core.windows.net/x", "container/x")
+    assert Storage.open("gs://anonymous@bucket/x", field="input").root == "bucket/x"
+    hub = pickle.loads(pickle.dumps(Storage.open("hf://datasets/someone/some@main/data", field="input")))
+    assert (hub.root, hub.local) == ("datasets/someone/some@main/data", False)
+    with pytest.raises(ConfigError, match=r"ftp:// URL\. Known: file, s3") as refused:
+        Storage.open("ftp://host/x", field="output")
+    assert refused.value.param == "output"
+
+
+def test_a_process_that_used_a_bucket_ends_at_once(s3: S3Server) -> None:
+    """Arrow's S3 threads must neither hold it up nor complain."""
+    Storage.open(s3.where("bucket/ends"), field="output").write("a.jsonl", b'{"prompt": "x"}\n')
+    code = f"""
+from manta.actors.batch.source import open_source
+print(open_source([{s3.where("bucket/ends")!r}]))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a.jsonl" in done.stdout

@@ -1,0 +1,108 @@
+"""A dataset looked at before it is answered: what is wrong with which row, and how long prompts are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from manta.actors.batch.rows import Layout
+from manta.actors.batch.source import open_source
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import CheckpointError, DatasetError
+from manta.jobs.batch.dry_run import dry_run, print_dry_run
+from manta.jobs.batch.validate import histogram, print_validation, validate
+from text_pair import make_text_pair
+
+LINES = Layout(lines=True)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig(model=str(target), max_model_len=64, device="cpu")
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_every_row_is_looked_at_and_bad_ones_are_shown_with_their_place(
+    config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Any] = [
+        {"prompt": [1, 2, 3], "max_tokens": 5, "temprature": 1, "topic": "x"},
+        "",
+        {"prompt": [1] * 60, "logprobs": 1, "n": 2},
+        {"prompt": [1] * 64},
+        {"prompt": [1] * 100},
+        {"prompt": [9999]},
+        "{broken",
+        {"prompt": "x", "temperature": -1},
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    ]
+    source = open_source([write(tmp_path / "rows.jsonl", rows)])
+    report = validate(source, LINES, config, duplicates="refuse")
+    assert (report.ok, report.num_rows, report.num_bad, report.num_too_long) == (False, 8, 5, 2)
+    assert [(row.number, row.place.rpartition(", ")[2]) for row in report.bad] == [
+        (2, "line 4"),
+        (3, "line 5"),
+        (4, "line 6"),
+        (5, "line 7"),
+        (6, "line 8"),
+    ]
+    assert "64 tokens" in report.bad[0].why
+    assert report.lengths[:4].tolist() == [3, 60, 64, 100]
+    assert report.max_completion_tokens == 5 + 4 + 1
+    assert report.ignored == {"temprature": 1, "logprobs": 1, "n": 1}
+    print_validation(report)
+    said = capsys.readouterr().out
+    for word in ("temprature", "line 7", "64 to 127", "9999"):
+        assert word in said
+    good = open_source([write(tmp_path / "good.jsonl", rows[:3])])
+    assert validate(good, LINES, config, duplicates="refuse").ok
+
+
+def test_openai_lines_are_looked_at_in_their_bodies(config: EngineConfig, tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": [1, 2], "tempereture": 1, "user": "u", "max_tokens": 3, "n": 2}
+    lines = [{"custom_id": f"{i}", "url": "/v1/completions", "body": body} for i in range(2)]
+    source = open_source(
+        [write(tmp_path / "b.jsonl", [*lines, {"custom_id": "c", "url": "/v1/x", "body": 3}])]
+    )
+    report = validate(source, Layout(kind="openai", lines=True), config, duplicates="refuse")
+    assert (report.num_bad, report.ignored, report.max_completion_tokens) == (1, {"tempereture": 2}, 12)
+
+
+def test_a_histograms_rows_are_powers_of_two() -> None:
+    rows = histogram(np.array([1, 4, 5, 7, 8]))
+    assert [row[0] for row in rows] == ["1 to 1", "2 to 3", "4 to 7", "8 to 15"]
+    assert [row[2] for row in rows] == ["1", "0", "3", "1"]
+    assert [len(row[1]) for row in rows] == [14, 0, 40, 14]
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(
+    config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"a": "x" * (i % 7), "b": i} for i in range(200)]
+    source = open_source([write(tmp_path / "rows.jsonl", rows)])
+    layout = Layout(lines=True, template="{b}: {a}", defaults={"max_tokens": 5})
+    plan = dry_run(source, layout, config, duplicates="refuse")
+    assert (plan.num_rows, plan.num_tried, plan.num_failed, plan.first_prompt) == (200, 64, 0, "0: ")
+    assert plan.mean_max_completion_tokens == 5
+    before = sorted(path.name for path in tmp_path.iterdir())
+    print_dry_run(plan, "s3://bucket/out", {"model": config.model})
+    said = capsys.readouterr().out
+    for word in ("rows.jsonl", "s3://bucket/out", "'{b}: {a}'", "1,000", "--sample"):
+        assert word in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_what_would_stop_a_job_stops_its_validation(config: EngineConfig, tmp_path: Path) -> None:
+    source = open_source([write(tmp_path / "rows.jsonl", [{"id": 1, "prompt": "x"}] * 2)])
+    with pytest.raises(DatasetError, match="stands twice"):
+        validate(source, LINES, config, duplicates="refuse")
+    with pytest.raises(CheckpointError):
+        validate(source, LINES, EngineConfig(model="/nowhere"), duplicates="number")
