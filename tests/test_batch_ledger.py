@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import itertools
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from batch_outputs import form, manifest, numbers_in, paper, parts, results
+from batch_outputs import form, manifest, numbers_in, paper, parts, result, results, rows_in
+from manta.actors.batch import ledger as ledgers
+from manta.actors.batch import storage as storages
 from manta.actors.batch.ledger import Ledger
+from manta.actors.batch.paper import JobPaper
+from manta.actors.batch.rows import id_hash
 from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
+from manta.cluster.errors import ConfigError, OutputError
+from manta.cluster.row_ranges import count
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "openai"])
@@ -35,3 +50,281 @@ def test_what_a_dead_writer_made_durable_is_adopted_and_the_job_ends_with_every_
     assert sorted(numbers_in(output, parts(output))) == list(range(100))
     assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
     assert (ledger.figures.rows, ledger.figures.failed) == (100, 10)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Storage:
+    return Storage.open(str(tmp_path / "out"), field="output")
+
+
+def answer(
+    output: Storage, job: JobPaper, rows: Iterable[int], failed: Iterable[int] = (), **how: Any
+) -> Ledger:
+    """A run that answers some rows and ends there; its ledger is closed."""
+    ledger = Ledger.open(output, job, **how)
+    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
+    writer.add(results(rows, failed))
+    writer.close()
+    ledger.refresh()
+    ledger.close()
+    return ledger
+
+
+def finish(output: Storage, job: JobPaper, **how: Any) -> Ledger:
+    ledger = Ledger.open(output, job, **how)
+    ledger.finish({"rows": count(ledger.answered)}, html="<html></html>")
+    ledger.close()
+    return ledger
+
+
+def texts(output: Storage) -> dict[str, str]:
+    return {row["id"]: row["text"] for row in rows_in(output, parts(output))}
+
+
+def test_a_finished_output_says_what_is_in_it_and_a_further_run_has_nothing_to_do(output: Storage) -> None:
+    job = paper(6, about={"drafter": "one"})
+    assert answer(output, job, range(6), failed=[2]).failed == ((2, 3),)
+    finish(output, job)
+    said = manifest(output)
+    assert (said["rows"], said["failed"], said["fingerprint"]) == (6, 1, job.fingerprint)
+    assert [(part["kind"], part["rows"]) for part in said["parts"]] == [("failed", 1), ("answered", 5)]
+    for part in said["parts"]:
+        content = output.read(part["file"])
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (part["bytes"], part["sha256"])
+    assert json.loads(output.read("report.json")) == {"rows": 5}
+    assert output.read("report.html") == b"<html></html>"
+    assert [run["run"] for run in said["runs"]] == [1, 2]
+    ledger = Ledger.open(output, paper(6, about={"drafter": "another"}))
+    assert (ledger.complete, ledger.left, ledger.failed) == (True, (), ((2, 3),))
+    ledger.close()
+    assert output.entry("_SUCCESS") is not None
+
+
+def test_failed_rows_that_are_answered_later_leave_the_errors(output: Storage) -> None:
+    job = paper(8)
+    answer(output, job, range(8), failed=[1, 3, 5])
+    finish(output, job)
+    ledger = Ledger.open(output, job)
+    ledger.reopen()
+    assert output.entry("_SUCCESS") is None
+    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="again")
+    writer.add(results([1, 3, 5], failed=[5]))
+    writer.close()
+    ledger.finish({})
+    ledger.close()
+    errors = [name for name in parts(output) if name.startswith("errors-")]
+    assert (numbers_in(output, errors), manifest(output)["failed"]) == ([5], 1)
+    assert sorted(numbers_in(output, parts(output))) == list(range(8))
+    assert (ledger.figures.rows, ledger.figures.failed) == (8, 1)
+
+
+def test_rows_that_are_missing_are_no_success(output: Storage) -> None:
+    answer(output, paper(5), [0, 1, 4])
+    ledger = Ledger.open(output, paper(5))
+    with pytest.raises(OutputError, match=r"2 rows are in no part of .* Run the same command again"):
+        ledger.finish({})
+    ledger.close()
+    assert output.entry("_SUCCESS") is None
+    sample = paper(5, sample=((0, 2), (4, 5)))
+    assert finish(output, sample).left == ()
+    ledger = Ledger.open(output, paper(5))  # the others too, now
+    assert (ledger.complete, ledger.left) == (False, ((2, 4),))
+    ledger.close()
+
+
+def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage) -> None:
+    answer(output, paper(3), [0])
+    changed = {"model": "other", "seed": 0, "template": "{x}"}
+    with pytest.raises(ConfigError) as refused:
+        Ledger.open(output, paper(3, made_from=changed))
+    for words in (
+        "model: tiny before, other now; template: none before, {x} now. Run it as it was",
+        "--resume=force",
+        "--overwrite",
+    ):
+        assert words in refused.value.message
+    ledger = Ledger.open(output, paper(3, made_from=changed), resume="force")
+    assert ledger.left == ((1, 3),)
+    ledger.close()
+    assert json.loads(output.read("_manta/job.json"))["paper"]["made_from"] == changed
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (
+            [{"name": "rows.jsonl", "size": 1300, "modified": 1.0}],
+            "rows.jsonl: 1,203 bytes before, 1,300 now",
+        ),
+        (
+            [{"name": "rows.jsonl", "size": 1203, "modified": 61.0}],
+            "rows.jsonl: modified 1970-01-01 00:00:01 UTC before, 1970-01-01 00:01:01 UTC now",
+        ),
+        (
+            [{"name": f"{i}.jsonl", "size": 1, "modified": 1.0} for i in range(4)],
+            "0.jsonl: new; 1.jsonl: new; 2.jsonl: new; 2 other files",
+        ),
+    ],
+)
+def test_an_input_that_changed_is_refused_naming_how(
+    now: list[dict[str, Any]], words: str, output: Storage
+) -> None:
+    answer(output, paper(3), [0])
+    with pytest.raises(ConfigError, match=re.escape(f"{words}. Run it as it was")):
+        Ledger.open(output, paper(3, input=now))
+
+
+def test_an_output_of_another_form_is_refused_also_by_force(output: Storage) -> None:
+    answer(output, paper(3), [0])
+    for given, words in (
+        (paper(3, form("parquet")), "output format: jsonl before, parquet now"),
+        (paper(3, form(ordered=True)), "output ordered: False before, True now"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Ledger.open(output, given, resume="force")
+
+
+def test_rows_of_a_changed_input_are_found_by_their_ids(output: Storage) -> None:
+    """Also those that were in segments when the job was killed; ids that are gone leave the output."""
+    job = paper(6)
+    answer(output, job, [0, 1, 3], failed=[1])
+    ledger = Ledger.open(output, job)
+    killed = RowWriter(output, job.form, run=ledger.run, shard=0, writer="killed")
+    killed.add(results([4]))
+    killed.flush()
+    ledger.close()
+    ids = ["id-4", "id-9", "id-1", "id-0"]
+    changed = paper(4, input=[{"name": "rows.jsonl", "size": 7, "modified": 2.0}])
+    hashes = np.array([id_hash(each) for each in ids], dtype=np.uint64)
+    ledger = Ledger.open(output, changed, resume="force", id_hashes=lambda: hashes)
+    assert (ledger.answered, ledger.failed, ledger.left) == (((0, 1), (3, 4)), ((2, 3),), ((1, 2),))
+    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="last")
+    writer.add([result(9) | {"row": 1}])
+    writer.close()
+    ledger.finish({})
+    ledger.close()
+    assert sorted(texts(output)) == sorted(ids)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_without_resume_an_output_that_is_not_empty_is_refused(begun: bool, output: Storage) -> None:
+    job = paper(3)
+    if begun:
+        Ledger.open(output, job).close()
+    else:
+        output.write("part-00000-0123abcd.jsonl", b"{}\n")  # an older Manta's, which kept no records
+    with pytest.raises(ConfigError, match=r"is not empty .*--overwrite"):
+        Ledger.open(output, job, resume="no" if begun else "yes")
+
+
+def test_parts_that_nobody_recorded_and_parts_that_changed_are_refused(output: Storage) -> None:
+    job = paper(3)
+    answer(output, job, [0, 1])
+    (ours,) = parts(output)
+    content = output.read(ours)
+    foreign = "part-000000-00001-0123abcd.jsonl"
+    output.write(foreign, content)
+    with pytest.raises(ConfigError, match=f"{foreign} in .* was not written by this job. Move it away"):
+        Ledger.open(output, job)
+    output.remove(foreign)
+    output.write(ours, content[:-1])
+    with pytest.raises(ConfigError, match=f"{ours} in .* Remove it: its rows are answered again"):
+        Ledger.open(output, job)
+    output.remove(ours)
+    output.write("notes.txt", b"mine")  # a job that is there may have other files beside it
+    ledger = Ledger.open(output, job)
+    assert ledger.left == ((0, 3),)
+    ledger.close()
+
+
+def test_earlier_results_stay_until_there_is_something_in_their_place(output: Storage) -> None:
+    job = paper(2)
+    answer(output, job, [0, 1])
+    finish(output, job)
+    output.write("notes.txt", b"mine")
+    before = parts(output)
+    new = paper(2, made_from={"model": "new"})
+    ledger = Ledger.open(output, new, overwrite=True)
+    assert (ledger.run, ledger.left, parts(output)) == (3, ((0, 2),), before)
+    assert output.entry("_SUCCESS") is not None
+    ledger.close()
+    ledger = Ledger.open(output, new)  # it was killed before it had answered anything
+    assert (ledger.complete, ledger.left, parts(output)) == (False, ((0, 2),), before)
+    writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer="new")
+    writer.add([result(row, text="new") for row in range(2)])
+    writer.flush()
+    assert parts(output) == before
+    writer.close()
+    assert output.entry("_SUCCESS") is None
+    assert set(texts(output).values()) == {"new 0\u2028\r", "new 1\u2028\r"}
+    ledger.finish({})
+    ledger.close()
+    assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
+    assert len(output.entries("_manta/records")) == 1
+    assert output.read("notes.txt") == b"mine"
+
+
+@pytest.mark.parametrize("broken", [b"{", b'{"version": 7}', b'{"version": 1}'])
+def test_a_job_paper_that_cannot_be_read_is_named_and_may_be_overwritten(
+    broken: bytes, output: Storage
+) -> None:
+    job = paper(2)
+    answer(output, job, [0, 1])
+    output.write("_manta/job.json", broken)
+    with pytest.raises(ConfigError, match=r"cannot be used .*--overwrite"):
+        Ledger.open(output, job)
+    answer(output, job, [0, 1], overwrite=True)
+    finish(output, job)
+    assert sorted(numbers_in(output, parts(output))) == [0, 1]
+
+
+def test_finishing_waits_for_an_output_that_fails_for_a_while(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = paper(2)
+    answer(output, job, [0, 1])
+    ledger = Ledger.open(output, job)
+    writes = itertools.count()
+    real = storages.write_whole
+
+    def failing(*args: Any, **kwargs: Any) -> str:
+        if next(writes) in (0, 2, 5, 9):  # each attempt comes one write further
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(storages, "write_whole", failing)
+    monkeypatch.setattr(ledgers, "RETRY_S", 0.0)
+    ledger.finish({})
+    ledger.close()
+    assert output.entry("_SUCCESS") is not None
+    assert next(writes) == 14
+
+
+def test_an_output_of_five_million_rows_opens_soon_and_by_few_requests(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a second on a core of its own; the test's bound is a busy machine's."""
+    job = paper(5_000_000)
+    answer(output, job, [0])
+    (made,) = parts(output)
+    content = output.read(made)
+    record = json.loads(output.read(f"_manta/records/{made}.json"))
+    for i in range(1, 1300):
+        begin = i * 3840
+        name = f"part-000000-{i:05d}-{i:08x}.jsonl"
+        # as rows end: in runs, with rows among them that come in the next part
+        rows = [[begin + 30 * j, begin + 30 * j + 29] for j in range(128)]
+        text = json.dumps(record | {"part": name, "rows": rows})
+        output.write(f"_manta/records/{name}.json", text.encode(), synced=False)
+        output.write(name, content, synced=False)
+    listings = []
+    real = Storage.entries
+    monkeypatch.setattr(
+        Storage, "entries", lambda *args, **kwargs: (listings.append(args), real(*args, **kwargs))[1]
+    )
+    began_s = time.monotonic()
+    ledger = Ledger.open(output, job)
+    assert time.monotonic() - began_s < 8
+    assert count(ledger.answered) == 1 + 1299 * 128 * 29
+    assert len(listings) == 4  # before anything, then segments, parts and records
+    ledger.close()

@@ -27,6 +27,7 @@ from .figures import RowFigures
 from .lock import Lock, lock
 from .paper import JobPaper
 from .parts import FOLDER, MANIFEST, PART_NAME, PENDING, PICTURES, RECORDS, REPORT, SUCCESS
+from .refusals import check_parts, check_same, not_empty
 from .renumber import renumber
 from .runs import (
     Job,
@@ -39,7 +40,7 @@ from .runs import (
     write_json,
 )
 from .storage import Storage
-from .sweep import settle
+from .sweep import listed, settle
 from .writer import GIVE_UP_S, RETRY_S, RowWriter
 
 OURS = (SUCCESS, MANIFEST, REPORT, PICTURES)
@@ -168,7 +169,7 @@ class Ledger:
         while True:
             try:
                 return self._finish(report, html)
-            except UNREADABLE as error:
+            except OSError as error:
                 if time.monotonic() > deadline_s:
                     raise self._failed("finished", error) from error
             time.sleep(RETRY_S)
@@ -178,7 +179,7 @@ class Ledger:
         self._lock.close()
 
     def _begin(self, resume: Resume, overwrite: bool, id_hashes: Callable[[], np.ndarray] | None) -> None:
-        _remove_temporary(self._output)
+        _remove_half_written(self._output)
         files = [entry.name for entry in self._output.entries()]
         if overwrite:
             self._replace(files)
@@ -186,7 +187,7 @@ class Ledger:
         job = Job.read(self._output)
         if job is None or resume == "no":
             if job or any(not name.startswith(".") for name in files):
-                raise self._not_empty(files)
+                raise not_empty(self._output.where, files)
             self._run(self._first(None))
         else:
             self._resume(job, resume, id_hashes)
@@ -214,11 +215,11 @@ class Ledger:
 
     def _resume(self, job: Job, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
         changed = self._paper.other_input(job.paper)
-        self._check_same(job, resume, changed)
+        check_same(self._output.where, self._paper, job.paper, force=resume == "force")
         self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
         self._contents.refresh()
         replaced = earlier(self._output, job.first_run)
-        self._check_parts(replaced)
+        check_parts(self._output.where, self._contents, replaced)
         if changed:
             self._adopt_rest(job.run)
         if SUCCESS in self._contents.files and not replaced:
@@ -240,47 +241,6 @@ class Ledger:
         let_write(self._output, job.run)
         self._contents.renumber(job.numbering)
         self._job, self.run = job, job.run
-
-    def _check_same(self, job: Job, resume: Resume, changed: list[str]) -> None:
-        if other := self._paper.other_form(job.paper):
-            raise ConfigError(
-                f"output: {self._output.where} holds results of another form ({'; '.join(other)}). Choose "
-                "another output, or replace it with --overwrite.",
-                param="output",
-            )
-        differences = self._paper.other_settings(job.paper) + changed
-        if differences and resume != "force":
-            raise ConfigError(
-                f"output: {self._output.where} holds a job that was begun otherwise: "
-                f"{'; '.join(differences)}. Run it as it was, choose another output, go on nevertheless with "
-                "--resume=force, or replace it with --overwrite.",
-                param="output",
-            )
-
-    def _check_parts(self, replaced: tuple[str, ...]) -> None:
-        """Parts are this job's, and as long as they were written."""
-        contents = self._contents
-        if foreign := [name for name in contents.unrecorded if name not in replaced]:
-            raise ConfigError(
-                f"output: {', '.join(foreign[:3])} in {self._output.where} was not written by this job. Move "
-                "it away, choose another output, or replace all results with --overwrite.",
-                param="output",
-            )
-        for record in contents.records.values():
-            if (size := contents.files[record.part]) != record.num_bytes:
-                raise ConfigError(
-                    f"output: {record.part} in {self._output.where} has {size:,} bytes where "
-                    f"{record.num_bytes:,} were written. Remove it: its rows are answered again.",
-                    param="output",
-                )
-
-    def _not_empty(self, files: list[str]) -> ConfigError:
-        found = ", ".join(sorted(files)[:3]) or "a job that was begun"
-        return ConfigError(
-            f"output: {self._output.where} is not empty ({found}). Choose another output, or replace its "
-            "results with --overwrite.",
-            param="output",
-        )
 
     def _adopt_rest(self, run: int) -> None:
         """Make parts of segments that nobody has adopted."""
@@ -313,29 +273,9 @@ class Ledger:
         write_json(self._output, REPORT, report)
         if html is not None:
             self._output.write(PICTURES, html.encode())
-        write_json(self._output, MANIFEST, self._manifest())
-        self._output.write(SUCCESS, b"")
-
-    def _manifest(self) -> Mapping[str, Any]:
         assert self._job is not None
-        records = sorted(self._contents.records.values(), key=lambda record: record.part)
-        parts = [
-            {
-                "file": record.part,
-                "kind": "answered" if record.kind == "part" else "failed",
-                "rows": count(record.rows),
-                "bytes": record.num_bytes,
-                "sha256": record.sha256,
-            }
-            for record in records
-        ]
-        return {
-            "rows": count(self.answered) + count(self.failed),
-            "failed": count(self.failed),
-            "parts": parts,
-            "runs": self._job.runs,
-            **self._paper.as_json(),
-        }
+        write_json(self._output, MANIFEST, listed(self._contents) | self._job.as_json())
+        self._output.write(SUCCESS, b"")
 
     def _check_ours(self) -> None:
         job = Job.read(self._output)
@@ -353,8 +293,8 @@ class Ledger:
         )
 
 
-def _remove_temporary(output: Storage) -> None:
-    """What a kill has left half-written. Object stores show no such things."""
+def _remove_half_written(output: Storage) -> None:
+    """What a kill has left. Object stores show no such things."""
     if output.local:
         root = Path(output.root)
         for path in (*root.glob(f"{TEMPORARY}*"), *(root / FOLDER).rglob(f"{TEMPORARY}*")):

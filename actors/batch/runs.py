@@ -79,6 +79,10 @@ class Job:
             paper=paper.as_json(),
         )
 
+    def as_json(self) -> Json:
+        """For readers: the paper, and who made the results when."""
+        return {"runs": self.runs, **self.paper}
+
     def write(self, output: Storage) -> None:
         content = {
             "version": VERSION,

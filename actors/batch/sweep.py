@@ -15,10 +15,10 @@ from itertools import groupby
 import numpy as np
 
 from ...cluster.errors import OutputError
-from ...cluster.row_ranges import RowRanges, contains, of_rows, rows_of
+from ...cluster.row_ranges import RowRanges, contains, count, of_rows, rows_of
 from .contents import Contents
 from .figures import RowFigures
-from .parts import OutputForm, Record, part_name, put, taken_from
+from .parts import Json, OutputForm, Record, part_name, put, taken_from
 from .storage import Storage
 
 SWEEPER = "ledger"  # the writer in records of what is written here
@@ -80,6 +80,23 @@ def remove(output: Storage, contents: Contents, records: Iterable[Record]) -> No
     for record in records:
         output.remove(record.part, record.name)
         contents.forget(record.part)
+
+
+def listed(contents: Contents) -> Json:
+    """The parts for the manifest."""
+    records = sorted(contents.records.values(), key=lambda each: each.part)
+    failed = count(contents.failed)
+    parts = [
+        {
+            "file": each.part,
+            "kind": "answered" if each.kind == "part" else "failed",
+            "rows": count(each.rows),
+            "bytes": each.num_bytes,
+            "sha256": each.sha256,
+        }
+        for each in records
+    ]
+    return {"rows": count(contents.answered) + failed, "failed": failed, "parts": parts}
 
 
 def _groups(contents: Contents, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:

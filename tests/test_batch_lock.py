@@ -1,0 +1,161 @@
+"""One job at a time writes an output: on a disk by the system's lock, in an object store by claims."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from batch_outputs import form, numbers_in, paper, parts, results
+from manta.actors.batch import lock as locks
+from manta.actors.batch.ledger import Ledger
+from manta.actors.batch.lock import Claim, lock
+from manta.actors.batch.storage import Storage
+from manta.actors.batch.writer import RowWriter
+from manta.cluster.errors import ConfigError, OutputError
+from s3_outputs import make_bucket, s3_server, s3_url
+
+HOLD = """
+import sys, time
+from manta.actors.batch import lock as locks
+from manta.actors.batch.storage import Storage
+locks.BEAT_S = 1.0
+held = locks.lock(Storage.open(sys.argv[1], field="output"), print)
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def hold(where: str) -> subprocess.Popen[str]:
+    """Another process that holds an output."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, where], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def ignore(_: str) -> None: ...
+
+
+def test_two_jobs_do_not_share_a_folder_and_a_killed_one_leaves_it_free_at_once(tmp_path: Path) -> None:
+    output = Storage.open(str(tmp_path / "out"), field="output")
+    with hold(output.where) as other:
+        for overwrite in (False, True):
+            with pytest.raises(
+                ConfigError, match=rf"another job \(process {other.pid} on .*, since 2"
+            ) as refused:
+                Ledger.open(output, paper(3), overwrite=overwrite)
+            assert refused.value.param == "output"
+        other.kill()
+    ledger = Ledger.open(output, paper(3))
+    ledger.close()
+    ledger.close()
+    assert not (tmp_path / "out/_manta/lock").exists()
+
+
+def test_a_folder_that_is_refused_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is not empty \(notes.txt\)"):
+        Ledger.open(Storage.open(str(tmp_path), field="output"), paper(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", Path("/proc/manta")):
+        with pytest.raises(ConfigError, match=f"output: {path} cannot be written"):
+            Ledger.open(Storage.open(str(path), field="output"), paper(3))
+
+
+def test_of_many_that_lock_and_leave_a_folder_one_has_it_at_a_time(tmp_path: Path) -> None:
+    """The lock's file, and its folder, come and go meanwhile."""
+    output = Storage.open(str(tmp_path / "out"), field="output")
+    inside, seen = threading.Lock(), []
+
+    def work(_: int) -> None:
+        try:
+            held = lock(output, ignore)
+        except ConfigError:
+            return
+        assert inside.acquire(blocking=False), "two have it"
+        seen.append(held.held)
+        inside.release()
+        held.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(200)))
+    assert seen
+    assert all(seen)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        make_bucket(address, "bucket")
+        yield address
+
+
+@pytest.fixture
+def where(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An output in the store, with a lock that is five times as hasty; its times are whole seconds."""
+    monkeypatch.setattr(locks, "BEAT_S", 1.0)
+    monkeypatch.setattr(locks, "DEAD_S", 3.0)
+    monkeypatch.setattr(locks, "LOOK_S", 0.2)
+    return s3_url(server, "bucket")
+
+
+def test_a_claim_that_lives_refuses_others_and_one_that_died_is_taken_over(where: str) -> None:
+    output = Storage.open(where, field="output")
+    told: list[str] = []
+    with hold(where) as other:
+        with pytest.raises(ConfigError, match=rf"another job \(process {other.pid} on ") as refused:
+            lock(output, told.append)
+        assert refused.value.param == "output"
+        assert "to see whether it lives" in told[0]
+        other.kill()
+    ours = lock(output, told.append)
+    assert (ours.held, len(told)) == (True, 2)
+    ours.close()
+    assert not output.entries("_manta")
+
+
+def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
+    output = Storage.open(where, field="output")
+
+    def start(_: int) -> bool:
+        try:
+            lock(output, ignore)
+        except ConfigError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert sum(pool.map(start, range(3))) <= 1
+
+
+def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
+    output = Storage.open(where, field="output")
+    slept = Ledger.open(output, paper(4))
+    assert isinstance(slept._lock, Claim)
+    old = RowWriter(output, form(), run=slept.run, shard=0, writer="old")
+    old.add(results([0, 1]))
+    old.flush()
+    slept._lock._closing.set()  # as a machine that was suspended: no beat, nothing given back
+    slept._lock._beating.join()
+    heir = Ledger.open(output, paper(4))
+    with pytest.raises(OutputError, match="another job has taken"):
+        slept.finish({})
+    with pytest.raises(OutputError, match="not written by run 1 any more: run 2 writes it now"):
+        old.close()
+    new = RowWriter(output, form(), run=heir.run, shard=0, writer="new")
+    new.adopt("old", heir.known("old"))
+    new.add(results([2, 3]))
+    new.close()
+    heir.finish({})
+    heir.close()
+    assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
+    assert Ledger.open(output, paper(4)).complete

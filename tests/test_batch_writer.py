@@ -1,0 +1,340 @@
+"""What an engine writes: segments at once, parts in time, and nothing lost or twice while an output fails."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from batch_outputs import form, numbers_in, paper, parts, result, results, rows_in
+from manta.actors import files
+from manta.actors.batch import storage as storages
+from manta.actors.batch import writer as writers
+from manta.actors.batch.ledger import Ledger
+from manta.actors.batch.storage import Storage
+from manta.actors.batch.writer import RowWriter
+from manta.cluster.errors import ConfigError, OutputError
+from manta.cluster.row_ranges import of_rows
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Storage:
+    return Storage.open(str(tmp_path / "out"), field="output")
+
+
+def writer_of(output: Storage, given: Any = "jsonl", name: str = "w", **changes: Any) -> RowWriter:
+    return RowWriter(output, form(given, **changes), run=1, shard=3, writer=name)
+
+
+def segments(output: Storage) -> list[str]:
+    return [entry.name for entry in output.entries("_manta/pending", recursive=True)]
+
+
+def test_rows_are_in_segments_at_once_and_in_a_part_when_there_are_enough(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 5)
+    writer = writer_of(output)
+    writer.add(results([4, 2]))
+    assert (writer.num_pending, parts(output)) == (2, [])
+    assert writer.flush() == of_rows([2, 4])
+    assert (writer.num_pending, segments(output), parts(output)) == (0, ["_manta/pending/w/000000.arrow"], [])
+    assert writer.flush() == ()
+    writer.add(results([9, 0, 1], failed=[0]))
+    assert writer.flush() == of_rows([0, 1, 9])
+    assert segments(output) == []
+    shapes = [re.sub("-[0-9a-f]{8}", "-*", name) for name in parts(output)]
+    assert shapes == ["errors-000003-00002-*.jsonl", "part-000003-00001-*.jsonl"]
+    assert numbers_in(output, parts(output)) == [0, 1, 2, 4, 9]
+    assert writer.close() == ()
+
+
+def test_rows_do_not_wait_for_a_part_longer_than_a_minute(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writer_of(output)
+    writer.add(results([1]))
+    writer.flush()
+    assert parts(output) == []
+    monkeypatch.setattr(writers, "PART_INTERVAL_S", 0.0)
+    writer.flush()
+    assert numbers_in(output, parts(output)) == [1]
+
+
+def test_in_order_a_part_is_a_shard(output: Storage) -> None:
+    writer = writer_of(output, ordered=True)
+    for shard, rows in ((1, [12, 10]), (0, [3, 1]), (1, [11]), (0, [0, 2])):
+        writer.add(results(rows), shard=shard)
+        writer.flush()
+    assert parts(output) == []
+    writer.end_shard(1)
+    writer.flush()
+    assert numbers_in(output, parts(output)) == [10, 11, 12]
+    writer.close()
+    assert numbers_in(output, parts(output)) == [0, 1, 2, 3, 10, 11, 12]
+
+
+def test_parquet_and_jsonl_have_the_columns_that_are_passed_through_and_openai_has_its_own(
+    output: Storage,
+) -> None:
+    for name in ("parquet", "jsonl", "openai"):
+        writer = writer_of(output.under(name), name)
+        writer.add(results(range(4), failed=[1]))
+        writer.close()
+        rows = list(rows_in(output.under(name), parts(output.under(name))))
+        failed, first, *_ = rows
+        if name == "openai":
+            assert [row["custom_id"] for row in rows] == ["id-1", "id-0", "id-2", "id-3"]
+            assert first["response"] == {"status_code": 200, "request_id": "cmpl-0", "body": {"id": "cmpl-0"}}
+            assert (first["error"], failed["response"]) == (None, None)
+            assert (failed["error"]["code"], failed["input"]) == ("BadRequestError", '{"prompt": "1"}')
+            assert len({row["id"] for row in rows}) == 4
+        else:
+            assert [row["id"] for row in rows] == ["id-1", "id-0", "id-2", "id-3"]
+            assert (first["category"], first["score"], failed["category"]) == ("even", 0.0, "odd")
+            assert (first["text"], first["error"], failed["text"]) == ("answer 0\u2028\r", None, None)
+            assert (failed["error"]["message"], failed["input"]) == ("too long", '{"prompt": "1"}')
+            assert not {"row", "begin_s", "response"} & first.keys()
+    folder = Path(output.path("parquet"))
+    assert pq.read_table(folder).num_rows == 4  # one schema for all parts
+    assert pa.types.is_float64(pq.read_table(folder).schema.field("score").type)
+
+
+def test_a_column_of_the_input_that_results_have_too_is_refused() -> None:
+    with pytest.raises(ConfigError, match="columns: text cannot be passed through"):
+        form(columns=pa.schema([("text", pa.string()), ("mine", pa.string())]))
+
+
+class FailingDisk:
+    """Writes fail from the `nth` on, until there is room again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room = room
+        self._write = files.write_whole
+        monkeypatch.setattr(storages, "write_whole", self)
+        monkeypatch.setattr(writers, "RETRY_S", 0.0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= 1
+        return self._write(*args, **kwargs)
+
+
+@pytest.mark.parametrize("given", ["parquet", "jsonl", "openai"])
+def test_rows_that_could_not_be_written_are_written_later_and_none_twice(
+    given: Any, output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever write it is that fails: of a segment, a record, a part."""
+    monkeypatch.setattr(writers, "ROWS_PER_PART", 3)
+    for room in itertools.count():
+        each = output.under(f"{room}")
+        disk = FailingDisk(monkeypatch, room)
+        writer = writer_of(each, given)
+        writer.add(results(range(3), failed=[1]))
+        first = writer.flush()
+        failed = writer.failing_since_s is not None
+        assert (first, writer.num_pending) == (((0, 3),), 0) if room else ((), 3)
+        writer.add(results([3]))
+        disk.room = 99
+        assert writer.close() == (((3, 4),) if room else ((0, 4),))
+        assert writer.failing_since_s is None
+        assert sorted(numbers_in(each, parts(each))) == [0, 1, 2, 3]
+        assert segments(each) == []
+        assert len(each.entries("_manta/records")) == len(parts(each))
+        if not failed:
+            break
+    assert room == 5  # a segment, two records and two parts had failed before
+
+
+def test_an_output_that_stays_full_ends_the_job_and_tells_what_is_durable(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FailingDisk(monkeypatch, 1)
+    writer = writer_of(output)
+    writer.add(results([0, 1]))
+    assert writer.flush() == ((0, 2),)
+    writer.add(results([2]))
+    assert writer.flush() == ()
+    assert writer.failing_since_s is not None
+    monkeypatch.setattr(writers, "GIVE_UP_S", -1.0)
+    for give_up in (writer.flush, writer.close):
+        with pytest.raises(OutputError) as given:
+            give_up()
+        said = "No space left on device): 2 rows of this engine are durable, 1 could not be written"
+        assert said in given.value.message
+        assert "run the same command again: it resumes" in given.value.message
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB. Skips where none may be mounted."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no disk may be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_on_a_disk_that_is_really_full_rows_wait_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "RETRY_S", 0.0)
+    with small_disk(tmp_path / "disk") as disk:
+        output = Storage.open(str(disk / "out"), field="output")
+        ledger = Ledger.open(output, paper(200))
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(150 * 1024))
+        writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
+        durable = 0
+        for begin in range(0, 200, 10):
+            writer.add(results(range(begin, begin + 10)))
+            durable += sum(end - begin for begin, end in writer.flush())
+        assert writer.failing_since_s is not None
+        assert 0 < durable < 200
+        assert writer.num_pending == 200 - durable
+        ballast.unlink()
+        writer.close()
+        ledger.finish({})
+        ledger.close()
+        assert sorted(numbers_in(output, parts(output))) == list(range(200))
+
+
+def test_an_output_that_turns_read_only_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "RETRY_S", 0.0)
+    with small_disk(tmp_path / "disk") as disk:
+        output = Storage.open(str(disk / "out"), field="output")
+        ledger = Ledger.open(output, paper(4))
+        writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
+        writer.add(results([0, 1]))
+        writer.flush()
+        ledger.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        writer.add(results([2, 3]))
+        assert (writer.flush(), writer.num_pending) == ((), 2)
+        with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
+            Ledger.open(output, paper(4))
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        assert writer.close() == ((2, 4),)
+        ledger = Ledger.open(output, paper(4))
+        ledger.finish({})
+        ledger.close()
+        assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
+
+
+def test_a_reader_that_looks_at_any_time_finds_only_whole_files(output: Storage) -> None:
+    """Also while a Parquet file of some size is written; pathlib's globs find names with a dot in front."""
+    folder, done, faults, seen = Path(output.root), threading.Event(), [], 0
+    ledger = Ledger.open(output, paper(24_000, form("parquet")))
+
+    def look() -> None:
+        nonlocal seen
+        while not done.is_set():
+            for path in [*folder.glob("*.parquet"), *folder.rglob("*.json")]:
+                try:
+                    _ = pq.read_table(path) if path.suffix == ".parquet" else json.loads(path.read_text())
+                    seen += 1
+                except Exception as error:
+                    faults.append((path.name, error))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    writer = RowWriter(output, form("parquet"), run=1, shard=0, writer="w")
+    for begin in range(0, 24_000, 4_000):
+        writer.add(results(range(begin, begin + 4_000)))
+        writer.flush()
+    writer.close()
+    ledger.finish({})
+    ledger.close()
+    done.set()
+    reader.join()
+    assert (faults, seen > 0) == ([], True)
+
+
+WRITE = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from batch_outputs import form, results
+from manta.actors.batch.storage import Storage
+from manta.actors.batch.writer import RowWriter
+writer = RowWriter(Storage.open(sys.argv[1], field="output"), form(), run=1, shard=0, writer=sys.argv[3])
+for row in range(int(sys.argv[4]), 100000):
+    writer.add(results([row]))
+    writer.flush()
+    print(row, flush=True)
+"""
+
+
+def test_what_a_flush_has_returned_outlives_a_sigkill(output: Storage) -> None:
+    """Processes of writers killed while they write; no row that they have told of is missing."""
+    ledger = Ledger.open(output, paper(100_000))
+    for name, begin in (("a", 0), ("b", 50_000)):
+        command = [sys.executable, "-c", WRITE, output.where, str(Path(__file__).parent), name, str(begin)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            told = [int(process.stdout.readline()) for _ in range(150)]
+            process.kill()
+            told += [int(line) for line in process.stdout.read().split("\n")[:-1]]
+        ledger.refresh(name)
+        durable = ledger.durable(name)
+        assert durable[0][0] == begin
+        assert durable[0][1] > told[-1]
+    heir = RowWriter(output, form(), run=ledger.run, shard=0, writer="heir")
+    taken = [heir.adopt(name, ledger.known(name)) for name in ledger.orphans]
+    heir.close()
+    ledger.refresh()
+    ledger.close()
+    assert ledger.answered == tuple(each[0] for each in taken)
+    assert len(numbers_in(output, parts(output))) == sum(end - begin for begin, end in ledger.answered)
+
+
+def test_a_torn_segment_is_passed_over(output: Storage) -> None:
+    """As a power cut may leave it: its rows are answered again."""
+    ledger = Ledger.open(output, paper(4))
+    writer = writer_of(output)
+    for row in range(3):
+        writer.add([result(row)])
+        writer.flush()
+    torn = Path(output.path(segments(output)[1]))
+    os.truncate(torn, torn.stat().st_size // 2)
+    ledger.refresh()
+    assert ledger.durable("w") == of_rows([0, 2])
+    heir = writer_of(output, name="heir")
+    assert heir.adopt("w", ()) == of_rows([0, 2])
+    assert segments(output) == ["_manta/pending/heir/000000.arrow"]
+    ledger.close()
+
+
+def test_a_flush_does_not_wait_for_the_disk_but_a_part_does(
+    output: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows every quarter of a second: about half a millisecond, as measured, without a sync."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    writer = writer_of(output)
+    writer.add(results(range(20)))
+    writer.flush()
+    assert not synced
+    writer.close()
+    assert len(synced) == 4  # the record, the part, and their folders
