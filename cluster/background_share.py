@@ -26,11 +26,12 @@ _LIGHT = 0.05  # of a step: what costs less may grow
 _LEAST = 0.01  # of a step: what costs less is not told from nothing
 _MOST_SAVED, _MOST_OWED = 1.5, 4.0  # steps
 _TIMES, _FEWEST = 5, 3  # the last ones count, by their median; fewer are no measure
+_NEW = 1 / 16  # weight of the last step in what they take about
 _ALONE_EVERY = 16  # steps: then online requests decode alone, to be measured
 _TRY_EVERY = 64  # times that work joins: then more of it does
 _SMALLEST_CHUNK = 16  # rows of a prompt
-_SHORT_S = 0.05  # a step that computes prompts of background work alone: who comes meanwhile waits for it
-_SHORT_STEPS = 4.0  # the same in steps of a machine that is slow
+_SHORT_STEPS = 4.0  # of online requests: so long may a step without them take where they come and go
+_SHORT_S = 0.05  # the same for its prompts where nobody has come for a while, if that is more
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +105,24 @@ class BackgroundShare:
         self._saved_s = 0.0
         self._last: tuple[int, int] | None = None
         self._num_joined = 0  # steps since the last one that was not
-        self._prompt_row_s = 0.0
-        self._shortest_s = math.inf
+        self._row_s = 0.0  # of the last step of background work alone
+        self._online_step_s = math.inf  # about; where nobody has ever come, no step is too long
 
-    def alone(self) -> Portion:
-        """Of a step without online requests: all, but prompts only as fast as the step stays short."""
-        if not self._chunks or self._prompt_row_s <= 0:
-            return Portion(self._max_rows, self._max_rows)
-        short_s = max(_SHORT_S, _SHORT_STEPS * self._shortest_s)
-        rows = max(int(short_s / self._prompt_row_s), _SMALLEST_CHUNK)
-        return Portion(self._max_rows, min(rows, self._max_rows))
+    def alone(self, num_decoding: int, rows_each: int, *, quiet: bool) -> Portion:
+        """Of a step without online requests: who comes meanwhile waits for its end.
+
+        Args:
+            num_decoding: how many could decode, with so many rows each.
+            quiet: nobody has come for a while: then all decode, and only prompts keep the step short.
+        """
+        short_s = _SHORT_STEPS * self._online_step_s
+        if quiet:
+            short_s = max(short_s, _SHORT_S)
+        most = int(min(short_s / self._row_s, self._max_rows)) if self._row_s > 0 else self._max_rows
+        if not quiet:
+            num_decoding = min(num_decoding, max(most // rows_each, 1))
+            most -= num_decoding * rows_each
+        return Portion(num_decoding, max(most, _SMALLEST_CHUNK) if self._chunks else self._max_rows)
 
     def beside(self, num_online: int, num_drafts: int, num_decoding: int) -> Portion:
         """Of a step in which so many online requests decode with so many drafts each, and so many of the
@@ -134,6 +143,8 @@ class BackgroundShare:
         if seconds <= 0:  # nothing is measured
             return
         self._alone_s[num_online, num_drafts].append(seconds)
+        before_s = self._online_step_s if math.isfinite(self._online_step_s) else seconds
+        self._online_step_s = before_s + _NEW * (seconds - before_s)
         self._num_joined = 0
         self._save(seconds, 0.0)
 
@@ -151,11 +162,10 @@ class BackgroundShare:
             self._decoding[load].learn(portion.num_decoding, cost)
         self._save(base_s, seconds - base_s)
 
-    def learn_alone(self, num_rows: int, seconds: float, *, prompts: bool) -> None:
+    def learn_alone(self, num_rows: int, seconds: float) -> None:
         """How long a step of background work took."""
-        self._shortest_s = min(self._shortest_s, seconds)
-        if prompts:
-            self._prompt_row_s = seconds / num_rows
+        if seconds > 0:
+            self._row_s = seconds / num_rows
 
     def _save(self, base_s: float, spent_s: float) -> None:
         saved_s = self._saved_s + _SHARE * base_s - spent_s

@@ -18,6 +18,8 @@ from .limits import SchedulerConfig
 from .outcome import StepOutcome
 from .plan import BoolArray, SchedulerOutput
 
+_QUIET_S = 5.0  # without online requests: the next one may be far
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -39,6 +41,7 @@ class Pace:
 
     def __init__(self, config: SchedulerConfig) -> None:
         most = self._most_drafts = config.num_speculative_tokens
+        self._last_drafts = most  # of background requests
         adapts = config.adaptive_drafts and most > 0
         self._online, self._background = (DraftLength(most) if adapts else None for _ in range(2))
         self._share = BackgroundShare(config.max_rows, chunks=config.enable_chunked_prefill)
@@ -46,16 +49,27 @@ class Pace:
     def drafts(self, num_decoding: int, *, background: bool = False) -> int:
         """Drafts of each of so many requests that decode."""
         length = self._background if background else self._online
-        return self._most_drafts if length is None else length.choose(num_decoding)
+        chosen = self._most_drafts if length is None else length.choose(num_decoding)
+        if background:
+            self._last_drafts = chosen
+        return chosen
 
-    def portion(self, online: tuple[int, int] | None, num_decoding: int) -> Portion:
-        """Background work of a step.
+    def beside(self, online: tuple[int, int], num_decoding: int) -> Portion:
+        """Background work of a step in which so many online requests decode, with so many drafts each.
 
         Args:
-            online: how many requests decode besides, with how many drafts each; None if nobody else is there.
             num_decoding: background requests that could.
         """
-        return self._share.alone() if online is None else self._share.beside(*online, num_decoding)
+        return self._share.beside(*online, num_decoding)
+
+    def alone(self, num_decoding: int, idle_s: float) -> Portion:
+        """Background work of a step that holds nothing else.
+
+        Args:
+            num_decoding: background requests that could.
+            idle_s: since the last step with online requests.
+        """
+        return self._share.alone(num_decoding, 1 + self._last_drafts, quiet=idle_s > _QUIET_S)
 
     def learn(self, flight: Flight, outcome: StepOutcome, seconds: float, *, shares: bool) -> None:
         """A step has ended; `shares` says whether there is background work at all."""
@@ -73,8 +87,7 @@ class Pace:
         if num_drafts is not None and length is not None:
             length.learn_time(count, num_drafts, seconds)
         if not num_online:
-            prompts = bool((plan.num_rows != plan.num_drafts + 1).any())
-            self._share.learn_alone(plan.num_batched_tokens, seconds, prompts=prompts)
+            self._share.learn_alone(plan.num_batched_tokens, seconds)
         elif num_drafts is not None and shares:
             self._share.learn_online(count, num_drafts, seconds)
 

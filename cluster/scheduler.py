@@ -20,6 +20,7 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
@@ -54,6 +55,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._num_added = 0
         self._num_steps = 0
+        self._online_s = -math.inf  # when the last step with online requests was planned
         self._in_flight: deque[Flight] = deque()
         self._admitted: list[AdmittedRequest] = []  # of the plan in the making
 
@@ -102,6 +104,8 @@ class Scheduler:
         self._admitted = []
         slots_R, rows_R = self._plan_online(now_s)
         num_online = len(slots_R)
+        if num_online:
+            self._online_s = now_s
         if self.has_background:
             slots_B, rows_B = self._plan_background(slots_R, rows_R, now_s)
             slots_R, rows_R = np.append(slots_R, slots_B), np.append(rows_R, rows_B)
@@ -140,8 +144,11 @@ class Scheduler:
         slots_R = self._going_on(self.running[self.num_online_running :])
         num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
-        portion = self._pace.portion(online, num_decoding)
-        num_drafts = self._pace.drafts(num_decoding, background=True) if online is None else online[1]
+        if online is None:
+            portion = self._pace.alone(num_decoding, now_s - self._online_s)
+            num_drafts = self._pace.drafts(min(num_decoding, portion.num_decoding), background=True)
+        else:
+            num_drafts, portion = online[1], self._pace.beside(online, num_decoding)
         wanted_R = self._wanted_rows(slots_R, num_tokens_R, known_R, num_drafts)
         wanted_R = within(portion, wanted_R, known_R)
         joining = np.flatnonzero(wanted_R)[:budget]

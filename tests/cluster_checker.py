@@ -223,12 +223,12 @@ def vary_background(engine: Engine, seed: int) -> None:
     scheduler, random = engine._scheduler, np.random.default_rng(seed)
     most, chunks = int(random.integers(6)), scheduler.config.enable_chunked_prefill
 
-    def portion(online: object, num_decoding: int) -> Portion:
-        least = 0 if online else 1
-        num_decoding, rows = random.integers(least, least + most, 2, endpoint=True).tolist()
-        return Portion(num_decoding, rows if online or chunks else scheduler.config.max_rows)
+    def portion(least: int) -> Portion:
+        return Portion(*random.integers(least, least + most, 2, endpoint=True).tolist())
 
-    scheduler._pace.portion = portion
+    scheduler._pace.beside = lambda online, num_decoding: portion(0)
+    if chunks:
+        scheduler._pace.alone = lambda num_decoding, idle_s: portion(1)
 
 
 def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cluster_checker import (
     Outputs,
@@ -17,10 +18,13 @@ from cluster_checker import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from manta.cluster.background_share import BackgroundShare, Portion
+from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import OverloadedError, UnprocessableError
-from manta.cluster.plan import SchedulerOutput
+from manta.cluster.plan import SchedulerOutput, StepTimings
 from manta.cluster.request import Request
+from manta.cluster.simulator import SimulatedExecutor, VirtualClock
 from test_cluster_properties import LAYOUTS, Arrival, arrivals
 
 LONG = {"ignore_eos": True}
@@ -184,3 +188,89 @@ def arrive(engine: Engine, arrival: Arrival) -> None:
         add(engine, replace(arrival.request))
     except UnprocessableError:
         event("too long for the pages")
+
+
+class Machine:
+    """Seconds of a step: each row costs on a CPU; on a GPU only very many do, but prompts are a pass more."""
+
+    def __init__(self, kind: str) -> None:
+        self._on_gpu, self._random = kind == "gpu", np.random.default_rng(0)
+
+    def __call__(self, plan: SchedulerOutput) -> StepTimings:
+        decode_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+        decodes, prompts = (int(plan.num_rows[which].sum()) for which in (decode_R, ~decode_R))
+        if self._on_gpu:
+            seconds = max(0.005, 2e-5 * decodes) * bool(decodes) + max(0.004, 2e-5 * prompts) * bool(prompts)
+        else:
+            seconds = 4e-4 + 3e-5 * (decodes + prompts)
+        return StepTimings(verify_s=seconds * self._random.lognormal(0, 0.05))
+
+
+def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) -> tuple[list[float], float]:
+    """Times per token of online requests, so many at a time, and tokens per second of background work."""
+    clock, machine = VirtualClock(), Machine(kind)
+    info = make_info(
+        num_pages=(4096,), page_size=16, max_model_len=512, vocab_size=1000, max_in_flight=1 + (kind == "gpu")
+    )
+    spec = SpeculativeConfig(model="drafter")
+    config = EngineConfig(model="simulated", speculative_config=spec, max_num_seqs=32)
+    executor = SimulatedExecutor(info, [0.8, 0.6, 0.4, 0.2], machine, clock.advance)
+    engine, num_made, num_tokens = Engine(config, executor, clock), 0, 0
+    first: dict[str, float] = {}
+    per_token: list[float] = []
+
+    def fill(kind: str, missing: int, length: int) -> None:
+        nonlocal num_made
+        for _ in range(missing):
+            num_made += 1
+            marks = {"seed": num_made, "max_tokens": 100, "background": kind == "background", **LONG}
+            engine.add_request(make_request(f"{kind} {num_made}", [num_made % 1000] * length, **marks))
+
+    while clock.now_s < seconds:
+        stats = engine.stats()
+        num_background = stats.background_running + stats.background_waiting
+        fill("background", (40 - num_background) * with_background, 150)
+        fill("online", num_online - (stats.running + stats.waiting - num_background), 50)
+        for update in engine.step():
+            if update.request_id.startswith("background"):
+                num_tokens += len(update.token_ids)
+            elif update.finish_reason is not None:
+                per_token.append((clock.now_s - first[update.request_id]) / 99)
+            else:
+                first.setdefault(update.request_id, clock.now_s)
+    return per_token, num_tokens / seconds
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("cpu", 3.0), ("gpu", 20.0)])
+def test_online_requests_decode_nearly_as_fast_with_background_work(kind: str, seconds: float) -> None:
+    alone, _ = serve(kind, seconds, num_online=2, with_background=False)
+    mixed, rate = serve(kind, seconds, num_online=2, with_background=True)
+    assert np.percentile(mixed, 95) <= 1.08 * np.percentile(alone, 95)
+    assert np.mean(mixed) <= 1.06 * np.mean(alone)
+    assert rate > 0, "a share is left even where online requests never pause"
+
+
+def test_where_rows_are_free_decoding_joins_every_step_and_where_they_cost_hardly_any() -> None:
+    joined = {}
+    for kind, row_s in (("gpu", 1e-7), ("cpu", 3e-5)):
+        share, random, joined[kind] = BackgroundShare(2048, chunks=True), np.random.default_rng(3), 0
+        for _ in range(4000):
+            portion = replace(share.beside(2, 4, num_decoding=16), prompt_rows=0)
+            noise, rows = random.lognormal(0, 0.05), 5 * (2 + portion.num_decoding)
+            if portion.num_decoding:
+                share.learn_joined(2, 4, portion, (5e-4 + row_s * rows) * noise)
+            else:
+                share.learn_online(2, 4, (5e-4 + row_s * rows) * noise)
+            joined[kind] += portion.num_decoding
+    assert joined["gpu"] > 0.6 * 16 * 4000
+    assert 0 < joined["cpu"] < 0.2 * 4000, "one at a time, once in several steps"
+
+
+def test_steps_of_background_work_are_short_where_online_requests_come_and_go() -> None:
+    share = BackgroundShare(2048, chunks=True)
+    assert share.alone(64, 5, quiet=False) == Portion(64, 2048 - 64 * 5), "nothing is known"
+    for _ in range(4):
+        share.learn_online(1, 4, 0.001)
+    share.learn_alone(100, 0.003)  # 30 us a row; four steps are 133 rows
+    assert share.alone(64, 5, quiet=False) == Portion(26, 16)
+    assert share.alone(64, 5, quiet=True) == Portion(64, 1666), "50 ms, of prompts alone"
