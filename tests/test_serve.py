@@ -96,6 +96,10 @@ def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> Non
     with pytest.raises(CheckpointError) as caught:
         start_server({**args, "model": "/nowhere/at/all"}, ServeOptions(port=free_port()))
     assert caught.value.param == "model"
+    for place, said in (("/proc/nothing", "cannot be written"), ("ftp://x", "ftp"), ("relative", "absolute")):
+        with pytest.raises(ConfigError, match=said) as caught:
+            start_server({**args, "batch_storage": place}, ServeOptions(port=free_port()))
+        assert caught.value.param == "batch_storage"
     assert not ray.is_initialized()
 
 

@@ -171,6 +171,8 @@ class BatchRun:
 
     async def _answer(self, row: Row) -> None:
         result = await self._answerer.answer(row)
+        if error := result.get("error"):
+            logger.info("request %s/%s failed: %s", self.batch.id, result["id"], error["type"])
         self._results.append(result)  # to the list that stands there now: others are with the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:
