@@ -95,6 +95,7 @@ def print_dry_run(plan: DryRun, output: str, settings: Mapping[str, Any]) -> Non
         settings: further lines: the models, how many engines, sampling ... (Any: what has a text).
     """
     more = [f"and {len(plan.files) - FILES_SHOWN} more"] if len(plan.files) > FILES_SHOWN else []
+    num_good = plan.num_rows * (plan.num_tried - plan.num_failed) / plan.num_tried
     tokens_in, tokens_out = (
         "unknown: no row that was tried has a prompt"
         if mean is None

@@ -132,7 +132,7 @@ def all_rows(source: Source, layout: Layout, rows: Survey) -> Iterator[Row]:
 
 def print_validation(report: ValidationReport) -> None:
     """The report on standard output."""
-    total = int(report.lengths.sum())
+    total = int(report.lengths[report.lengths < report.max_model_len].sum())
     print_table(
         f"{report.num_files} file(s) of {report.format}, read in {report.seconds:.1f} s",
         ["rows", "bad", "too long", "ids numbered", "tokens in", "tokens out at most"],
@@ -158,7 +158,7 @@ def print_validation(report: ValidationReport) -> None:
         )
     if report.ignored:
         print_table(
-            "looks like a parameter and has no effect",
+            "parameters that have no effect",
             ["name", "rows"],
             [[name, str(count)] for name, count in report.ignored.items()],
         )
