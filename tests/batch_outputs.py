@@ -18,10 +18,12 @@ ERROR = {"type": "BadRequestError", "message": "too long", "param": "prompt"}
 
 
 def result(row: int, *, failed: bool = False, text: str = "answer") -> Result:
+    columns = {"category": "even" if row % 2 == 0 else "odd", "score": row / 2}
     both = {
         "row": row,
         "id": f"id-{row}",
-        "columns": {"category": "even" if row % 2 == 0 else "odd", "score": row / 2},
+        "columns": columns,
+        **columns,
         "begin_s": 1.0 + row,
         "end_s": 2.0 + row,
     }

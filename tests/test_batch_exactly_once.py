@@ -42,7 +42,7 @@ from manta.cluster.row_ranges import RowRanges, minus, rows_of, union
 from pyarrow import fs
 
 EXAMPLES = int(os.environ.get("MANTA_EXAMPLES", "10"))
-NUM_ROWS = 40
+NUM_ROWS = 60
 ROWS_PER_SHARD = 8
 Done = TypeVar("Done")
 
@@ -97,7 +97,7 @@ def die() -> None:
     raise Killed
 
 
-KILLS = st.none() | st.integers(0, 30)
+KILLS = st.none() | st.integers(0, 6) | st.integers(0, 30)
 
 
 @dataclass
@@ -158,6 +158,7 @@ class Job(RuleBasedStateMachine):
             return False
         finally:
             self.output.fate.clear()
+        assert self.ledger.complete == (self.storage.entry("_SUCCESS") is not None)
         waiting = (self.ledger.durable(orphan) for orphan in self.ledger.orphans)
         done = union(self.ledger.answered, *waiting, () if retry else self.ledger.failed)
         self.left = set(rows_of(minus(((0, len(self.ids)),), done)))
@@ -239,7 +240,7 @@ class Job(RuleBasedStateMachine):
         self.mourn(engine)
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), pause=st.integers(0, 30))
+    @rule(data=st.data(), pause=st.integers(0, 10))
     def pause(self, data: st.DataObject, pause: int) -> None:
         """An engine stands still between two operations, is given up meanwhile, and goes on."""
         engine = data.draw(st.sampled_from(self.engines))
@@ -299,7 +300,7 @@ class Job(RuleBasedStateMachine):
             return data.draw(st.permutations(self.ids))
         return self.ids[3:]
 
-    @precondition(lambda self: not self.ledger.complete)
+    @precondition(lambda self: not self.ledger.complete and len(self.left) < NUM_ROWS // 3)
     @rule(kill=KILLS, data=st.data())
     def finish(self, kill: int | None, data: st.DataObject) -> None:
         """All that is left is answered, and the job ends, or is killed at it and ends in its next run."""

@@ -9,7 +9,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from manta.actors.batch import ledger as ledgers
 from manta.actors.batch import storage as storages
 from manta.actors.batch.ledger import Ledger
 from manta.actors.batch.paper import JobPaper
+from manta.actors.batch.parts import make_part, put
 from manta.actors.batch.rows import id_hash
+from manta.actors.batch.segments import write_segment
 from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
@@ -118,6 +120,66 @@ def test_failed_rows_that_are_answered_later_leave_the_errors(output: Storage) -
     assert (ledger.figures.rows, ledger.figures.failed) == (8, 1)
 
 
+def test_a_part_that_comes_after_the_end_is_swept_by_the_next_run(output: Storage) -> None:
+    """A writer that was given up, and was between its last look at the run and its part."""
+    job = paper(4)
+    answer(output, job, range(4))
+    finish(output, job)
+    record, content = make_part(
+        "part-000009-00001-0123abcd.jsonl", job.form.table(results([1, 2])), job.form, run=1, writer="late"
+    )
+    put(output, record, content)
+    ledger = Ledger.open(output, job)
+    assert (ledger.complete, ledger.left) == (False, ())
+    ledger.finish({})
+    ledger.close()
+    assert sorted(numbers_in(output, parts(output))) == list(range(4))
+    assert Ledger.open(output, job).complete
+
+
+def test_a_finish_that_is_killed_anywhere_is_done_again_and_counts_no_work_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts of a shard become one: at some moments all three are there."""
+    job = paper(4, form(ordered=True))
+    for place in itertools.count():
+        output = Storage.open(str(tmp_path / f"{place}"), field="output")
+        ledger = Ledger.open(output, job)
+        for name, rows in (("a", [0, 2]), ("b", [1, 3])):
+            writer = RowWriter(output, job.form, run=1, shard=0, writer=name)
+            writer.add(results(rows), shard=0)
+            writer.close()
+        with monkeypatch.context() as patched:
+            steps = itertools.count()
+            for name in ("_remove", "write"):
+                patched.setattr(Storage, name, killed_at(place, steps, getattr(Storage, name)))
+            try:
+                ledger.finish({})
+            except KeyboardInterrupt:
+                killed = True
+            else:
+                killed = False
+        ledger.close()
+        ledger = Ledger.open(output, job)
+        assert (ledger.figures.rows, ledger.figures.completion_tokens) == (4, 8)
+        ledger.finish({})
+        ledger.close()
+        assert numbers_in(output, parts(output)) == [0, 1, 2, 3]
+        assert (ledger.figures.rows, ledger.figures.completion_tokens) == (4, 8)
+        if not killed:
+            break
+    assert place == 10
+
+
+def killed_at(place: int, steps: Iterator[int], work: Callable[..., Any]) -> Callable[..., Any]:
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == place:
+            raise KeyboardInterrupt
+        return work(*args, **kwargs)
+
+    return killed
+
+
 def test_rows_that_are_missing_are_no_success(output: Storage) -> None:
     answer(output, paper(5), [0, 1, 4])
     ledger = Ledger.open(output, paper(5))
@@ -139,7 +201,7 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
         Ledger.open(output, paper(3, made_from=changed))
     for words in (
         "model: tiny before, other now; template: none before, {x} now. Run it as it was",
-        "--resume=force",
+        "--force-resume",
         "--overwrite",
     ):
         assert words in refused.value.message
@@ -262,6 +324,28 @@ def test_earlier_results_stay_until_there_is_something_in_their_place(output: St
     assert [part["file"] for part in manifest(output)["parts"]] == parts(output)
     assert len(output.entries("_manta/records")) == 1
     assert output.read("notes.txt") == b"mine"
+
+
+def test_segments_of_another_version_of_ours_are_adopted(output: Storage) -> None:
+    job = paper(2)
+    ledger = Ledger.open(output, job)
+    old = job.form.table(results([0, 1])).drop_columns(["stop_reason"])
+    write_segment(output, "_manta/pending/old/000000.arrow", old, run=1, shard=0)
+    ledger.refresh()
+    heir = RowWriter(output, job.form, run=1, shard=0, writer="heir")
+    heir.adopt("old", ledger.known("old"))
+    heir.close()
+    ledger.finish({})
+    ledger.close()
+    assert len(texts(output)) == 2
+
+
+def test_a_record_that_cannot_be_read_is_named(output: Storage) -> None:
+    answer(output, paper(2), [0])
+    (record,) = output.entries("_manta/records")
+    output.write(record.name, b"{}")
+    with pytest.raises(ConfigError, match=f"{record.name} is no record of a part"):
+        Ledger.open(output, paper(2))
 
 
 @pytest.mark.parametrize("broken", [b"{", b'{"version": 7}', b'{"version": 1}'])

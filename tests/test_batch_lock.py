@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 from batch_outputs import form, numbers_in, paper, parts, results
 from manta.actors.batch import lock as locks
 from manta.actors.batch.ledger import Ledger
-from manta.actors.batch.lock import Claim, lock
+from manta.actors.batch.lock import Claim, Lock, lock
 from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
@@ -126,15 +127,18 @@ def test_a_claim_that_lives_refuses_others_and_one_that_died_is_taken_over(where
 def test_of_two_that_start_at_once_at_most_one_goes_on(where: str) -> None:
     output = Storage.open(where, field="output")
 
-    def start(_: int) -> bool:
+    def start(_: int) -> list[Lock]:
         try:
-            lock(output, ignore)
+            return [lock(output, ignore)]
         except ConfigError:
-            return False
-        return True
+            return []
 
     with ThreadPoolExecutor(3) as pool:
-        assert sum(pool.map(start, range(3))) <= 1
+        held = list(itertools.chain.from_iterable(pool.map(start, range(3))))
+    for each in held:
+        each.close()
+    assert len(held) <= 1
+    assert not output.entries("_manta")
 
 
 def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(where: str) -> None:
@@ -158,4 +162,6 @@ def test_a_claim_that_was_taken_for_dead_is_lost_and_its_job_does_not_finish(whe
     heir.finish({})
     heir.close()
     assert sorted(numbers_in(output, parts(output))) == [0, 1, 2, 3]
-    assert Ledger.open(output, paper(4)).complete
+    last = Ledger.open(output, paper(4))
+    assert last.complete
+    last.close()

@@ -41,8 +41,6 @@ REASONS = {
     "cancelled": "The batch was cancelled before this line was answered.",
     "failed": "The batch was given up before this line was answered; its errors say why.",
 }
-
-
 POISON = "Whenever this line was answered, alone too, the engine died."
 
 

@@ -143,11 +143,13 @@ class Contents:
         return read_segment(self._output, name, only_rows=True)
 
     def _record(self, name: str) -> Record | None:
-        """None if it has gone meanwhile."""
+        """None if it has gone meanwhile. Raises ValueError if it is no record."""
         try:
             return Record.decoded(self._output.read(name))
         except FileNotFoundError:
             return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{name} is no record of a part: {error!r}") from error
 
     def _count(self) -> None:
         there = {

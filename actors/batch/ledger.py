@@ -40,7 +40,7 @@ from .runs import (
     write_json,
 )
 from .storage import Storage
-from .sweep import listed, settle
+from .sweep import listed, manifest_parts, settle
 from .writer import GIVE_UP_S, RETRY_S, RowWriter
 
 OURS = (SUCCESS, MANIFEST, REPORT, PICTURES)
@@ -224,7 +224,8 @@ class Ledger:
             self._adopt_rest(job.run)
         if SUCCESS in self._contents.files and not replaced:
             self._job, self.run = job, job.run
-            self.complete = not (changed or self._paper.other_settings(job.paper) or self.left)
+            same = not (changed or self._paper.other_settings(job.paper) or self.left)
+            self.complete = same and manifest_parts(self._output) == self._contents.records.keys()
             if self.complete:
                 return
             self._output.remove(SUCCESS, MANIFEST)

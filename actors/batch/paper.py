@@ -30,7 +30,7 @@ class JobPaper:
         form: of the output.
         num_rows: of the input.
         sample: the rows of it that are to be answered; all of them if absent.
-        rows_per_shard: where order is preserved.
+        rows_per_shard: where order is preserved; another in a later run is set right at the end.
         about: told in the manifest, and free to differ between runs: the drafter, how many engines.
     """
 
@@ -59,9 +59,10 @@ class JobPaper:
                 "fingerprint": self.fingerprint,
                 "made_from": self.made_from,
                 "input_format": self.input_format,
-                "output": self.form.as_json() | {"rows_per_shard": self.rows_per_shard},
+                "output": self.form.as_json(),
                 "num_rows": self.num_rows,
                 "sample": self.sample,
+                "rows_per_shard": self.rows_per_shard,
                 "about": self.about,
                 "input": list(self.input),
             }

@@ -33,7 +33,7 @@ def check_same(where: str, paper: JobPaper, before: Mapping[str, Any], *, force:
     if differences and not force:
         raise ConfigError(
             f"output: {where} holds a job that was begun otherwise: {'; '.join(differences)}. Run it as it "
-            "was, choose another output, go on nevertheless with --resume=force, or replace it with "
+            "was, choose another output, go on nevertheless with --force-resume, or replace it with "
             "--overwrite.",
             param="output",
         )

@@ -8,6 +8,7 @@ done when it runs again. Called by `ledger.py` alone, when no writer may write.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -18,7 +19,7 @@ from ...cluster.errors import OutputError
 from ...cluster.row_ranges import RowRanges, contains, count, of_rows, rows_of
 from .contents import Contents
 from .figures import RowFigures
-from .parts import Json, OutputForm, Record, part_name, put, taken_from
+from .parts import MANIFEST, Json, OutputForm, Record, part_name, put, taken_from
 from .storage import Storage
 
 SWEEPER = "ledger"  # the writer in records of what is written here
@@ -32,10 +33,11 @@ def settle(output: Storage, contents: Contents, form: OutputForm, run: int) -> N
     """
     for record in contents.uncommitted:
         remove(output, contents, [record])
+    owned = contents.owned  # as it was: what is written anew holds the rows that its parts owned
     for shard, group in _groups(contents, form):
-        whole = all(contents.owned[record.part] == record.rows for record in group)
+        whole = all(owned[record.part] == record.rows for record in group)
         if len(group) > 1 or group[0].shard != shard or not whole:
-            numbers = [_kept(record.rows, contents.owned[record.part]) for record in group]
+            numbers = [_kept(record.rows, owned[record.part]) for record in group]
             rewrite(output, contents, form, group, numbers, run=run, shard=shard)
 
 
@@ -97,6 +99,14 @@ def listed(contents: Contents) -> Json:
         for each in records
     ]
     return {"rows": count(contents.answered) + failed, "failed": failed, "parts": parts}
+
+
+def manifest_parts(output: Storage) -> set[str]:
+    """The parts of the manifest that is there. A writer that was given up may have added others since."""
+    try:
+        return {part["file"] for part in json.loads(output.read(MANIFEST))["parts"]}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _groups(contents: Contents, form: OutputForm) -> Iterator[tuple[int, list[Record]]]:

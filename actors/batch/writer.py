@@ -116,8 +116,9 @@ class RowWriter:
     def flush(self) -> RowRanges:
         """Make durable what was added; make the parts that are due. Returns the rows made durable hereby.
 
-        What cannot be written is kept and tried again by later calls. Raises OutputError when that has not
-        helped for a minute, or when the job has gone on without this writer.
+        Durable rows outlive the death of any process at once, and a power cut when their part is made. What
+        cannot be written is kept and tried again by later calls. Raises OutputError when that has not helped
+        for a minute, or when the job has gone on without this writer.
         """
         durable: list[RowRanges] = []
         with self._writing:
@@ -211,7 +212,7 @@ class RowWriter:
         for segment in in_parallel(lambda name: read_segment(self._output, name), names):
             if segment is not None and minus(segment.rows, known):
                 shard = segment.shard if self._form.ordered else self._shard
-                tables[shard].append(_without(segment, known))
+                tables[shard].append(_fitting(_without(segment, known), self._form))
         for shard, several in tables.items():
             self._save(shard, pa.concat_tables(several))
         self._output.remove_folder(segment_folder(writer))
@@ -258,6 +259,11 @@ def _without(segment: Segment, known: RowRanges) -> pa.Table:
     """The results of a segment that are not known."""
     mask = [not contains(known, row) for row in rows_in(segment.table)]
     return segment.table.filter(pa.array(mask, pa.bool_()))
+
+
+def _fitting(table: pa.Table, form: OutputForm) -> pa.Table:
+    """Results as they are written now: another version of ours may have written the segment."""
+    return table if table.schema.equals(form.wire) else form.table(table.to_pylist())
 
 
 def _sorted(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
