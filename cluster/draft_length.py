@@ -7,7 +7,7 @@ are not, none is. Both sides are measured while the engine runs, nothing is assu
 
 Measured are a few lengths, the *ladder*; times by number of requests, for rows are cheap or dear by how many
 there are. Now and then a step tries a neighbour of the best length, or none: times and acceptance change with
-contexts and texts. Outputs do not depend on it, only speed. Used by `scheduler.py` alone.
+contexts and texts. Outputs do not depend on it, only speed. Used by `pace.py` alone.
 
 Legend: R requests of a step, K most drafts.
 """

@@ -13,7 +13,8 @@ bring is not known then: pages (`page_books.py`) are taken for the most and give
 where a sequence stands is left to the workers. Whoever leaves (ended, aborted, preempted) leaves at once:
 what is in flight for it is dropped on arrival, and as steps run in order, its pages are written by their next
 owner later. Called by `engine.py` alone; knows neither a clock nor an executor. The order of serving is
-`Sequence.rank`: by arrival, or by priority and then arrival.
+`Sequence.rank`: by arrival, or by priority and then arrival; background work behind all others, who plan as
+if it were not there. It gets rows in what they leave (`pace.py` says how much) or pauses with slot and pages.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -27,6 +28,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from .background_share import NOTHING
 from .counters import Counters
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
@@ -149,6 +151,8 @@ class Scheduler:
             num_drafts = self._pace.drafts(min(num_decoding, portion.num_decoding), background=True)
         else:
             num_drafts, portion = online[1], self._pace.beside(online, num_decoding)
+            if portion == NOTHING:
+                return online_R[:0], online_R[:0]
         wanted_R = self._wanted_rows(slots_R, num_tokens_R, known_R, num_drafts)
         wanted_R = within(portion, wanted_R, known_R)
         joining = np.flatnonzero(wanted_R)[:budget]
