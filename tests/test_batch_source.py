@@ -82,6 +82,7 @@ def test_rows_come_back_once_and_as_they_were_whatever_is_asked(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "ROWS_PER_READ", 5)
         patch.setattr(reading, "BLOCK_BYTES", data.draw(st.integers(1, 300)))
+        patch.setattr(reading, "PIECE_BYTES", data.draw(st.integers(1, 300)))
         patch.setattr(reading, "OPEN_FILES", 2)
         patch.setattr(surveying, "MARK_EVERY", 4)
         source = write(tmp_path_factory.mktemp("rows"), format, files)

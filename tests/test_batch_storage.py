@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub_standin import hub_with
 from manta.actors.batch import reading
 from manta.actors.batch.reading import RowReader
 from manta.actors.batch.rows import Layout
@@ -192,3 +193,25 @@ print(open_source([{s3.where("bucket/ends")!r}]))
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert "a.jsonl" in done.stdout
+
+
+READ_HUB = """
+from manta.actors.batch.reading import RowReader
+from manta.actors.batch.rows import Layout
+from manta.actors.batch.source import open_source
+from manta.actors.batch.survey import survey
+source, layout = open_source(["hf://datasets/me/some/data/*.jsonl"]), Layout(lines=True)
+found = survey(source, layout, duplicates="refuse")
+rows = RowReader(source, layout).read(found.work(((2, 5),)))
+print(found.num_rows, [row.record["text"] for row in rows])
+"""
+
+
+def test_rows_are_read_from_the_hub() -> None:
+    files = {"data/a.jsonl": b'{"id": 0}\n{"id": 1}\n{"id": 2}\n{"id": 3}\n', "data/b.jsonl": b'{"id": 4}\n'}
+    with hub_with("me/some", files) as address:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", READ_HUB]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == """5 ['{"id": 2}', '{"id": 3}', '{"id": 4}']\n"""

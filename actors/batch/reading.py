@@ -27,6 +27,7 @@ READS_KEPT = 4  # calls come a little out of order
 OPEN_FILES = 4
 BLOCK_BYTES = 2 * 2**20  # of text: one request to an object store
 BLOCKS_KEPT = 4  # per file
+PIECE_BYTES = 2**16  # of a block, cut into lines at once: a few rows are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ class _TextRows:
     def _bytes_from(self, offset: int) -> Iterator[bytes]:
         place, skip = divmod(offset, BLOCK_BYTES)
         while block := self._block(place):
-            yield block[skip:]
+            for begin in range(skip, len(block), PIECE_BYTES):
+                yield block[begin : begin + PIECE_BYTES]
             place, skip = place + 1, 0
 
     def _block(self, place: int) -> bytes:

@@ -97,9 +97,7 @@ def print_dry_run(plan: DryRun, output: str, settings: Mapping[str, Any]) -> Non
     more = [f"and {len(plan.files) - FILES_SHOWN} more"] if len(plan.files) > FILES_SHOWN else []
     num_good = plan.num_rows * (plan.num_tried - plan.num_failed) / plan.num_tried
     tokens_in, tokens_out = (
-        "unknown: no row that was tried has a prompt"
-        if mean is None
-        else f"about {mean * plan.num_rows:,.0f}"
+        "unknown: all rows that were tried would fail" if mean is None else f"about {mean * num_good:,.0f}"
         for mean in (plan.mean_prompt_tokens, plan.mean_max_completion_tokens)
     )
     lines = {
