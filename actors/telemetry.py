@@ -77,6 +77,7 @@ class Telemetry:
         self._mirror = mirror
         self._histograms = {m.name: Histogram(m.buckets) for m in CATALOGUE if m.kind == "histogram"}
         self._http: Counter[tuple[str, str, str]] = Counter()
+        self._batch_rows = Counter({("completed",): 0, ("failed",): 0})
         self._registry = CollectorRegistry()
         self._registry.register(_Scrape(self._families))
 
@@ -92,6 +93,11 @@ class Telemetry:
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         self._http[handler, method, str(status)] += 1
         self._histograms["http_request_duration_seconds"].observe(seconds)
+
+    def count_batch_rows(self, completed: int, failed: int) -> None:
+        """Lines of batches that are durable now."""
+        self._batch_rows["completed",] += completed
+        self._batch_rows["failed",] += failed
 
     def finish_request(self, request: FinishedRequest) -> None:
         """Observe and log one request, however it ended."""
@@ -130,7 +136,11 @@ class Telemetry:
                 self._histograms[name].observe(value_ms / 1000.0)
 
     def _families(self) -> Iterable[Family]:
-        values = {**engine_values(self._engine.stats()), "http_requests": self._http}
+        values = {
+            **engine_values(self._engine.stats()),
+            "dflash:batch_rows": self._batch_rows,
+            "http_requests": self._http,
+        }
         for metric in CATALOGUE:
             if metric.kind == "histogram":
                 yield self._histograms[metric.name].family(metric, self._labels)
@@ -179,6 +189,8 @@ def engine_values(stats: EngineStats) -> dict[str, Values]:
         "vllm:num_requests_running": stats.running,
         "vllm:num_requests_waiting": stats.waiting,
         "vllm:kv_cache_usage_perc": stats.kv_usage,
+        "dflash:batch_rows_running": stats.background_running,
+        "dflash:batch_rows_waiting": stats.background_waiting,
         "vllm:prompt_tokens": stats.prompt_tokens,
         "vllm:generation_tokens": stats.generation_tokens,
         "vllm:request_success": {(reason,): count for reason, count in stats.finished.items()},

@@ -2,16 +2,20 @@
 
     MantaError                    status 500, not retryable
     ├── RequestError              400  a request field is wrong; `param` names it
-    │   ├── ModelNotFoundError    404  the model named in the request is not served here
+    │   ├── NotFoundError         404  what the request names is not here: a file, a batch
+    │   │   └── ModelNotFoundError     ...the model is not served here
     │   └── UnprocessableError    422  valid, but can never be served (needs more pages than exist)
     ├── ConfigError               500  a setting is wrong; raised before anything is loaded
+    │   ├── InUseError            500  another job writes the output
     │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
     │   └── PlacementError        500  the cluster cannot hold the topology that was asked for
     ├── DatasetError              400  an input file of a batch job cannot be read or understood
     ├── OutputError               500  results of a batch job cannot be written
+    ├── NotOfferedError           501  a part of the API that this server was started without
     ├── OverloadedError           503  a queue is full; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
     ├── EngineDeadError           503  a worker died under the request; retry
+    ├── StorageError              503  where files and batches are kept cannot be used now; mend it, or retry
     └── UnreachableError          503  a server that a command asks does not answer; start it, or retry
 
 A message names the field, the value and the remedy; for an unknown name that is the nearest known one
@@ -58,11 +62,15 @@ class RequestError(MantaError):
     kind = "BadRequestError"
 
 
-class ModelNotFoundError(RequestError):
-    """The model named in the request is not served here."""
+class NotFoundError(RequestError):
+    """What the request names is not here."""
 
     status = 404
     kind = "NotFoundError"
+
+
+class ModelNotFoundError(NotFoundError):
+    """The model named in the request is not served here."""
 
 
 class UnprocessableError(RequestError):
@@ -74,6 +82,10 @@ class UnprocessableError(RequestError):
 
 class ConfigError(MantaError):
     """A setting is wrong; raised before anything is loaded."""
+
+
+class InUseError(ConfigError):
+    """Another job writes the output."""
 
 
 class CheckpointError(ConfigError):
@@ -95,6 +107,13 @@ class OutputError(MantaError):
     """The results of a batch job cannot be written."""
 
 
+class NotOfferedError(MantaError):
+    """This server was started without what the request needs."""
+
+    status = 501
+    kind = "NotImplementedError"
+
+
 class OverloadedError(MantaError):
     """A queue is full."""
 
@@ -109,6 +128,14 @@ class DrainingError(OverloadedError):
 
 class EngineDeadError(MantaError):
     """A worker died under the request."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retryable = True
+
+
+class StorageError(MantaError):
+    """Where files and batches are kept cannot be read or written now."""
 
     status = 503
     kind = "ServiceUnavailableError"

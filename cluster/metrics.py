@@ -129,6 +129,26 @@ CATALOGUE: tuple[Metric, ...] = (
         "tokens",
         "Mean acceptance length since the start, the bonus token included; no value before the first draft.",
     ),
+    # Batches of /v1/batches.
+    Metric(
+        "dflash:batch_rows_running",
+        "gauge",
+        "rows",
+        "Lines of batches that have a slot, among vllm:num_requests_running; they may pause.",
+    ),
+    Metric(
+        "dflash:batch_rows_waiting",
+        "gauge",
+        "rows",
+        "Lines of batches that wait for a slot or for pages, among vllm:num_requests_waiting.",
+    ),
+    Metric(
+        "dflash:batch_rows",
+        "counter",
+        "rows",
+        "Lines of batches that this replica has brought to their end, by what became of them.",
+        (*SHARED_LABELS, "status"),
+    ),
     # HTTP.
     Metric(
         "http_requests",

@@ -111,6 +111,13 @@ def serve(
             "--api-key", help="Key that requests must bring; may be repeated.", envvar="MANTA_API_KEY"
         ),
     ] = None,
+    batch_storage: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-storage",
+            help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
+        ),
+    ] = None,
     plain_proxy: Annotated[
         bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
     ] = False,
@@ -122,6 +129,10 @@ def serve(
         settings["served_model_name"] = served_model_name
     if api_key:
         settings["api_key"] = api_key
+    if batch_storage:
+        settings["batch_storage"] = (
+            batch_storage if "://" in batch_storage else str(Path(batch_storage).absolute())
+        )
     try:
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server

@@ -12,9 +12,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ..actors.http.settings import split_settings
@@ -137,11 +139,13 @@ def start_server(
         ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
     """
     report = report or _to_stderr
-    config, _ = split_settings(args)
+    config, settings = split_settings(args)
     existing, environment = ray_address(), {}
     if not existing:
         check_port(options.host, options.port)
         _check_models(config)
+        if settings.batch_storage is not None:
+            _check_storage(settings.batch_storage)
         environment = set_proxy_environment(plain_proxy=options.plain_proxy)
     report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
     owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve")
@@ -177,6 +181,24 @@ def _check_models(config: EngineConfig) -> None:
     from ..actors.targets.loading.plan import plan_load
 
     plan_load(config)
+
+
+def _check_storage(where: str) -> None:
+    """A folder of this machine must be there to be written, or to be made."""
+    from ..actors.batch.storage import Storage
+
+    storage = Storage.open(where, field="batch_storage")
+    if not storage.local:
+        return
+    try:
+        Path(storage.root).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=storage.root).close()
+    except OSError as error:
+        raise ConfigError(
+            f"batch_storage: {where} cannot be written ({error.strerror}). Choose another folder with "
+            "--batch-storage.",
+            param="batch_storage",
+        ) from None
 
 
 def set_proxy_environment(*, plain_proxy: bool) -> dict[str, str | None]:

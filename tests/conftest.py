@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # the losslessness grid those of a pair, which share its plain decoding; else those of a file.
 _RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room", "serve")
 _NO_RAYS = tuple(
+    f"batch_{what}"
+    for what in ("exactly_once", "invariant", "ledger", "lock", "opening", "report", "rows", "source")
+    + ("storage", "validate", "writer")
+)
     f"batch_{what}" for what in ("exactly_once", "invariant", "ledger", "lock", "report", "rows", "writer")
 )
 _LONG = ("lossless", "device_runner")

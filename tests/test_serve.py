@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -39,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def args(pair: tuple[Path, Path]) -> dict[str, Any]:
+def args(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "model": str(pair[0]),
         "speculative_config": {"model": str(pair[1])},
@@ -50,6 +51,7 @@ def args(pair: tuple[Path, Path]) -> dict[str, Any]:
         "max_num_seqs": 8,
         "num_pages": 256,
         "num_threads": 1,
+        "batch_storage": str(tmp_path_factory.mktemp("batches")),
     }
 
 
@@ -94,6 +96,10 @@ def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> Non
     with pytest.raises(CheckpointError) as caught:
         start_server({**args, "model": "/nowhere/at/all"}, ServeOptions(port=free_port()))
     assert caught.value.param == "model"
+    for place, said in (("/proc/nothing", "cannot be written"), ("ftp://x", "ftp"), ("relative", "absolute")):
+        with pytest.raises(ConfigError, match=said) as caught:
+            start_server({**args, "batch_storage": place}, ServeOptions(port=free_port()))
+        assert caught.value.param == "batch_storage"
     assert not ray.is_initialized()
 
 
@@ -156,6 +162,38 @@ def test_after_the_death_of_a_worker_the_stream_ends_and_the_replica_comes_back(
     wait_for(answers, timeout_s=150.0)
     after = worker_pids()
     assert len(after) == 2 and not set(after) & set(before)
+
+
+def replica_pid() -> int:
+    from ray._private.state import actors
+
+    (pid,) = (
+        actor["Pid"]
+        for actor in actors().values()
+        if actor["ActorClassName"].startswith("ServeReplica") and actor["State"] == "ALIVE"
+    )
+    return pid
+
+
+def test_a_batch_goes_on_after_the_death_of_its_replica(args: dict[str, Any], client: openai.OpenAI) -> None:
+    names = [f"row-{i}" for i in range(60)]
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    content = "".join(json.dumps({**line, "custom_id": name}) + "\n" for name in names)
+    file = client.files.create(file=("in.jsonl", content.encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    wait_for(lambda: any(Path(args["batch_storage"]).glob("work/*/out/_manta/pending/*/*.arrow")))
+    os.kill(replica_pid(), signal.SIGKILL)
+
+    def ended() -> bool:
+        with contextlib.suppress(openai.APIError):
+            return client.batches.retrieve(batch.id).status == "completed"
+        return False
+
+    wait_for(ended, timeout_s=150.0)
+    output = client.batches.retrieve(batch.id).output_file_id
+    lines = client.files.content(output or "").text.splitlines()
+    assert sorted(json.loads(each)["custom_id"] for each in lines) == sorted(names)
 
 
 def test_rays_own_metrics_are_some_of_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,8 @@ class RowAnswerer:
         generation: the checkpoint's defaults.
         model_name: reported in OpenAI responses.
         columns: handed on from the input to the results.
+        background: rows yield to the engine's other requests.
+        prefix: of the engine's names of requests, which are then known by their rows' ids; those must differ.
     """
 
     def __init__(
@@ -96,12 +98,17 @@ class RowAnswerer:
         generation: GenerationDefaults,
         model_name: str,
         columns: pa.Schema = NO_COLUMNS,
+        *,
+        background: bool = False,
+        prefix: str | None = None,
     ) -> None:
         self._engine = engine
         self._layout = layout
         self._generation = generation
         self._model_name = model_name
         self._columns = columns
+        self._background = background
+        self._prefix = prefix
         self._ids = itertools.count()
 
     async def answer(self, row: Row, *, speculate: bool = True, attempts: int = 1) -> Result:
@@ -117,7 +124,7 @@ class RowAnswerer:
             record = record_of(row, self._layout)
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
-            answer = await self._complete(request, speculate=speculate)
+            answer = await self._complete(name, request, speculate=speculate)
             result = self._success(name, request, answer) | handed_on(record, self._columns)
         except EngineDeadError:
             raise
@@ -137,14 +144,15 @@ class RowAnswerer:
             "end_s": time.time(),
         }
 
-    async def _complete(self, request: RowRequest, *, speculate: bool) -> RequestOutput:
+    async def _complete(self, name: str, request: RowRequest, *, speculate: bool) -> RequestOutput:
         body, engine = request.body, self._engine
         given = conversation(body, engine.tokenizer) if isinstance(body, ChatRequest) else body.prompts()[0]
         return await engine.complete(
-            f"batch-{next(self._ids)}",
+            f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
             request.params,
             speculate=speculate and body.speculative.enabled,
+            background=self._background,
         )
 
     def _success(self, row: str, request: RowRequest, answer: RequestOutput) -> Result:

@@ -76,6 +76,7 @@ class Ledger:
         overwrite: bool = False,
         id_hashes: Callable[[], np.ndarray] | None = None,
         say: Callable[[str], object] = lambda words: None,
+        held: Lock | None = None,
     ) -> Self:
         """Take an output, for a new job or for one more run of the one that is there.
 
@@ -84,21 +85,24 @@ class Ledger:
             overwrite: begin anew; earlier results stay until there is something in their place.
             id_hashes: `Survey.id_hashes`, by which rows of a changed input are found again.
             say: told why this takes long.
+            held: the output's lock, where it was taken before; the ledger's from now on, unless this raises.
 
         Raises ConfigError, which names what is in the way and the remedy.
         """
-        ledger = cls(output, paper, lock(output, say))
+        ledger = cls(output, paper, held or lock(output, say))
         try:
             ledger._begin(resume, overwrite, id_hashes)
         except UNREADABLE as error:
-            ledger.close()
+            if held is None:
+                ledger.close()
             raise ConfigError(
                 f"output: {output.where} cannot be used ({reason(error)}). Mend it, choose another with "
                 "--output, or replace it with --overwrite.",
                 param="output",
             ) from error
         except BaseException:
-            ledger.close()
+            if held is None:
+                ledger.close()
             raise
         return ledger
 

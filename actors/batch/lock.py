@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
-from ...cluster.errors import ConfigError
+from ...cluster.errors import ConfigError, InUseError
 from .parts import FOLDER
 from .storage import Entry, Storage
 
@@ -45,7 +45,7 @@ class Lock(Protocol):
 
 
 def lock(output: Storage, say: Callable[[str], object]) -> Lock:
-    """Lock an output. Raises ConfigError when another job holds it, or it cannot be locked.
+    """Lock an output. Raises InUseError when another job holds it, ConfigError when it cannot be locked.
 
     Args:
         say: told what is waited for: in an object store, up to 15 s after a job that was killed.
@@ -165,8 +165,8 @@ def _in_words(holder: str | bytes) -> str:
         return ""
 
 
-def _in_use(output: Storage, who: str) -> ConfigError:
-    return ConfigError(
+def _in_use(output: Storage, who: str) -> InUseError:
+    return InUseError(
         f"output: {output.where} is being written by another job{who}. Wait for its end, or choose another "
         "output.",
         param="output",

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from ... import __version__
+from ..batch.service import BatchService
+from ..batch.storage import Storage
 from ..checkpoints import resolve_checkpoint
 from ..engine import AsyncEngine
 from ..telemetry import StatsMirror, Telemetry
+from .batches import batch_routes
 from .chat import chat_routes
 from .completions import completion_routes
 from .defaults import GenerationDefaults
 from .errors import install_handlers
+from .files import file_routes
 from .frontend import Frontend
 from .gate import Gate
 from .models import model_routes
@@ -45,9 +50,13 @@ def create_app(
     """
     telemetry = Telemetry(engine, settings.model_names(engine.config.model)[0], replica, mirror)
     frontend = Frontend(engine, settings, _defaults(engine, settings), telemetry)
-    app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(telemetry))
+    batches = _batches(frontend)
+    forever = [telemetry.report_forever, *([batches.work_forever] if batches else [])]
+    app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(forever))
     for routes in (completion_routes, chat_routes, model_routes, tokenization_routes, operation_routes):
         app.include_router(routes(frontend))
+    for routes in (file_routes, batch_routes):
+        app.include_router(routes(batches))
     install_handlers(app)
     app.add_middleware(Gate, settings=settings, telemetry=telemetry, echo_request_id=echo_request_id)
     if settings.allowed_origins:
@@ -63,13 +72,30 @@ def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaul
     return GenerationDefaults.load(resolve_checkpoint(engine.config.model, field="model"))
 
 
-def _lifespan(telemetry: Telemetry) -> Lifespan[FastAPI]:
+def _batches(frontend: Frontend) -> BatchService | None:
+    settings = frontend.settings
+    if settings.batch_storage is None:
+        return None
+    storage = Storage.open(settings.batch_storage, field="batch_storage")
+    return BatchService(
+        storage,
+        frontend.engine,
+        frontend.defaults,
+        frontend.names,
+        max_lines=settings.max_batch_lines,
+        count_rows=frontend.telemetry.count_batch_rows,
+    )
+
+
+def _lifespan(forever: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Lifespan[FastAPI]:
+    """What runs beside the requests, as long as the application does."""
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        reporting = asyncio.create_task(telemetry.report_forever())
+        tasks = [asyncio.create_task(each()) for each in forever]
         yield
-        reporting.cancel()
-        with suppress(asyncio.CancelledError):
-            await reporting
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     return lifespan

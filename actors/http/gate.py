@@ -1,6 +1,6 @@
 """The outermost layer: request ids, API keys, body limits, and an answer for whatever nobody caught.
 
-Plain ASGI, so that streams pass through untouched. It knows no endpoint.
+Plain ASGI, so that streams pass through untouched. It knows one endpoint: the one that takes files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,6 +27,8 @@ from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+UPLOADS = "/v1/files"
+FORM_BYTES = 64 * 1024  # of an upload, beside its file
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -50,7 +53,10 @@ class Gate:
         self._app = app
         self.echo_request_id = echo_request_id
         self._keys = [_digest(key) for key in settings.api_keys]
-        self._max_bytes = settings.max_request_bytes
+        self._limit = _Limit.of(settings, "max_request_bytes")
+        self._upload_limit = self._limit
+        if settings.batch_storage is not None:
+            self._upload_limit = _Limit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,19 +67,20 @@ class Gate:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
-        await (refusal or self._app)(scope, _limited(receive, self._max_bytes), send)
+        limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
+        refusal = self._refusal(scope, headers, limit)
+        await (refusal or self._app)(scope, _limited(receive, limit), send)
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
         self._telemetry.observe_http(handler, scope["method"], status, seconds)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+    def _refusal(self, scope: Scope, headers: Headers, limit: _Limit) -> Response | None:
         if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers.get("authorization")):
             return json_error(401, "Send a valid API key: `Authorization: Bearer <key>`.")
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_bytes:
-            return json_error(413, _too_large(self._max_bytes))
+        if length.isdigit() and int(length) > limit.max_bytes:
+            return json_error(413, limit.said)
         return None
 
     def _knows(self, authorization: str | None) -> bool:
@@ -114,23 +121,32 @@ class _Exchange:
         await self._send(message)
 
 
-def _limited(receive: Receive, max_bytes: int) -> Receive:
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """How large a body may be, and what is said of a larger one."""
+
+    max_bytes: int
+    said: str
+
+    @classmethod
+    def of(cls, settings: ServerSettings, name: str, beside: int = 0) -> _Limit:
+        size = getattr(settings, name)
+        return cls(size + beside, f"The body is larger than {size} bytes, this server's {name}.")
+
+
+def _limited(receive: Receive, limit: _Limit) -> Receive:
     """Stop reading a body without a declared length once it is too large."""
-    left = max_bytes
+    left = limit.max_bytes
 
     async def limited() -> Message:
         nonlocal left
         message = await receive()
         left -= len(message.get("body", b""))
         if left < 0:
-            raise HTTPException(413, _too_large(max_bytes))
+            raise HTTPException(413, limit.said)
         return message
 
     return limited
-
-
-def _too_large(max_bytes: int) -> str:
-    return f"The body is larger than {max_bytes} bytes, this server's max_request_bytes."
 
 
 def _digest(key: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...cluster.config import EngineConfig, from_mapping, one_of
@@ -16,6 +17,7 @@ from ...cluster.errors import ConfigError, did_you_mean
 UnknownParams = Literal["ignore", "warn", "reject"]
 MetricsLevel = Literal["none", "summary"]
 DefaultsSource = Literal["auto", "openai"]
+LEAST = {"max_request_bytes": 1024, "max_batch_file_bytes": 1024, "max_batch_lines": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,11 @@ class ServerSettings:
         max_request_bytes: larger request bodies are refused with 413.
         api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
         allowed_origins: browser origins that may call (CORS); none by default.
+        batch_storage: absolute path or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all
+            they know; every replica must reach it, and one endpoint must have it for itself. None: those
+            routes answer 501.
+        max_batch_file_bytes: larger uploads are refused with 413.
+        max_batch_lines: batches of files with more lines fail.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -45,6 +52,9 @@ class ServerSettings:
     max_request_bytes: int = 32 * 1024 * 1024
     api_key: str | tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
+    batch_storage: str | None = None
+    max_batch_file_bytes: int = 200 * 10**6
+    max_batch_lines: int = 50_000
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -62,11 +72,11 @@ class ServerSettings:
                 f"sse_keep_alive_interval={self.sse_keep_alive_interval!r} must be 0 (off) or seconds.",
                 param="sse_keep_alive_interval",
             )
-        if self.max_request_bytes < 1024:
-            raise ConfigError(
-                f"max_request_bytes={self.max_request_bytes!r} must be at least 1024.",
-                param="max_request_bytes",
-            )
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)
+        if self.batch_storage is not None:
+            _check_place(self.batch_storage)
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """The names under which `model` is served, the reported one first."""
@@ -90,6 +100,15 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
         raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
     engine = EngineConfig.from_dict({k: v for k, v in args.items() if k in engine_names})
     return engine, from_mapping(ServerSettings, {k: v for k, v in args.items() if k in server_names})
+
+
+def _check_place(where: str) -> None:
+    """A relative path would be another one in each replica's process."""
+    if "://" not in where and not Path(where).is_absolute():
+        raise ConfigError(
+            f"batch_storage={where!r} must be an absolute path that all replicas see, or a URL.",
+            param="batch_storage",
+        )
 
 
 def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

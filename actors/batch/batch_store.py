@@ -1,0 +1,202 @@
+"""Batches of `/v1/batches` as they are kept: one paper each, in OpenAI's shape, and how it may change.
+
+    batches/<id>.json     the batch, written whole
+    batches/<id>.cancel   somebody asked for its end, and when
+    queue/<id>            it is not at its end: what a replica that starts looks for
+    work/<id>/out/        its ledger (`ledger.py`), whose lock says which replica works on it
+    work/<id>/trials.json which rows the engine of that replica has
+
+A paper has one writer: the route that makes it, then whoever holds the lock. Everybody else, routes that
+cancel included, only puts files beside it. Blocking; stateless, so that any replica answers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from ...cluster.errors import NotFoundError, RequestError
+from ...cluster.trials import Trials
+from .file_store import JsonObject, Page, listed_ids, ordered_id, page, read_paper
+from .storage import Storage
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+FOLDER, QUEUE, WORK = "batches", "queue", "work"
+TRIALS = "trials.json"
+# An entry of the queue whose paper never came: the request that made it has failed.
+ABANDONED_S = 3600.0
+NEXT: Mapping[Status, tuple[Status, ...]] = {
+    "validating": ("in_progress", "cancelling", "failed"),
+    "in_progress": ("finalizing", "cancelling", "failed"),
+    "finalizing": ("completed", "expired", "failed"),
+    "cancelling": ("cancelled", "failed"),
+    "completed": (),
+    "failed": (),
+    "expired": (),
+    "cancelled": (),
+}
+
+
+def _no_counts() -> dict[str, int]:
+    return {"total": 0, "completed": 0, "failed": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch, with the fields of OpenAI's object. Times are Unix times in seconds.
+
+    Attributes:
+        errors: why the input was refused, or the batch given up: OpenAI's list of errors.
+        usage: tokens of all answered lines; None before there are any.
+    """
+
+    id: str
+    endpoint: str
+    model: str | None = None
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: JsonObject | None = None
+    request_counts: dict[str, int] = field(default_factory=_no_counts)
+    usage: JsonObject | None = None
+
+    @property
+    def ended(self) -> bool:
+        return not NEXT[self.status]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its window is over."""
+        return time.time() >= self.expires_at
+
+    def moved(self, status: Status, at: int | None = None, **changes: Any) -> Batch:  # Any: fields
+        """The batch in its next status, with the status's stamp."""
+        assert status in NEXT[self.status], f"a batch that is {self.status} does not become {status}"
+        stamp = int(time.time()) if at is None else at
+        return replace(self, status=status, **{f"{status}_at": stamp}, **changes)
+
+    def as_openai(self) -> JsonObject:
+        return {"id": self.id, "object": "batch"} | asdict(self)
+
+
+class BatchStore:
+    """The batches of one storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def create(
+        self, endpoint: str, input_file_id: str, window: str, window_s: int, metadata: dict[str, str] | None
+    ) -> Batch:
+        now = int(time.time())
+        batch = Batch(
+            id=ordered_id("batch_"),
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=window,
+            metadata=metadata,
+            created_at=now,
+            expires_at=now + window_s,
+        )
+        self.storage.write(f"{QUEUE}/{batch.id}", b"")  # before the paper: what has a paper is worked off
+        self.save(batch)
+        return batch
+
+    def get(self, batch_id: str) -> Batch:
+        """The batch as its users see it. Raises NotFoundError."""
+        batch = self.find(batch_id)
+        if batch is None:
+            raise NotFoundError(f"There is no batch {batch_id[:200]!r} here.", param="batch_id")
+        return batch
+
+    def find(self, batch_id: str) -> Batch | None:
+        """The same; None if there is none."""
+        batch = self.kept(batch_id)
+        if batch is None or batch.status not in ("validating", "in_progress"):
+            return batch
+        asked_at = self.cancel_asked_at(batch_id)
+        return batch if asked_at is None else batch.moved("cancelling", asked_at)
+
+    def kept(self, batch_id: str) -> Batch | None:
+        """The batch as whoever works on it has left it."""
+        paper = read_paper(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
+        if paper is None:
+            return None
+        return Batch(**{each.name: paper[each.name] for each in fields(Batch)})
+
+    def list(self, *, limit: int, after: str | None) -> Page[Batch]:
+        """Newest first. Raises RequestError when `after` is no batch's id."""
+        return page(listed_ids(self.storage, FOLDER, newest_first=True), after, limit, self.find)
+
+    def cancel(self, batch_id: str) -> Batch:
+        """Ask for a batch's end. Raises RequestError when it has ended."""
+        batch = self.get(batch_id)
+        if batch.ended or batch.status == "finalizing":
+            raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
+        if batch.status != "cancelling":
+            asked = json.dumps({"cancelling_at": int(time.time())})
+            self.storage.write(f"{FOLDER}/{batch_id}.cancel", asked.encode())
+        return self.get(batch_id)
+
+    def cancel_asked_at(self, batch_id: str) -> int | None:
+        """When its end was asked for, if it was."""
+        try:
+            return int(json.loads(self.storage.read(f"{FOLDER}/{batch_id}.cancel"))["cancelling_at"])
+        except FileNotFoundError:
+            return None
+
+    def queued(self) -> list[str]:
+        """Ids of the batches that are not at their end, oldest first."""
+        return [entry.name.rpartition("/")[2] for entry in self.storage.entries(QUEUE)]
+
+    def save(self, batch: Batch) -> None:
+        """Only for who holds the batch's lock. A batch at its end leaves the queue."""
+        self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.as_openai()).encode())
+        if batch.ended:
+            self.leave_queue(batch.id)
+            self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{TRIALS}")
+
+    def leave_queue(self, batch_id: str) -> None:
+        self.storage.remove(f"{QUEUE}/{batch_id}")
+
+    def drop_abandoned(self, batch_id: str) -> None:
+        """Forget an entry of the queue that has no paper, when it has had the time to get one."""
+        entry = self.storage.entry(f"{QUEUE}/{batch_id}")
+        if entry is not None and time.time() - entry.modified_s > ABANDONED_S:
+            self.leave_queue(batch_id)
+
+    def trials(self, batch_id: str) -> Trials:
+        """Which rows an engine had when its replica died."""
+        try:
+            return Trials.from_json(json.loads(self.storage.read(f"{WORK}/{batch_id}/{TRIALS}")))
+        except FileNotFoundError:
+            return Trials()
+
+    def save_trials(self, batch_id: str, trials: Trials) -> None:
+        """Only for who holds the batch's lock."""
+        self.storage.write(f"{WORK}/{batch_id}/{TRIALS}", json.dumps(trials.as_json()).encode())
+
+    def output_folder(self, batch_id: str) -> str:
+        """Where its answers go, as a name in the storage."""
+        return f"{WORK}/{batch_id}/out"
+
+    def output(self, batch_id: str) -> Storage:
+        """The same, to be locked and written."""
+        return self.storage.under(self.output_folder(batch_id))

@@ -1,0 +1,169 @@
+"""Files of `/v1/files`: what was uploaded, and the outputs of batches, on any storage.
+
+    files/<id>.jsonl    the content of an upload
+    files/<id>.json     its paper: OpenAI's object, and which pieces the content is made of
+
+The paper is written last: a file is there when its paper is. An output is not copied: its pieces are the
+part files that the batch's ledger counted. All state is in the storage, so that any replica answers.
+Blocking: called in threads, by the routes (`http/files.py`) and by whoever works a batch off (`service.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+
+from ...cluster.errors import NotFoundError, RequestError
+from .storage import Storage
+
+CHUNK_BYTES = 1 << 20
+READS_AT_ONCE = 16  # papers of a list; an object store answers each after tens of milliseconds
+FOLDER = "files"
+
+JsonObject = dict[str, Any]  # Any: JSON
+T = TypeVar("T")
+
+
+def ordered_id(prefix: str, at_s: float | None = None) -> str:
+    """A new id; ids sort as their times do, so that lists need no index."""
+    return f"{prefix}{_microseconds(at_s)}{secrets.token_hex(9)}"
+
+
+def derived_id(prefix: str, at_s: float, digest: str) -> str:
+    """The same shape of id, and the same id whenever it is asked for: the end of a batch may be redone."""
+    return f"{prefix}{_microseconds(at_s)}{digest[:18]}"
+
+
+def _microseconds(at_s: float | None) -> str:
+    return f"{int((time.time() if at_s is None else at_s) * 1e6):014x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some of a list, and whether more come after them."""
+
+    items: list[T]
+    has_more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file's paper. `pieces` are names in the storage, whose contents follow one another."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    pieces: tuple[str, ...]
+
+    def as_openai(self) -> JsonObject:
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": None,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class FileStore:
+    """The files of one storage; stateless."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def upload(self, filename: str, purpose: str, content: bytes | pa.Buffer) -> StoredFile:
+        """Keep what was uploaded. Raises OSError when it cannot be written."""
+        file_id = ordered_id("file-")
+        name = f"{FOLDER}/{file_id}.jsonl"
+        self.storage.write(name, content)
+        return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()))
+
+    def put(
+        self, file_id: str, filename: str, purpose: str, pieces: Sequence[str], *, created_at: int
+    ) -> StoredFile:
+        """Make a file of pieces that are in the storage; the same file again is no error."""
+        entries = [self.storage.entry(piece) for piece in pieces]
+        size = sum(entry.size for entry in entries if entry is not None)
+        file = StoredFile(file_id, filename, purpose, size, created_at, tuple(pieces))
+        paper = file.as_openai() | {"pieces": file.pieces}
+        self.storage.write(f"{FOLDER}/{file_id}.json", json.dumps(paper).encode())
+        return file
+
+    def get(self, file_id: str) -> StoredFile:
+        """Raises NotFoundError."""
+        file = self._read(file_id)
+        if file is None:
+            raise NotFoundError(f"There is no file {file_id[:200]!r} here.", param="file_id")
+        return file
+
+    def list(
+        self, *, purpose: str | None, limit: int, after: str | None, newest_first: bool
+    ) -> Page[StoredFile]:
+        """Files by their time. Raises RequestError when `after` is no file's id."""
+        ids = listed_ids(self.storage, FOLDER, newest_first=newest_first)
+
+        def wanted(file_id: str) -> StoredFile | None:
+            file = self._read(file_id)
+            return file if file is not None and purpose in (None, file.purpose) else None
+
+        return page(ids, after, limit, wanted)
+
+    def chunks(self, file: StoredFile) -> Iterator[bytes]:
+        """The file's content, a piece of it at a time."""
+        for piece in file.pieces:
+            with self.storage.reader(piece) as reader:
+                while chunk := reader.read(CHUNK_BYTES):
+                    yield chunk
+
+    def delete(self, file: StoredFile) -> None:
+        self.storage.remove(f"{FOLDER}/{file.id}.json", *file.pieces)
+
+    def _read(self, file_id: str) -> StoredFile | None:
+        paper = read_paper(self.storage, f"{FOLDER}/{file_id}.json", "file-", file_id)
+        if paper is None:
+            return None
+        fields = ("id", "filename", "purpose", "bytes", "created_at")
+        return StoredFile(**{name: paper[name] for name in fields}, pieces=tuple(paper["pieces"]))
+
+
+def read_paper(storage: Storage, name: str, prefix: str, given_id: str) -> JsonObject | None:
+    """The JSON of an id; None for what is not there, or cannot be an id of ours (it becomes a path)."""
+    if not given_id.startswith(prefix) or not given_id.removeprefix(prefix).isalnum():
+        return None
+    try:
+        return json.loads(storage.read(name))
+    except FileNotFoundError:
+        return None
+
+
+def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str]:
+    """The ids whose papers are in a folder."""
+    names = [entry.name.rpartition("/")[2] for entry in storage.entries(folder)]
+    ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+    return sorted(ids, reverse=newest_first)
+
+
+def page(ids: Sequence[str], after: str | None, limit: int, read: Callable[[str], T | None]) -> Page[T]:
+    """What comes after an id: at most `limit` of what `read` finds; None is passed over."""
+    if after is not None and after not in ids:
+        raise RequestError(f"after={after[:200]!r} is no id of this list.", param="after")
+    left = ids[ids.index(after) + 1 :] if after is not None else ids
+    found: list[T] = []
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        while left and len(found) <= limit:
+            some, left = left[: max(READS_AT_ONCE, limit + 1)], left[max(READS_AT_ONCE, limit + 1) :]
+            found += [each for each in pool.map(read, some) if each is not None]
+    return Page(found[:limit], len(found) > limit)

@@ -1,0 +1,188 @@
+"""The worker of `/v1/batches` in a replica: finds batches that are not at their end, and works them off.
+
+Nothing is kept here that the storage does not hold: a replica that starts finds what another left. A batch is
+worked on by whoever holds its ledger's lock; a replica takes another one when those it has leave room for
+rows, so that batches spread over replicas and no engine waits for a batch's last rows. Lives on the event
+loop of the application (`http/app.py`), storage and files in threads. Rows yield to online requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from ...cluster.errors import EngineDeadError, InUseError, RequestError
+from ..checkpoints import resolve_checkpoint
+from ..engine import AsyncEngine
+from ..http.defaults import GenerationDefaults
+from .answering import RowAnswerer
+from .batch_run import BatchRun
+from .batch_store import Batch, BatchStore
+from .file_store import FileStore, JsonObject
+from .identity import checkpoint_identity
+from .opening import LAYOUT, OpenBatch, Opener
+from .storage import Storage
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0  # for what other replicas were asked; what this one is asked wakes it
+RETRY_S = 30.0  # after a failure that is not the batch's own
+# Rows in flight, of what the engine runs at once: the next ones wait in the engine, not for a file.
+IN_FLIGHT = 1.25
+
+
+class BatchService:
+    """What the routes ask, and the worker behind them.
+
+    Args:
+        storage: where files and batches are.
+        engine: started.
+        generation: the checkpoint's defaults.
+        names: of the model; the first is reported.
+        max_lines: of a batch.
+        count_rows: told of lines that came to their end: how many completed, how many failed.
+
+    Attributes:
+        files, batches: what is stored, for routes that only look.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        engine: AsyncEngine,
+        generation: GenerationDefaults,
+        names: Sequence[str],
+        *,
+        max_lines: int,
+        count_rows: Callable[[int, int], None],
+    ) -> None:
+        self.files = FileStore(storage)
+        self.batches = BatchStore(storage)
+        made_from = _made_from(engine, generation)
+        self._engine = engine
+        self._generation = generation
+        self._names = names
+        self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
+        self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
+        self._count_rows = count_rows
+        self._runs: dict[str, BatchRun] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._wake = asyncio.Event()
+
+    def create(
+        self, endpoint: str, input_file_id: str, window: str, window_s: int, metadata: dict[str, str] | None
+    ) -> Batch:
+        """A new batch. Blocking. Raises RequestError when its input is not there, or no input."""
+        file = self.files.get(input_file_id)
+        if file.purpose != "batch":
+            raise RequestError(
+                f"The file {file.id} has the purpose {file.purpose!r}; upload the input with 'batch'.",
+                param="input_file_id",
+            )
+        return self.batches.create(endpoint, input_file_id, window, window_s, metadata)
+
+    def wake(self) -> None:
+        """There is something new to do: look now."""
+        self._wake.set()
+
+    def delete_file(self, file_id: str) -> None:
+        """Blocking. Raises RequestError when a batch still needs it."""
+        file = self.files.get(file_id)
+        for batch_id in self.batches.queued() if file.purpose == "batch" else ():
+            batch = self.batches.kept(batch_id)
+            if batch is not None and batch.input_file_id == file_id and not batch.ended:
+                raise RequestError(
+                    f"The file {file_id} is the input of {batch_id}, which is {batch.status}. Cancel that "
+                    "first.",
+                    param="file_id",
+                )
+        self.files.delete(file)
+
+    async def work_forever(self) -> None:
+        """Look for batches and work them off, until cancelled; then what is answered is made durable."""
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    await self._look()
+                except Exception:  # a task's edge: storage that fails now may answer later
+                    logger.exception("batches cannot be looked for in %s", self.batches.storage.where)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), POLL_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        try:
+            self._engine.check_health()
+        except EngineDeadError:  # no line is to be blamed for it again
+            return
+        for batch_id in await asyncio.to_thread(self.batches.queued):
+            if batch_id in self._tasks or time.monotonic() < self._not_before_s.get(batch_id, 0.0):
+                continue
+            opening = asyncio.ensure_future(
+                asyncio.to_thread(self._opener.open, batch_id, has_room=self._has_room)
+            )
+            try:
+                opened = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                if (opened := await opening) is not None:
+                    opened.close()
+                raise
+            except InUseError:  # to ask an object store takes seconds
+                wait_s = 0.0 if self.batches.storage.local else RETRY_S
+                self._not_before_s[batch_id] = time.monotonic() + wait_s
+                continue
+            if opened is not None:
+                self._begin(opened)
+
+    @property
+    def _has_room(self) -> bool:
+        return not self._slots.locked() and all(run.all_begun for run in self._runs.values())
+
+    def _begin(self, opened: OpenBatch) -> None:
+        batch_id = opened.batch.id
+        answerer = RowAnswerer(
+            self._engine, LAYOUT, self._generation, self._names[0], background=True, prefix=f"{batch_id}/"
+        )
+        run = BatchRun(
+            opened, self.batches, self.files, answerer, self._slots, self._wake.set, self._count_rows
+        )
+        self._runs[batch_id] = run
+        self._tasks[batch_id] = asyncio.create_task(self._work(run))
+
+    async def _work(self, run: BatchRun) -> None:
+        """One batch, from where it stands; a failure leaves it to whoever looks next."""
+        batch_id = run.batch.id
+        try:
+            await run.run()
+            logger.info("%s is %s: %s", batch_id, run.batch.status, run.batch.request_counts)
+        except EngineDeadError as error:  # Serve replaces the replica, and its successor goes on
+            logger.warning("%s is left to another replica: %s", batch_id, error)
+        except Exception:  # a task's edge
+            logger.exception("%s is interrupted; it is tried again in %.0f s", batch_id, RETRY_S)
+            self._not_before_s[batch_id] = time.monotonic() + RETRY_S
+        finally:
+            del self._runs[batch_id], self._tasks[batch_id]
+            self._wake.set()
+
+
+def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObject:
+    """What answers depend on; not the drafter, nor what a request brings."""
+    config = engine.config
+    target = resolve_checkpoint(config.model, field="model")
+    tokenizer = resolve_checkpoint(config.tokenizer, field="tokenizer") if config.tokenizer else target
+    return {
+        "model": checkpoint_identity(target),
+        "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
+        "dtype": engine.info.dtype,
+        "max_model_len": engine.info.max_model_len,
+        "generation": asdict(generation),
+    }

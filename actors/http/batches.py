@@ -1,0 +1,92 @@
+"""/v1/batches: files of requests, answered when the engine has room. The work is `batch/service.py`'s."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...cluster.errors import RequestError
+from ..batch.checking import ENDPOINTS
+from ..batch.service import BatchService
+from .files import listed, needed, stored
+from .wire import JsonRoute, json_response
+
+MAX_BATCHES_LISTED = 100
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class BatchRequest(BaseModel):
+    """The body of a new batch."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+
+    def window_s(self) -> int:
+        """Raises RequestError for what is no time."""
+        found = _WINDOW.fullmatch(self.completion_window)
+        if found is None:
+            raise RequestError(
+                f"completion_window={self.completion_window[:50]!r} must be a number of s, m, h or d: 24h.",
+                param="completion_window",
+            )
+        return int(found[1]) * _SECONDS[found[2]]
+
+    def check(self) -> None:
+        """Raises RequestError for what cannot be honoured."""
+        if self.endpoint not in ENDPOINTS:
+            raise RequestError(
+                f"endpoint={self.endpoint[:200]!r} is not served in batches: use {' or '.join(ENDPOINTS)}.",
+                param="endpoint",
+            )
+        for name in self.model_extra or {}:
+            raise RequestError(f"{name} is not supported by this server. Leave it out.", param=name)
+
+
+def batch_routes(service: BatchService | None) -> APIRouter:
+    """The routes; without a service they say what is missing."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/v1/batches")
+    async def create(body: BatchRequest) -> Response:
+        batches = needed(service)
+        body.check()
+        batch = await stored(
+            batches.create,
+            body.endpoint,
+            body.input_file_id,
+            body.completion_window,
+            body.window_s(),
+            body.metadata,
+        )
+        batches.wake()
+        return json_response(batch.as_openai())
+
+    @router.get("/v1/batches")
+    async def list_batches(
+        limit: int = Query(20, ge=1, le=MAX_BATCHES_LISTED), after: str | None = None
+    ) -> Response:
+        page = await stored(needed(service).batches.list, limit=limit, after=after)
+        return json_response(listed(page))
+
+    @router.get("/v1/batches/{batch_id}")
+    async def retrieve(batch_id: str) -> Response:
+        return json_response((await stored(needed(service).batches.get, batch_id)).as_openai())
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(batch_id: str) -> Response:
+        batch = await stored(needed(service).batches.cancel, batch_id)
+        needed(service).wake()
+        return json_response(batch.as_openai())
+
+    return router

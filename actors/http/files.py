@@ -1,0 +1,153 @@
+"""/v1/files: inputs of batches come in, outputs go out. What is kept where is `batch/file_store.py`'s.
+
+An upload is parsed as it comes; its content waits in a temporary file, from which the storage takes it
+without a copy in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Literal, ParamSpec, TypeVar
+
+import pyarrow as pa
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.datastructures import FormData, UploadFile
+from starlette.responses import StreamingResponse
+
+from ...cluster.errors import NotOfferedError, RequestError, StorageError
+from ..batch.file_store import FileStore, Page, StoredFile
+from ..batch.service import BatchService
+from .gate import FORM_BYTES
+from .wire import JsonObject, json_response
+
+logger = logging.getLogger(__name__)
+
+MAX_FILES_LISTED = 10_000
+KNOWN_FIELDS = {"file", "purpose"}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Order = Literal["asc", "desc"]
+
+
+def needed(service: BatchService | None) -> BatchService:
+    """Raises NotOfferedError where the server has nowhere to keep files."""
+    if service is None:
+        raise NotOfferedError(
+            "Files and batches need a place to be kept, and this server has none: start it with "
+            "--batch-storage PATH_OR_URL (the setting batch_storage).",
+            param="batch_storage",
+        )
+    return service
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """What the storage does not do is no fault of the request, nor a secret."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("the storage of files and batches failed: %s", error)
+        raise StorageError(
+            f"Files and batches cannot be read or written now ({error.strerror or type(error).__name__}). "
+            "Nothing that was kept is lost; try again.",
+            param="batch_storage",
+        ) from error
+
+
+async def stored(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a store says, asked in a thread."""
+    with storing():
+        return await asyncio.to_thread(call, *args, **kwargs)
+
+
+def file_routes(service: BatchService | None) -> APIRouter:
+    """The routes; without a service they say what is missing."""
+    router = APIRouter()
+
+    def store() -> FileStore:
+        return needed(service).files
+
+    Store = Depends(store)
+
+    @router.post("/v1/files")
+    async def upload(http: Request, files: FileStore = Store) -> Response:
+        async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
+            file = _checked(form)
+            kept = await stored(_keep, files, file.filename or "batch.jsonl", file.file)
+        return json_response(kept.as_openai())
+
+    @router.get("/v1/files")
+    async def list_files(
+        files: FileStore = Store,
+        purpose: str | None = None,
+        limit: int = Query(MAX_FILES_LISTED, ge=1, le=MAX_FILES_LISTED),
+        after: str | None = None,
+        order: Order = "desc",
+    ) -> Response:
+        page = await stored(
+            files.list, purpose=purpose, limit=limit, after=after, newest_first=order == "desc"
+        )
+        return json_response(listed(page))
+
+    @router.get("/v1/files/{file_id}")
+    async def retrieve(file_id: str, files: FileStore = Store) -> Response:
+        return json_response((await stored(files.get, file_id)).as_openai())
+
+    @router.get("/v1/files/{file_id}/content")
+    async def content(file_id: str, files: FileStore = Store) -> Response:
+        file = await stored(files.get, file_id)
+        return StreamingResponse(
+            files.chunks(file),
+            media_type="application/octet-stream",
+            headers={"Content-Length": str(file.bytes)},
+        )
+
+    @router.delete("/v1/files/{file_id}")
+    async def delete(file_id: str) -> Response:
+        await stored(needed(service).delete_file, file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    return router
+
+
+def listed(page: Page[Any]) -> JsonObject:  # Any: files or batches
+    """A page as OpenAI's lists look."""
+    data = [each.as_openai() for each in page.items]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": page.has_more,
+    }
+
+
+def _checked(form: FormData) -> UploadFile:
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise RequestError("file is missing: send multipart/form-data with a part `file`.", param="file")
+    if purpose != "batch":
+        raise RequestError(f"purpose={purpose!r} is not served: only 'batch' is.", param="purpose")
+    for name in form:
+        if name not in KNOWN_FIELDS:
+            raise RequestError(
+                f"{name} is not supported: files are kept until they are deleted. Leave it out.", param=name
+            )
+    return file
+
+
+def _keep(files: FileStore, filename: str, file: IO[bytes]) -> StoredFile:
+    return files.upload(filename, "batch", _mapped(file))
+
+
+def _mapped(file: IO[bytes]) -> bytes | pa.Buffer:
+    """The content of a temporary file; what is on the disk stays there."""
+    if getattr(file, "_rolled", True):  # a SpooledTemporaryFile says only so
+        file.flush()
+        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return file.read()

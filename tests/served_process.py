@@ -1,0 +1,18 @@
+"""A server in a process of its own, to be killed: python served_process.py '<settings of engine and front>'.
+
+Prints its address when it answers.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+from manta.actors.http.settings import split_settings
+from text_pair import LiveServer
+
+if __name__ == "__main__":
+    with LiveServer(*split_settings(json.loads(sys.argv[1]))) as server:
+        print(server.url, flush=True)
+        signal.pause()
