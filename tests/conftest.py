@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room", "serve")
 _NO_RAYS = tuple(
     f"batch_{what}"
-    for what in ("exactly_once", "invariant", "ledger", "lock", "opening", "report", "rows", "source")
-    + ("storage", "validate", "writer")
-)
-    f"batch_{what}" for what in ("exactly_once", "invariant", "ledger", "lock", "report", "rows", "writer")
+    for what in (
+        *("exactly_once", "invariant", "ledger", "lock", "opening", "report", "rows", "source", "storage"),
+        *("validate", "writer"),
+    )
 )
 _LONG = ("lossless", "device_runner")
 
