@@ -25,6 +25,7 @@ from .storage import Storage
 
 CHUNK_BYTES = 1 << 20
 READS_AT_ONCE = 16  # papers of a list; an object store answers each after tens of milliseconds
+READ_ATTEMPTS = 5  # a store is asked for the size first, and then for as many bytes
 FOLDER = "files"
 
 JsonObject = dict[str, Any]  # Any: JSON
@@ -143,10 +144,15 @@ def read_paper(storage: Storage, name: str, prefix: str, given_id: str) -> JsonO
     """The JSON of an id; None for what is not there, or cannot be an id of ours (it becomes a path)."""
     if not given_id.startswith(prefix) or not given_id.removeprefix(prefix).isalnum():
         return None
-    try:
-        return json.loads(storage.read(name))
-    except FileNotFoundError:
-        return None
+    for attempt in range(1, READ_ATTEMPTS + 1):
+        try:
+            return json.loads(storage.read(name))
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError):  # written anew between the asking for its size and the reading
+            if attempt == READ_ATTEMPTS:
+                raise
+    return None
 
 
 def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str]:
