@@ -283,7 +283,8 @@ def test_without_a_terminal_a_line_comes_now_and_then(
 ) -> None:
     with ProgressView(10) as view:
         view.update(RowFigures(), EngineFigures(), 2)
-        view.update(durable(1, 30), EngineFigures(rows_done=1), 2)  # within the interval
+        view.update(durable(1, 30), EngineFigures(rows_done=1), 2)  # the first one is news
+        view.update(durable(2, 60), EngineFigures(rows_done=2), 2)  # within the interval
         monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
         time.sleep(0.01)
         live = EngineFigures(
@@ -293,9 +294,9 @@ def test_without_a_terminal_a_line_comes_now_and_then(
         figures.failed = 1
         view.update(figures, live, 2)
         view.update(RowFigures(rows=5, plain_tokens=10, plain_s=1, drafted_tokens=25, drafted_s=1), live, 1)
-    first, loading, half, measured = capsys.readouterr().err.splitlines()
-    assert first == "10 rows; loading the models"
-    assert loading == "0/10 rows (0 %); 2 engines; loading the models"
+    start, first, half, measured = capsys.readouterr().err.splitlines()
+    assert start == "10 rows; loading the models"
+    assert first.startswith("1/10 rows (10 %); 0 failed; 10 tokens in, 30 out; ")
     assert re.fullmatch(
         r"5/10 rows \(50 %\); 1 failed; 50 tokens in, 150 out; \d+ tokens/s now, \d+ on average; "
         r"3\.50 tokens per step; speed-up not measured yet; 2 engines; about \d.* left",

@@ -180,9 +180,9 @@ def test_an_output_that_stays_full_ends_the_job_and_tells_what_is_durable(
 
 @contextmanager
 def small_disk(path: Path) -> Iterator[Path]:
-    """A disk of 256 KiB. Skips where none may be mounted."""
+    """A disk of 1 MiB. Skips where none may be mounted."""
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
     try:
         mounted = subprocess.run(mount, capture_output=True).returncode == 0
     except FileNotFoundError:
@@ -203,7 +203,7 @@ def test_on_a_disk_that_is_really_full_rows_wait_for_room(
         output = Storage.open(str(disk / "out"), field="output")
         ledger = Ledger.open(output, paper(200))
         ballast = disk / "ballast"
-        ballast.write_bytes(bytes(150 * 1024))
+        ballast.write_bytes(bytes(900 * 1024))
         writer = RowWriter(output, form(), run=ledger.run, shard=0, writer="w")
         durable = 0
         for begin in range(0, 200, 10):

@@ -6,12 +6,11 @@ the identity: it changes no answer. Called by `opening.py`.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...actors.batch.identity import checkpoint_identity
 from ...actors.batch.paper import JobPaper
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.rows import Layout
@@ -21,7 +20,6 @@ from ...cluster.row_ranges import RowRanges, of_rows
 from .messages import EngineSetup
 from .options import BatchOptions
 
-PROBE_BYTES = 65536  # of the begin, the middle and the end of a file of weights
 SHARDS = 64  # of a job that preserves order, unless they would be very small or large
 SMALLEST_SHARD, LARGEST_SHARD = 64, 4096
 
@@ -56,24 +54,6 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
         return None
     drawn = np.random.default_rng(seed).choice(num_rows, size=wanted, replace=False)
     return of_rows(sorted(drawn.tolist()))
-
-
-def checkpoint_identity(folder: Path) -> str:
-    """What a checkpoint is, wherever it lies: its small files whole, its weights by size and probes."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in (".json", ".safetensors", ".jinja", ".model", ".txt") or not path.is_file():
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            if path.suffix != ".safetensors":
-                digest.update(file.read())
-                continue
-            for begin in sorted({0, size // 2, max(size - PROBE_BYTES, 0)}):
-                file.seek(begin)
-                digest.update(file.read(PROBE_BYTES))
-    return digest.hexdigest()
 
 
 def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: JSON

@@ -45,7 +45,9 @@ class ProgressView:
         self._pace = Pace(total_rows, left)
         self._compares = compares
         self._console = console or Console(stderr=True)
-        self._printed_s = time.monotonic() - PLAIN_INTERVAL_S  # the first rows are news at once
+        self._printed_s = time.monotonic()
+        self._awaited: int | None = None  # rows before the first of this run
+        self._told = False  # of a row of this run
         self._bar: Bar | None = None
         self._words = Text("loading the models", style="dim")
         if self._console.is_terminal:
@@ -89,10 +91,19 @@ class ProgressView:
             left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
             self._bar.update(self._bar.task_ids[0], completed=now.rows, description=left)
             self._words.plain = "; ".join(self._figures(now))
-        elif time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S:
+        elif time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S or self._news(now.rows):
             self._printed_s = time.monotonic()
             print(self._line(now), file=sys.stderr, flush=True)
         return now
+
+    def _news(self, rows: int) -> bool:
+        """Whether these are the first rows of this run."""
+        if self._awaited is None:
+            self._awaited = rows
+        if self._told or rows == self._awaited:
+            return False
+        self._told = True
+        return True
 
     def _line(self, now: Progress) -> str:
         share = f" ({100 * now.rows / now.total:.0f} %)" if now.total else ""
