@@ -26,7 +26,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_whole(
     path: Path,
     write: Callable[[Path], object],
-    before: Callable[[], object] | None = None,
     *,
     synced: bool = True,
 ) -> str:
@@ -34,7 +33,6 @@ def write_whole(
 
     Args:
         write: writes the content to the path that it is given.
-        before: done last before the file gets its name.
         synced: False leaves it to the system when the file reaches the disk.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}.part")
@@ -44,8 +42,6 @@ def write_whole(
             digest = hashlib.file_digest(written, "sha256").hexdigest()
             if synced:
                 os.fsync(written.fileno())
-        if before is not None:
-            before()
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

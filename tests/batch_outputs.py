@@ -22,7 +22,6 @@ def result(row: int, *, failed: bool = False, text: str = "answer") -> Result:
     both = {
         "row": row,
         "id": f"id-{row}",
-        "columns": columns,
         **columns,
         "begin_s": 1.0 + row,
         "end_s": 2.0 + row,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +15,7 @@ import devices
 import pytest
 import torch
 from hypothesis import settings
+from small_ray import small_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,18 +103,6 @@ def shipped_pair() -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
-    """One small Ray cluster for a module's tests; its CPUs are entries in a book, not cores."""
-    import ray
-
-    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
-    ray.init(
-        num_cpus=8,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        _temp_dir=folder,
-    )
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    """One small Ray cluster for a module's tests."""
+    with small_ray(8, num_gpus=0):
+        yield

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from manta import LLM, SamplingParams
 from manta.actors.batch.figures import RowFigures
 from manta.actors.batch.rows import row_seed
@@ -28,6 +25,7 @@ from manta.jobs.batch import room as batch_room
 from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions
 from ray.util.placement_group import placement_group, remove_placement_group
+from small_ray import small_ray
 from text_pair import make_text_pair
 
 pytestmark = pytest.mark.usefixtures("own_cores")
@@ -35,18 +33,9 @@ pytestmark = pytest.mark.usefixtures("own_cores")
 
 @pytest.fixture(scope="module")
 def own_cores() -> Iterator[None]:
-    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
-    ray.init(
-        num_cpus=os.cpu_count(),
-        num_gpus=1,  # an entry in a book: what runs there finds no CUDA and computes on the CPU
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        _temp_dir=folder,
-    )
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    # The GPU is an entry in a book: what runs there finds no CUDA and computes on the CPU.
+    with small_ray(os.cpu_count(), num_gpus=1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from manta.jobs.batch.gauges import JobGauges
 from manta.jobs.batch.pace import Pace, Progress, spell_time
 from manta.jobs.batch.progress import ProgressView
 from rich.console import Console
+from small_ray import small_ray
 
 SEATS = 8
 
@@ -323,19 +322,8 @@ def metrics_of_ray() -> Iterator[str]:
     """The address of a small cluster's metrics, which come every second."""
     import ray
 
-    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
-    ray.init(
-        num_cpus=1,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        _temp_dir=folder,
-        _system_config={"metrics_report_interval_ms": 500},
-    )
-    yield f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with small_ray(1, num_gpus=0, _system_config={"metrics_report_interval_ms": 500}):
+        yield f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 
 
 def test_ray_shows_the_progress_of_a_job(metrics_of_ray: str) -> None:

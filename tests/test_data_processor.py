@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from manta.data import MantaEngineProcessorConfig, build_processor
 from manta.jobs.batch.engine_groups import EngineGroups
 from manta.jobs.batch.processor import find_room
 from ray.util import placement_group_table
+from small_ray import small_ray
 from text_pair import make_text_pair
 
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 256, "num_pages": 256}
@@ -38,18 +37,9 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 @pytest.fixture(scope="module")
 def two_cpus() -> Iterator[None]:
-    folder = tempfile.mkdtemp(prefix="manta-ray-")  # short: Ray puts sockets below it
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        _temp_dir=folder,
-    )
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with small_ray(2):
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from manta.actors.executor import make_executor
 from manta.actors.http.settings import ServerSettings, split_settings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, EngineDeadError
-from manta.cluster.executor import ExecutorInfo
-from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.plan import SchedulerOutput
 from openai.types import Batch
+from passing_executor import PassingExecutor
 from s3_outputs import make_bucket, s3_server, s3_url
 from text_pair import LiveServer, make_text_pair
 
@@ -330,29 +330,16 @@ def test_a_batch_is_given_up_where_the_model_is_another_one(
         check_cut(client, batch, "batch_failed")
 
 
-class Deadly:
+class Deadly(PassingExecutor):
     """A real executor that dies of a line."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._inner = make_executor(config)
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._inner.info
+        super().__init__(make_executor(config))
 
     def submit(self, plan: SchedulerOutput) -> None:
         if any(request.request_id.endswith("/poison") for request in plan.admitted):
             raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
-        self._inner.submit(plan)
-
-    def collect(self) -> StepResult:
-        return self._inner.collect()
-
-    def check_health(self) -> None:
-        self._inner.check_health()
-
-    def close(self) -> None:
-        self._inner.close()
+        super().submit(plan)
 
 
 def test_a_line_that_kills_engines_is_found_and_all_others_are_answered(

@@ -18,9 +18,10 @@ from manta.actors.executor import make_executor
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import EngineDeadError
-from manta.cluster.executor import Executor, ExecutorInfo
+from manta.cluster.executor import Executor
 from manta.cluster.metrics import CATALOGUE
-from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.cluster.plan import SchedulerOutput
+from passing_executor import PassingExecutor
 from prometheus_client.parser import text_string_to_metric_families
 from text_pair import LiveServer, make_text_pair
 
@@ -435,30 +436,17 @@ def test_clients_that_leave_free_their_requests(server: LiveServer) -> None:
     assert server.engine.stats().finished["abort"] > 0
 
 
-class DyingExecutor:
+class DyingExecutor(PassingExecutor):
     """A real executor whose workers die when they are told to."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._inner: Executor = make_executor(config)
+        super().__init__(make_executor(config))
         self.dies_at_step = threading.Event()
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._inner.info
 
     def submit(self, plan: SchedulerOutput) -> None:
         if self.dies_at_step.is_set():
             raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
-        self._inner.submit(plan)
-
-    def collect(self) -> StepResult:
-        return self._inner.collect()
-
-    def check_health(self) -> None:
-        self._inner.check_health()
-
-    def close(self) -> None:
-        self._inner.close()
+        super().submit(plan)
 
 
 def test_the_death_of_the_engine_ends_streams_with_an_error_and_fails_health(config: EngineConfig) -> None:

@@ -1,0 +1,29 @@
+"""Another executor, all of whose calls go through: what tests of deaths and counts add to."""
+
+from __future__ import annotations
+
+from manta.cluster.executor import Executor, ExecutorInfo
+from manta.cluster.plan import SchedulerOutput, StepResult
+
+
+class PassingExecutor:
+    """Args: inner: to which all is passed on."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._inner.info
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self._inner.collect()
+
+    def check_health(self) -> None:
+        self._inner.check_health()
+
+    def close(self) -> None:
+        self._inner.close()
