@@ -2,7 +2,7 @@
 
 A parallel loop of PyTorch ends with its slowest thread, and one that has no core is slow by a scheduler's
 quantum; a step is some hundred such loops. So a process that is interrupted often gives up threads; after a
-rest, threads that look at the clock try whether more would run undisturbed. The same idea as in
+rest, threads that look at the clock try whether there are cores for more. The same idea as in
 `drafter/compute/compiled/team_size.py`, whose own threads note their waits themselves; here the system's
 count of interruptions tells. Used by `executor.py` and `workers/worker.py` around their steps.
 
@@ -90,24 +90,24 @@ class TorchThreads:
 
 
 class _Trial:
-    """Threads that look whether they run undisturbed, beside the work."""
+    """Threads that look whether there are cores for them, beside the work."""
 
     def __init__(self, count: int) -> None:
-        self._undisturbed: list[bool] = []
+        self._found: list[bool] = []
         self._threads = [threading.Thread(target=self._look, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
     def _look(self) -> None:
-        from ..drafter.compute.loops.clock import runs_undisturbed
+        from ..drafter.compute.loops.clock import finds_a_core
 
-        self._undisturbed.append(runs_undisturbed())
+        self._found.append(finds_a_core())
 
     def passed(self) -> bool | None:
         """None while it goes on; a thread that broke has not passed."""
         if any(thread.is_alive() for thread in self._threads):
             return None
-        return len(self._undisturbed) == len(self._threads) and all(self._undisturbed)
+        return len(self._found) == len(self._threads) and all(self._found)
 
 
 def _step(size: int) -> int:

@@ -106,6 +106,30 @@ def test_a_descendant_that_loses_its_parent_stays_ours() -> None:
     assert watch.found.own_s > taken_s - TICKS_S
 
 
+@linux
+def test_orphans_that_begin_and_end_while_it_is_watched_stay_ours() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import sys\nsys.stdin.readline()" + ORPHAN + "sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    watch = Watch(look_every_s=0.02)
+    with watch.open():
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        pid = int(parent.stdout.readline())
+        time.sleep(0.1)  # it is seen while its parent lives
+        parent.communicate(timeout=60)
+        taken_s = wait_until_it_took(pid, 0.4)
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}/stat").exists():
+            time.sleep(0.01)
+    assert watch.found.own_s is not None
+    assert watch.found.own_s > taken_s - TICKS_S
+
+
 def test_the_user_is_told_who_took_what(capsys: pytest.CaptureFixture[str]) -> None:
     idle = Idleness(seconds=10.0, cores=2, own_s=19.5, others_s=0.4, stolen_s=0.0, throttled_s=0.0)
     assert idle.idle is True and idle.sentence is None

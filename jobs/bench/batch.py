@@ -29,6 +29,7 @@ from .turns import begin_with, ratios
 SIDES = ("job", "llm", "http", "generate", "engines")
 GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on how many follow
 LEAST_GENERATED = 16
+LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures
     prompts = _prompts(config, options)
     sides = _sides(config, options)
     passes: dict[str, list[Pass]] = {name: [] for name in sides}
-    watch = Watch()
+    watch = Watch(look_every_s=LOOK_EVERY_S)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         for number in range(options.rounds):
             for name in begin_with(list(sides), number):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,18 +48,47 @@ class Clocks:
         )
 
 
-def read_clocks(
-    proc: Path, cores: Sequence[int], group: ControlGroup | None, ours: Collection[int]
-) -> tuple[Clocks, Collection[int]]:
-    """All clocks now, and who counted as ours.
+class Family:
+    """This process and its descendants, also those that lose their parents (Ray's daemons and workers do).
 
-    Args:
-        ours: processes that were ours before; they stay it when they lose their parent.
+    Whoever ends is counted by its parent's clock. Who has no parent left to count it counts as what it had
+    taken when it was seen last: look often where such processes end.
     """
+
+    def __init__(self, proc: Path) -> None:
+        self._proc = proc
+        self._members: dict[int, _Process] = {}
+        self._lost_ticks = 0  # of those that ended without a parent
+
+    def look(self) -> float:
+        """CPU time of all of them so far, in seconds."""
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own_s = sum(of.ru_utime + of.ru_stime for of in used)  # finer than the ticks below
+        processes = _processes(self._proc)
+        for pid, process in self._members.items():
+            counted = (
+                process.parent == os.getpid() or process.parent in self._members.keys() & processes.keys()
+            )
+            if pid not in processes and not counted:
+                self._lost_ticks += process.ticks
+        self._members = _descendants(processes, self._members)
+        ticks = sum(process.ticks for process in self._members.values()) + self._lost_ticks
+        return own_s + ticks / _ticks_per_s()
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """`ticks` are of itself and of its children that have ended."""
+
+    parent: int
+    ticks: int
+
+
+def read_clocks(proc: Path, cores: Sequence[int], group: ControlGroup | None, family: Family) -> Clocks:
+    """All clocks now."""
     busy_s, stolen_s = _core_clocks(proc / "stat", cores)
-    own_s, family = _own_clock(proc, ours)
     throttled_s = None if group is None else group.throttled_s()
-    return Clocks(busy_s, stolen_s, own_s, throttled_s, _waited_s(proc)), family
+    return Clocks(busy_s, stolen_s, family.look(), throttled_s, _waited_s(proc))
 
 
 def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
@@ -71,27 +100,23 @@ def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
     return busy / _ticks_per_s(), sum(of_core[_STEAL] for of_core in clocks) / _ticks_per_s()
 
 
-def _own_clock(proc: Path, ours: Collection[int]) -> tuple[float, Collection[int]]:
-    """CPU time of this process and its family, finished children included; the family's other members."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    own_s = sum(of.ru_utime + of.ru_stime for of in used)  # finer than the ticks below
-    processes = _processes(proc)
+def _descendants(processes: Mapping[int, _Process], members: Collection[int]) -> dict[int, _Process]:
+    """Of this process, and of those members that live."""
     children: dict[int, list[int]] = {}
-    for pid, (parent, _) in processes.items():
-        children.setdefault(parent, []).append(pid)
-    family: set[int] = set()
-    found = [*children.get(os.getpid(), ()), *(pid for pid in ours if pid in processes)]
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    family: dict[int, _Process] = {}
+    found = [*children.get(os.getpid(), ()), *(pid for pid in members if pid in processes)]
     while found:
         pid = found.pop()
         if pid not in family:
-            family.add(pid)
+            family[pid] = processes[pid]
             found += children.get(pid, ())
-    return own_s + sum(processes[pid][1] for pid in family) / _ticks_per_s(), family
+    return family
 
 
-def _processes(proc: Path) -> dict[int, tuple[int, int]]:
-    """Parent, and ticks of itself and its finished children, of every process."""
-    found: dict[int, tuple[int, int]] = {}
+def _processes(proc: Path) -> dict[int, _Process]:
+    found: dict[int, _Process] = {}
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
@@ -100,7 +125,7 @@ def _processes(proc: Path) -> dict[int, tuple[int, int]]:
         except OSError:  # it has ended
             continue
         fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything
-        found[int(folder.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+        found[int(folder.name)] = _Process(int(fields[1]), sum(map(int, fields[11:15])))
     return found
 
 

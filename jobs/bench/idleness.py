@@ -1,22 +1,24 @@
 """Whether the machine was idle while something was measured: what CPU time others took, and what held us up.
 
-*Ours* is this process and its descendants, also those that lose their parent while we watch; workers of a Ray
-that runs already are nobody's descendants here and count as others. *The machine* is the cores that this
-process may use. Linux only: elsewhere nothing is known, and nothing is said. Benchmarks' figures carry it.
+*Ours* is this process and its descendants, also those that lose their parent while we watch (a Ray that is
+started here); workers of a Ray that runs already are nobody's descendants here and count as others. *The
+machine* is the cores that this process may use. Linux only: elsewhere nothing is known, and nothing is said.
+Benchmarks' figures carry it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...actors.control_groups import ControlGroup
-from .cpu_clocks import Clocks, read_clocks
+from .cpu_clocks import Clocks, Family, read_clocks
 
 IDLE_SHARE = 0.05  # of the cores' time: what others may take from a machine that still counts as idle
 _PROC = Path("/proc")
@@ -94,10 +96,13 @@ class Watch:
 
     Args:
         proc: where Linux tells about processes.
+        look_every_s: for processes of ours that start and end while it is open and lose their parents; a
+            look costs some milliseconds. None: only at both ends.
     """
 
-    def __init__(self, proc: Path = _PROC) -> None:
+    def __init__(self, proc: Path = _PROC, *, look_every_s: float | None = None) -> None:
         self._proc = proc
+        self._look_every_s = look_every_s
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._group = ControlGroup.of_this_process()
         self._seconds = 0.0
@@ -108,16 +113,38 @@ class Watch:
     def open(self) -> Iterator[None]:
         """Watch until the end of the block."""
         begin_s = time.monotonic()
-        before, ours = self._read(()) if self._known else (None, ())
+        family = Family(self._proc)
+        before = self._read(family) if self._known else None
+        try:
+            with self._looks(family) if self._known else nullcontext():
+                yield
+        finally:
+            if before is not None:
+                self._seen.append(self._read(family).since(before))
+            self._seconds += time.monotonic() - begin_s
+
+    @contextmanager
+    def _looks(self, family: Family) -> Iterator[None]:
+        """A thread that looks now and then."""
+        if (every_s := self._look_every_s) is None:
+            yield
+            return
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(every_s):
+                family.look()
+
+        thread = threading.Thread(target=look, name="bench-watch", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            if before is not None:
-                self._seen.append(self._read(ours)[0].since(before))
-            self._seconds += time.monotonic() - begin_s
+            ended.set()
+            thread.join()
 
-    def _read(self, ours: Collection[int]) -> tuple[Clocks, Collection[int]]:
-        return read_clocks(self._proc, self._cores, self._group, ours)
+    def _read(self, family: Family) -> Clocks:
+        return read_clocks(self._proc, self._cores, self._group, family)
 
     @property
     def found(self) -> Idleness:

@@ -1,10 +1,11 @@
 """How many threads a team runs with: as many as asked, fewer while some of them find no core.
 
 A barrier costs half a microsecond while all threads run, and a scheduler's quantum when one of them does not:
-other processes have its core, or a quota is used up. A team that waits far longer than it works gives up
+other processes have its core, or a quota is used up. A team that waits a large share of its time gives up
 threads: the others have their work done sooner. After a rest, threads that were given up try whether they
 would run: each looks at the clock for a while, beside the team's work and in nobody's way. Whoever is
-interrupted fails, and the next rest is twice as long.
+interrupted for long fails, and the next rest is twice as long. Single interruptions are no reason: the event
+loop of an engine's own process makes some in every step.
 
     all ──▶ waits are noted (`note_wait`) ──▶ fewer (`judge`) ──▶ rest ──▶ a trial (`size_now`, `try_out`)
      ▲                                                             ▲                 │          │
@@ -19,7 +20,7 @@ Not the threads themselves (`team.py`, among whose words these are). No task's r
 
 from __future__ import annotations
 
-from ..loops.clock import now_ns, runs_undisturbed
+from ..loops.clock import finds_a_core, now_ns
 from ..loops.elements import elements
 from ..loops.llvm import fetch_add, read_shared, write_shared
 
@@ -33,8 +34,7 @@ _SPENT = 80  # in tasks on several threads since the last verdict
 _REST, _TRIAL = 88, 96  # before a trial; when the next one may begin
 NUM_SIZE_LINES = 2
 
-_NOTICED_NS = 1_000_000  # of waits, before there is a verdict: one quantum will do
-_WINDOW_NS = 20_000_000  # of tasks without much waiting, after which rests become shorter
+_WINDOW_NS = 20_000_000  # of tasks: what waits are a share of, and after which rests become shorter
 _SHORTEST_REST_NS, _LONGEST_REST_NS = 10_000_000, 1_000_000_000
 
 
@@ -62,7 +62,7 @@ def judge(words, size, spent_ns):
     waited_ns = read_shared(words + _WAITED) // (size - 1)  # of each thread but the one that is waited for
     fewer = _step(size - 1)
     rest_ns = read_shared(words + _REST)
-    if waited_ns > _NOTICED_NS and 2 * size * waited_ns > fewer * spent_ns:
+    if 2 * size * waited_ns > fewer * max(spent_ns, _WINDOW_NS):
         write_shared(words + LIMIT, size - fewer)
         _rest_longer(words)
     elif spent_ns > _WINDOW_NS:
@@ -97,11 +97,11 @@ def size_now(words, num_threads):
 
 @elements
 def try_out(words, thread):
-    """The trial of a thread that was given up, if it is called to one: does it run undisturbed?"""
+    """The trial of a thread that was given up, if it is called to one: is there a core for it?"""
     limit = read_shared(words + LIMIT)
     if not limit <= thread < limit + read_shared(words + _TRYING):
         return
-    fetch_add(words + (_PASSED if runs_undisturbed() else _FAILED), 1)
+    fetch_add(words + (_PASSED if finds_a_core() else _FAILED), 1)
 
 
 @elements
