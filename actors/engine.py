@@ -25,7 +25,7 @@ from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.request import FinishReason, Request, SamplingParams
 from .encoding import PromptEncoder
 from .executor import make_executor
-from .outputs import OutputProcessor, RequestOutput, RequestTracker
+from .outputs import Begun, OutputProcessor, RequestOutput, RequestTracker
 from .prompts import EncodedPrompt, SeedSource, load_tokenizer
 from .tokenizer import Tokenizer
 
@@ -33,12 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is served, as in `cluster/request.py`: `Request`."""
+    """How a request is served, as in `cluster/request.py`: `Request`. `begun`: as far as another engine came."""
 
     priority: int
     cache_salt: str | None
     speculate: bool
     background: bool
+    begun: Begun
 
 
 @dataclass(slots=True)

@@ -65,18 +65,32 @@ class RequestOutput:
     metrics: RequestMetrics
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How far another engine came with a request: its tokens, and how many characters of text it gave out."""
+
+    token_ids: tuple[int, ...] = ()
+    num_chars: int = 0
+
+
+NOTHING = Begun()
+
+
 class _Text:
     """The growing text of one completion, with stop strings found and held back."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun
+    ) -> None:
         self._stream = tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
         self._stop = params.stop
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         # A stop string may begin in text that is already here: never emit what could be its beginning.
         self._held = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
-        self.text = ""
-        self._emitted = 0
+        self.text = "".join(self._stream.step([token_id]) for token_id in begun.token_ids)
+        # Not what is there: how much of the same tokens comes out at once depends on how they were cut.
+        self._emitted = begun.num_chars
 
     def feed(self, token_ids: Sequence[int], num_before: int) -> tuple[int, str | None]:
         """Append tokens. Returns how many of them count and the stop string that ended the text."""
@@ -154,12 +168,18 @@ class RequestTracker:
         prompt: EncodedPrompt,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
+        begun: Begun = NOTHING,
     ) -> None:
+        assert params.n == 1 or not begun.token_ids, "only a single completion goes on elsewhere"
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = list(prompt.token_ids)
         self._completions = [
-            _Completion(i, self._new_text(tokenizer, params) if params.detokenize else None)
+            _Completion(
+                i,
+                self._new_text(tokenizer, params, begun) if params.detokenize else None,
+                list(begun.token_ids),
+            )
             for i in range(params.n)
         ]
         self._arrival_s = time.monotonic()
@@ -170,8 +190,8 @@ class RequestTracker:
         self._num_drafted = 0
         self._histogram: list[int] = []
 
-    def _new_text(self, tokenizer: Tokenizer | None, params: SamplingParams) -> _Text | None:
-        return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params)
+    def _new_text(self, tokenizer: Tokenizer | None, params: SamplingParams, begun: Begun) -> _Text | None:
+        return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, begun)
 
     @property
     def child_ids(self) -> list[str]:
@@ -238,9 +258,14 @@ class OutputProcessor:
         cache_salt: str | None = None,
         speculate: bool = True,
         background: bool = False,
+        begun: Begun = NOTHING,
     ) -> tuple[RequestTracker, list[Request]]:
-        """Register a user request; returns its tracker and one engine request per completion."""
-        tracker = RequestTracker(request_id, prompt, params, self._tokenizer)
+        """Register a user request; returns its tracker and one engine request per completion.
+
+        Args:
+            begun: what is not generated, and no text of it given out, again.
+        """
+        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):
             self._living[child_id] = (tracker, index)
@@ -254,6 +279,7 @@ class OutputProcessor:
                     cache_salt=cache_salt,
                     speculate=speculate,
                     background=background,
+                    output_token_ids=begun.token_ids,
                 )
             )
         return tracker, requests
