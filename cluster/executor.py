@@ -44,22 +44,43 @@ class ExecutorInfo:
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """How an executor's drafter is.
+
+    Attributes:
+        ready: drafts may be asked for. Where one was lost in the middle of a step, the target has verified
+            arbitrary tokens in the place of its drafts, and lost nothing but time.
+        generation: counts drafters. A new one has no context of any step that was submitted before it was
+            reported; one that was away for a while and has missed nothing keeps its number.
+    """
+
+    ready: bool = True
+    generation: int = 0
+
+
 class Executor(Protocol):
     """Runs steps in the order of submission. Not thread-safe: one engine loop owns it."""
 
     @property
     def info(self) -> ExecutorInfo: ...
 
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """How the drafter is now; always well where there is none of its own. Cheap; from any thread."""
+        ...
+
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step; at most `info.max_in_flight` at once. Raises EngineDeadError if a worker has died."""
+        """Start a step; at most `info.max_in_flight` at once. Raises EngineDeadError if a target's worker has
+        died; a drafter's death is told by `drafter_health` alone."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step submitted. Raises EngineDeadError when a worker has died."""
+        """Wait for the oldest step submitted. Raises EngineDeadError when a target's worker has died."""
         ...
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if a worker is gone. Cheap; may be called from any thread."""
+        """Raise EngineDeadError if a target's worker is gone. Cheap; may be called from any thread."""
         ...
 
     def close(self) -> None:
