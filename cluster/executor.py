@@ -29,6 +29,9 @@ class ExecutorInfo:
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
         page_groups: which layers see the same window, and from which pool their pages come.
+        halves: a plan is drafted while the one before it is verified, if they have no request in common;
+            `max_in_flight` is at least 2 then. The scheduler chooses, by what it measures: two halves of the
+            running requests in turns, or all of them, and then one plan at a time.
     """
 
     num_pages: tuple[int, ...]
@@ -42,6 +45,7 @@ class ExecutorInfo:
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
