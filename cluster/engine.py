@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .config import EngineConfig
 from .errors import OverloadedError, RequestError
 from .executor import Executor
-from .limits import SchedulerConfig, check_request
+from .limits import SchedulerConfig, check_output_so_far, check_request
 from .outcome import SequenceUpdate
 from .plan import SchedulerOutput, StepResult
 from .request import FinishReason, Request
@@ -85,11 +85,12 @@ class Engine:
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Queue the completions of one prompt, all or none.
 
-        They differ in id and seed, so one is checked for all. Raises RequestError if they can never run,
-        OverloadedError if they cannot now; background work waits as long as it takes.
+        They differ in id, seed and output so far; the rest is checked once. Raises RequestError if they can
+        never run, OverloadedError if they cannot now; background work waits as long as it takes.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
+            check_output_so_far(request, self._scheduler.config)
             if (name := request.request_id) in self._scheduler:
                 raise RequestError(
                     f"request_id={name!r} is already running; give each request an id of its own.",

@@ -294,9 +294,10 @@ class Scheduler:
             AdmittedRequest(slot, sequence.request.request_id, table.known_tokens(slot), sequence.sampling)
         )
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
+            num_prompt_tokens = len(sequence.request.prompt_token_ids)
+            sequence.num_cached_tokens = min(num_cached, num_prompt_tokens)
             sequence.queue_s = now_s - sequence.request.arrival_s
-            self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
+            self.counters.count_first_entry(num_prompt_tokens, sequence.num_cached_tokens)
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
         table, left_R = self.table, self.table.known_rows(slots_R)
