@@ -91,7 +91,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             f"max_num_batched_tokens={limits.max_rows}. Shorten it, or enable chunked prefill.",
             param="prompt",
         )
-    needed = min(length + (params.max_tokens or 1), limits.max_model_len)
+    needed = min(length + (params.max_tokens or len(request.output_token_ids) + 1), limits.max_model_len)
     if needed > limits.max_length:
         raise UnprocessableError(
             f"The prompt has {length} tokens and max_tokens={params.max_tokens}: {needed} tokens, but the "
@@ -99,6 +99,30 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
         )
+
+
+def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
+    """Raise RequestError if nothing can follow what was generated before; after `check_request`."""
+    tokens, params = request.output_token_ids, request.params
+    if not tokens:
+        return
+    check_vocabulary("output_token_ids", tokens, limits.vocab_size)
+    room = limits.max_length - len(request.prompt_token_ids)
+    most = min(params.max_tokens or room, room)
+    if len(tokens) >= most:
+        raise RequestError(
+            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={params.max_tokens} and the context's "
+            f"length this request ends with {most}, so nothing is left to generate. Take them as its output.",
+            param="output_token_ids",
+        )
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    for index in range(params.min_tokens, len(tokens)):
+        if tokens[index] in ends:
+            raise RequestError(
+                f"output_token_ids[{index}]={tokens[index]} is a stop token and ended this request, so nothing "
+                "is left to generate. Take the tokens up to it as its output.",
+                param="output_token_ids",
+            )
 
 
 def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:

@@ -67,7 +67,7 @@ class Sequence:
         return cls(
             request=request,
             rank=rank,
-            token_ids=np.array(request.prompt_token_ids, dtype=np.int32),
+            token_ids=np.array(request.prompt_token_ids + request.output_token_ids, dtype=np.int32),
             max_length=length + min(params.max_tokens or room, room),
             sampling=SlotSampling(
                 temperature=params.temperature,
