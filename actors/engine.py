@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is served, as in `cluster/request.py`: `Request`. `begun`: as far as another engine came."""
+    """How a request is served, as in `cluster/request.py`: `Request`; `begun` by another engine."""
 
     priority: int
     cache_salt: str | None

@@ -13,6 +13,7 @@
     ├── OutputError               500  results of a batch job cannot be written
     ├── NotOfferedError           501  a part of the API that this server was started without
     ├── OverloadedError           503  a queue is full; retry later
+    │   └── NoReplicaError        503  no replica of the model is there; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
     ├── EngineDeadError           503  a worker died under the request; retry
     ├── StorageError              503  where files and batches are kept cannot be used now; mend it, or retry
@@ -120,6 +121,10 @@ class OverloadedError(MantaError):
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
+
+
+class NoReplicaError(OverloadedError):
+    """No replica of the model can answer."""
 
 
 class DrainingError(OverloadedError):

@@ -2,8 +2,8 @@
 
 Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work. Exported by
 `actors/telemetry.py`, where counters get `_total`; a few also by `actors/ray_metrics.py`. A test serves
-requests and finds a sample of every one. Those of a batch job stand apart: its driver gives them to Ray
-(`jobs/batch/gauges.py`).
+requests and finds a sample of every one. Two stand apart: a gateway's own (`actors/gateway/figures.py`), and those
+of a batch job, which its driver gives to Ray (`jobs/batch/gauges.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
-    "requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines", "drafters"
+    "requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines", "drafters", "replicas"
 ]
 
 SHARED_LABELS = ("model_name", "engine")
@@ -185,6 +185,44 @@ CATALOGUE: tuple[Metric, ...] = (
         "From an HTTP request to the end of its response.",
         (),
         _HTTP_S,
+    ),
+)
+
+GATEWAY_CATALOGUE: tuple[Metric, ...] = (
+    Metric(
+        "manta:gateway_requests",
+        "counter",
+        "requests",
+        "Requests that were sent to a replica, by what chose it: session, prefix or load.",
+        ("model_name", "reason"),
+    ),
+    Metric(
+        "manta:gateway_resumed_streams",
+        "counter",
+        "requests",
+        "Times a stream that had begun went on at another replica.",
+        ("model_name",),
+    ),
+    Metric(
+        "manta:gateway_retried_requests",
+        "counter",
+        "requests",
+        "Times a request of which nothing had come out went to another replica.",
+        ("model_name",),
+    ),
+    Metric(
+        "manta:gateway_replica_up",
+        "gauge",
+        "replicas",
+        "Whether a replica that was heard of lately can get requests, 0 or 1.",
+        ("model_name", "replica"),
+    ),
+    Metric(
+        "manta:gateway_http_requests",
+        "counter",
+        "requests",
+        "HTTP requests at the gateway, by route and status.",
+        ("handler", "method", "status"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Routing between replicas: properties of the tables, and a workload of shared prompts against random choice."""
+"""Routing between replicas: properties, and a workload of shared prompts against choice by chance."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several replicas and models behind one entry: who is there, who gets a request, and what outlives a replica."""
+"""Several replicas and models behind one entry: who is there, who gets a request, what outlives a replica."""

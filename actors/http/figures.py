@@ -15,13 +15,18 @@ from .wire import JsonObject
 
 
 class RequestFigures:
-    """Counts one HTTP request. Fed by `Run` alone."""
+    """Counts one HTTP request. Fed by `Run` alone.
 
-    def __init__(self, num_prompts: int) -> None:
+    Args:
+        num_begun: output tokens that another engine generated; they are in `usage`, not in timings.
+    """
+
+    def __init__(self, num_prompts: int, num_begun: int = 0) -> None:
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_output_tokens = 0
+        self._num_begun = num_begun
         self.finish_reasons: list[str] = []
         self._num_prompt_tokens = [0] * num_prompts
         self._costs: list[RequestMetrics | None] = [None] * num_prompts
@@ -74,8 +79,9 @@ class RequestFigures:
         return mean_acceptance_length(sum(cost.num_steps for cost in costs), num_accepted)
 
     def usage(self) -> JsonObject:
-        prompt, output = self.num_prompt_tokens, self.num_output_tokens
+        prompt, output = self.num_prompt_tokens, self._num_begun + self.num_output_tokens
         cached = sum(cost.num_cached_tokens for cost in self._costs if cost is not None)
+        cached = min(cached, prompt)  # what another engine generated may be found, too
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..telemetry import Telemetry
 from .errors import INTERNAL, json_error
 from .protocol import REQUEST_ID
 from .settings import ServerSettings
@@ -44,11 +43,17 @@ def use_request_id(http: Request, asked: str | None) -> str:
     return http.scope["state"]["request_id"]
 
 
+class Observer(Protocol):
+    """Counts what passed."""
+
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None: ...
+
+
 class Gate:
     """Wraps the application; see the module. `echo_request_id` is off where Serve's proxy does it."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, telemetry: Telemetry, echo_request_id: bool
+        self, app: ASGIApp, settings: ServerSettings, telemetry: Observer, echo_request_id: bool
     ) -> None:
         self._app = app
         self.echo_request_id = echo_request_id

@@ -7,8 +7,10 @@ Completions and chat differ in how a choice looks (`Shape`) and in how a prompt 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from starlette.requests import Request
@@ -20,6 +22,7 @@ from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
 from .gate import new_id, use_request_id
+from .origin import Origin, told
 from .protocol import GenerationRequest
 from .run import Run, Work
 from .wire import JsonObject, json_response
@@ -64,8 +67,11 @@ def prepare(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
             param="n",
         )
+    origin: Origin | None = http.scope["state"].get("origin")
+    if origin is not None and params.seed is None:
+        params = replace(params, seed=origin.seed)
     return Work(
-        id=new_id(shape.prefix),
+        id=new_id(shape.prefix) if origin is None else shape.prefix + origin.id,
         request_id=use_request_id(http, request.request_id),
         model=model,
         prompts=list(prompts),
@@ -73,6 +79,8 @@ def prepare(
         priority=frontend.priority(request, http),
         ignored=all_ignored if frontend.settings.unknown_params != "ignore" else [],
         request=request,
+        created_s=int(time.time()) if origin is None else origin.created_s,
+        origin=origin,
     )
 
 
@@ -108,22 +116,35 @@ def whole_choice(shape: Shape, at: int, completion: CompletionOutput) -> JsonObj
 
 
 async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
-    """One piece of bytes per verified block; opening and finish chunks ride along with their block."""
-    options = run.work.request.stream_options
+    """One piece of bytes per verified block; opening, finish and usage chunks ride along with their block."""
+    work = run.work
+    options = work.request.stream_options
     envelope = run.envelope(shape.chunk_object)
     continuous = options is not None and options.continuous_usage_stats
-    if options is not None and options.include_usage and not continuous:
+    with_usage = options is not None and options.include_usage
+    if with_usage and not continuous:
         envelope["usage"] = None
-    writer = _ChunkWriter(run, shape)
+    writer, num_chars = _ChunkWriter(run, shape), work.begun.num_chars
     async with aclosing(run.outputs()) as outputs:
         async for prompt_index, output in outputs:
             if continuous:
                 envelope["usage"] = run.figures.usage()
             choices = writer.choices(prompt_index, output)
-            if choices:
-                yield b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
-    if options is not None and options.include_usage:
-        yield sse.event(_with_metrics({**envelope, "choices": [], "usage": run.figures.usage()}, run))
+            piece = b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
+            if work.single and output.finished and with_usage:
+                piece += _usage_event(run, envelope)
+            if work.told:
+                (completion,) = output.outputs
+                num_chars += len(completion.text)
+                piece += told(num_chars, completion.token_ids, end=output.finished)
+            if piece:
+                yield piece
+    if with_usage and not work.single:
+        yield _usage_event(run, envelope)
+
+
+def _usage_event(run: Run, envelope: JsonObject) -> bytes:
+    return sse.event(_with_metrics({**envelope, "choices": [], "usage": run.figures.usage()}, run))
 
 
 class _ChunkWriter:
@@ -132,7 +153,7 @@ class _ChunkWriter:
     def __init__(self, run: Run, shape: Shape) -> None:
         self._work = run.work
         self._shape = shape
-        self._opened: set[int] = set()
+        self._opened: set[int] = {0} if run.work.begun.token_ids else set()
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
         found: list[JsonObject] = []

@@ -22,13 +22,19 @@ def model_routes(frontend: Frontend) -> APIRouter:
     return router
 
 
-def _card(frontend: Frontend, name: str) -> JsonObject:
+def model_card(name: str, *, root: str, created_s: int, max_model_len: int | None) -> JsonObject:
+    """A model in OpenAI's shape, with vLLM's `max_model_len`; `root` is the first of its names."""
     return {
         "id": name,
         "object": "model",
-        "created": frontend.created_s,
+        "created": created_s,
         "owned_by": "manta",
-        "root": frontend.name,
+        "root": root,
         "parent": None,
-        "max_model_len": frontend.engine.info.max_model_len,
+        "max_model_len": max_model_len,
     }
+
+
+def _card(frontend: Frontend, name: str) -> JsonObject:
+    limit = frontend.engine.info.max_model_len
+    return model_card(name, root=frontend.name, created_s=frontend.created_s, max_model_len=limit)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
 from ..engine import RequestOptions
-from ..outputs import RequestOutput
+from ..outputs import NOTHING, Begun, RequestOutput
 from ..prompts import EncodedPrompt
 from .errors import public_error
 from .figures import RequestFigures
 from .frontend import Frontend
+from .origin import TOLD_HEADER, Origin
 from .protocol import GenerationRequest
 from .wire import JsonObject
 
@@ -31,7 +31,10 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's."""
+    """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
+
+    `created_s` is Unix time; `origin` what a gateway fixed of the request.
+    """
 
     id: str
     request_id: str
@@ -41,17 +44,28 @@ class Work:
     priority: int
     ignored: list[str]
     request: GenerationRequest
-    created_s: int = field(default_factory=lambda: int(time.time()))
+    created_s: int
+    origin: Origin | None = None
 
     @property
     def single(self) -> bool:
         return len(self.prompts) == 1 and self.params.n == 1
 
     @property
+    def told(self) -> bool:
+        """Whether a gateway is told the tokens of the stream; only a single completion can go on elsewhere."""
+        return self.origin is not None and self.request.stream and self.single
+
+    @property
+    def begun(self) -> Begun:
+        return NOTHING if self.origin is None else self.origin.begun
+
+    @property
     def headers(self) -> dict[str, str]:
         """X-Ignored-Params names what was ignored, as far as names fit a header."""
         names = [_UNPRINTABLE.sub("?", name)[:64] for name in self.ignored[:20]]
-        return {"X-Ignored-Params": ",".join(names)} if names else {}
+        headers = {"X-Ignored-Params": ",".join(names)} if names else {}
+        return headers | ({TOLD_HEADER: "1"} if self.told else {})
 
 
 class Run:
@@ -60,7 +74,7 @@ class Run:
     def __init__(self, frontend: Frontend, work: Work) -> None:
         self.frontend = frontend
         self.work = work
-        self.figures = RequestFigures(len(work.prompts))
+        self.figures = RequestFigures(len(work.prompts), len(work.begun.token_ids))
 
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
@@ -95,7 +109,9 @@ class Run:
         _refuse_aborted(output)
 
     def _engine_id(self, index: int) -> str:
-        return self.work.id if len(self.work.prompts) == 1 else f"{self.work.id}-{index}"
+        work = self.work
+        id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
+        return id if len(work.prompts) == 1 else f"{id}-{index}"
 
     def _options(self) -> RequestOptions:
         request = self.work.request
@@ -103,6 +119,7 @@ class Run:
             "priority": self.work.priority,
             "cache_salt": request.cache_salt,
             "speculate": request.speculative.enabled,
+            "begun": self.work.begun,
         }
 
     @contextmanager

@@ -1,0 +1,60 @@
+"""What routing needs to know of a generation request: its model, its session, the beginning of its prompt.
+
+Nothing is refused here: what is wrong with a body its replica says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers
+
+from ...cluster.known_prefixes import hash_chain
+from ..http.wire import SHORT_BODY_BYTES, check_pieces
+
+SESSION_HEADER = "x-session-id"
+SESSION_FIELDS = ("session_id", "user")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of one request. `model` and `session` are None where it names none; `chain` is its prompt's."""
+
+    model: str | None = None
+    session: str | None = None
+    chain: list[int] = field(default_factory=list[int], repr=False)
+
+
+async def read_asked(headers: Headers, body: bytes) -> Asked:
+    """Read a body of JSON; long ones beside the event loop, where those of too many pieces get 413."""
+    try:
+        if len(body) <= SHORT_BODY_BYTES:
+            return _asked(headers, orjson.loads(body))
+        await asyncio.to_thread(check_pieces, body)
+        return _asked(headers, await asyncio.to_thread(orjson.loads, body))
+    except orjson.JSONDecodeError:
+        return Asked()
+
+
+def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
+    if not isinstance(fields, dict):
+        return Asked()
+    named = (headers.get(SESSION_HEADER), *(fields.get(name) for name in SESSION_FIELDS))
+    session = next((name for name in named if isinstance(name, str) and name), None)
+    model, salt = fields.get("model"), fields.get("cache_salt")
+    return Asked(
+        model=model if isinstance(model, str) else None,
+        session=session,
+        chain=hash_chain(_prompt_bytes(fields), salt if isinstance(salt, str) else None),
+    )
+
+
+def _prompt_bytes(fields: dict[str, Any]) -> bytes:
+    """A prompt as bytes that begin alike where prompts do."""
+    prompt = fields.get("messages", fields.get("prompt"))
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], (int, dict)):
+        prompt = prompt[0]  # several prompts: the first stands for all
+    return prompt.encode() if isinstance(prompt, str) else orjson.dumps(prompt)

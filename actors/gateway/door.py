@@ -1,0 +1,165 @@
+"""A replica's door for gateways: its application on a socket of its own, and the beats that tell of it.
+
+Serve's proxies know nothing of it. Requests must bring the token that stands in the replica's beats; so only
+who may read the cluster's directory comes in, and only there the words of `http/origin.py` mean something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..http.errors import json_error
+from ..http.origin import ORIGIN_HEADER, TOKEN_HEADER, Origin
+from .directory import BEAT_S, UNREACHABLE, ReplicaRecord
+
+logger = logging.getLogger(__name__)
+
+# Longer than gateways keep a connection that they do not use.
+KEEP_ALIVE_S = 75
+# Of a replica that goes: until every gateway knows.
+TOLD_S = 3 * BEAT_S
+
+
+class Beats(Protocol):
+    """Where beats go: a `DirectoryClient`."""
+
+    async def beat(self, record: ReplicaRecord) -> None: ...
+
+    async def leave(self, replica: str) -> None: ...
+
+
+class Door:
+    """Serves an application to gateways until it is closed.
+
+    Args:
+        app: of the replica.
+        host: address of the socket.
+        record: of a beat; all but what the door knows and `load` brings.
+        load: the record of now, made of the one before.
+        directory: told every half second.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        record: ReplicaRecord,
+        load: Callable[[ReplicaRecord], ReplicaRecord],
+        directory: Beats,
+    ) -> None:
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        token, port = secrets.token_hex(16), self._socket.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        self._record = replace(record, url=f"http://{shown}:{port}", token=token)
+        self._load = load
+        self._directory = directory
+        guarded = Guard(app, token)
+        config = uvicorn.Config(guarded, log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+        self._server = _Server(config)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+
+    @property
+    def record(self) -> ReplicaRecord:
+        """As it was last told."""
+        return self._record
+
+    async def open(self) -> None:
+        """Answer, then be known."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        self._tasks = [serving, asyncio.create_task(self._beat_forever())]
+
+    async def close(self) -> None:
+        """Be chosen no more, end what runs, then close."""
+        self._draining = True
+        serving, beating = self._tasks
+        await asyncio.sleep(TOLD_S)
+        self._server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        with contextlib.suppress(*UNREACHABLE):
+            await self._directory.leave(self._record.replica)
+
+    async def _beat_forever(self) -> None:
+        while True:
+            try:
+                await self._beat()
+            except UNREACHABLE as error:
+                logger.warning("the directory of replicas does not answer: %s", error)
+            except Exception:  # a task's edge: a replica that is not heard of gets no requests
+                logger.exception("a beat failed")
+            await asyncio.sleep(BEAT_S)
+
+    async def _beat(self) -> None:
+        now = self._load(replace(self._record, beat=self._record.beat + 1))
+        self._record = replace(now, state="draining") if self._draining else now
+        await self._directory.beat(self._record)
+
+
+class Guard:
+    """Lets in who brings the token, and hands what a gateway says of a request to the application.
+
+    As `scope["state"]["origin"]`, an `Origin`; its tokens are taken off the body.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
+                await json_error(403, "This door is for gateways.")(scope, receive, send)
+                return
+            if (header := headers.get(ORIGIN_HEADER)) is not None:
+                receive = await _with_origin(header, scope, receive)
+        await self._app(scope, receive, send)
+
+
+async def _with_origin(header: str, scope: Scope, receive: Receive) -> Receive:
+    """Read the origin; what is received from now on is the client's body alone."""
+    count, body, more = Origin.prefix_bytes(header), b"", True
+    while len(body) < count and more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    scope.setdefault("state", {})["origin"] = Origin.read(header, body[:count])
+    headers = MutableHeaders(scope=scope)
+    if length := headers.get("content-length"):
+        headers["content-length"] = str(int(length) - count)
+    if not count:
+        return receive
+    first: Message | None = {"type": "http.request", "body": body[count:], "more_body": more}
+
+    async def rest() -> Message:
+        nonlocal first
+        if first is None:
+            return await receive()
+        message, first = first, None
+        return message
+
+    return rest
+
+
+class _Server(uvicorn.Server):
+    """Signals are the replica's matter."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

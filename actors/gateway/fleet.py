@@ -1,0 +1,211 @@
+"""The replicas as a gateway sees them: who is there, how loaded each is, who has just died.
+
+Filled from the directory twice a second; a replica whose socket fails is not waited for until its beats go on. A
+directory that does not answer takes nobody away. Lives on the gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError
+from ...cluster.routing import Choice, Router
+from .directory import BEAT_S, SILENT_S, UNREACHABLE, ReplicaRecord
+
+logger = logging.getLogger(__name__)
+
+# A replica that is silent for SILENT_S gets nothing new; after so long, its streams go elsewhere.
+LOST_S = 10.0
+
+
+class Roll(Protocol):
+    """Who says which replicas are there: a `DirectoryClient`."""
+
+    async def replicas(self) -> list[ReplicaRecord]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model behind the gateway.
+
+    Attributes:
+        names: that requests may use, the reported one first.
+        sleeps: it may have no replica and be well.
+    """
+
+    names: tuple[str, ...]
+    sleeps: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One replica.
+
+    Attributes:
+        record: its last beat.
+        heard_s: when that came, monotonic.
+        here: requests of this gateway that are there now.
+        peak: most of them since its last beat.
+        broken: its socket failed and it has not been heard of since.
+    """
+
+    record: ReplicaRecord
+    heard_s: float
+    here: int = 0
+    peak: int = 0
+    broken: bool = False
+    _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+
+    @property
+    def name(self) -> str:
+        return self.record.replica
+
+    @property
+    def load(self) -> float:
+        """Requests there: this gateway's, known at once, and others', known from beats."""
+        return self.here + max(0, self.record.running + self.record.waiting - self.peak)
+
+    def is_ready(self, now_s: float) -> bool:
+        return not self.broken and self.record.state == "ready" and now_s - self.heard_s <= SILENT_S
+
+    def hear(self, record: ReplicaRecord, now_s: float) -> None:
+        if record.beat != self.record.beat:
+            self.heard_s, self.broken, self.peak = now_s, False, self.here
+        self.record = record
+
+    @contextmanager
+    def attempt(self) -> Iterator[asyncio.Timeout]:
+        """A request is there. Entered (`async with`) what is yielded ends in TimeoutError if the replica is lost."""
+        bound = asyncio.timeout(None)
+        self._attempts.add(bound)
+        self.here += 1
+        self.peak = max(self.peak, self.here)
+        try:
+            yield bound
+        finally:
+            self.here -= 1
+            self._attempts.discard(bound)
+
+    def lose(self) -> None:
+        """End what waits for the replica."""
+        now_s = asyncio.get_running_loop().time()
+        for bound in self._attempts:
+            bound.reschedule(now_s)
+
+
+class Fleet:
+    """All replicas of all models.
+
+    Args:
+        models: in the order in which they are listed.
+        roll: asked twice a second.
+    """
+
+    def __init__(self, models: Sequence[ServedModel], roll: Roll) -> None:
+        self.models = models
+        self._roll = roll
+        self._by_name = {name: model for model in models for name in model.names}
+        self._routers = {model.names[0]: Router() for model in models}
+        self._members: dict[str, Member] = {}
+        self._answered_s = time.monotonic()  # when the directory last did
+
+    @property
+    def members(self) -> Iterable[Member]:
+        return self._members.values()
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of a name; without one, the only or first model. Raises ModelNotFoundError."""
+        if name is None:
+            return self.models[0]
+        if name in self._by_name:
+            return self._by_name[name]
+        served = ", ".join(self._by_name)
+        raise ModelNotFoundError(
+            f"The model {name[:200]!r} is not served here. Served: {served}.", param="model"
+        )
+
+    def ready(self, model: ServedModel) -> list[Member]:
+        """Replicas that answer, as far as is known."""
+        return [
+            member
+            for member in self._members.values()
+            if member.record.names[0] == model.names[0] and member.is_ready(self._answered_s)
+        ]
+
+    def choose(
+        self,
+        model: ServedModel,
+        chain: Sequence[int] = (),
+        session: str | None = None,
+        *,
+        without: Iterable[str] = (),
+    ) -> tuple[Member, Choice]:
+        """Who gets a request.
+
+        Args:
+            without: replicas that have refused it.
+
+        Raises:
+            OverloadedError: all that are there are full.
+            NoReplicaError: none is there.
+        """
+        there = self.ready(model)
+        able = {
+            member.name: member.load
+            for member in there
+            if member.load < member.record.max_requests and member.name not in without
+        }
+        if not there:
+            raise NoReplicaError(f"No replica of {model.names[0]} can answer at this moment. Retry.")
+        if not able:
+            raise OverloadedError(f"All {len(there)} replicas of {model.names[0]} are full. Retry.")
+        choice = self._routers[model.names[0]].choose(able, chain, session)
+        return self._members[choice.replica], choice
+
+    def mark_broken(self, member: Member) -> None:
+        """Its socket failed."""
+        if not member.broken:
+            logger.warning("replica %s does not answer", member.name)
+        member.broken = True
+
+    async def watch_forever(self) -> None:
+        """Follow the directory. Cancelled at the end."""
+        while True:
+            try:
+                self.update(await self._roll.replicas())
+            except UNREACHABLE as error:
+                logger.warning("the directory of replicas does not answer: %s", error)
+            except Exception:  # a task's edge: who is known stays known
+                logger.exception("the directory of replicas could not be read")
+            self._drop_lost()
+            await asyncio.sleep(BEAT_S)
+
+    def update(self, records: Iterable[ReplicaRecord]) -> None:
+        """Take in what the directory says."""
+        now_s = time.monotonic()
+        if now_s - self._answered_s > 2 * BEAT_S:  # nobody was silent but the directory, or we were deaf
+            for member in self._members.values():
+                member.heard_s = now_s
+        self._answered_s = now_s
+        for record in records:
+            if record.names[0] not in self._routers:
+                continue
+            if record.replica in self._members:
+                self._members[record.replica].hear(record, now_s)
+            else:
+                self._members[record.replica] = Member(record, now_s)
+
+    def _drop_lost(self) -> None:
+        """Forget who is silent while others are heard; what waits for them goes elsewhere."""
+        for name, member in list(self._members.items()):
+            if self._answered_s - member.heard_s > LOST_S:
+                member.lose()
+                if not member.here:
+                    del self._members[name]
+                    self._routers[member.record.names[0]].forget(name)
