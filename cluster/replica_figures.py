@@ -1,0 +1,104 @@
+"""What a replica says of itself to whoever decides how many there should be. Arithmetic on snapshots.
+
+Background work asks for no replica: what it runs, waits for and holds is taken out. The decode rate knows
+speculation, as it is measured: tokens that came out per second in which the engine was busy, whatever its
+drafter, its acceptance and its prompts made of those seconds. Made in the replica (`actors/replica.py`), read
+by `autoscaling.py`; a simulated fleet makes them by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from .acceptance import mean_acceptance_length
+
+if TYPE_CHECKING:  # it would bring NumPy and the scheduler into Serve's controller
+    from .engine import EngineStats
+
+MEMORY_S = 20.0  # seconds of work after which a measured rate has forgotten two thirds of what was before
+BUSY_PARTS = ("schedule", "execute", "commit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFigures:
+    """One replica's load and pace.
+
+    Attributes:
+        running, waiting: online requests.
+        max_num_seqs: requests that can run at once.
+        kv_usage: 0 to 1; the share of the K/V pages that online requests hold (by number of requests).
+        waiting_tokens: that the waiting requests will bring, were they as long as those that ended; 0 where
+            none has ended yet.
+        decode_tokens_per_s: of all running requests together, while the engine worked; 0 before it did.
+        mean_acceptance_length: tokens per verified block; 1 where nothing is drafted.
+        step_s: seconds of a step.
+        background: requests of background work, running or waiting.
+    """
+
+    running: float = 0.0
+    waiting: float = 0.0
+    max_num_seqs: float = 1.0
+    kv_usage: float = 0.0
+    waiting_tokens: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    mean_acceptance_length: float = 1.0
+    step_s: float = 0.0
+    background: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """As Serve wants a replica's statistics."""
+        return asdict(self)
+
+
+class FiguresMeter:
+    """Makes figures of an engine's snapshots, one after the other.
+
+    Args:
+        max_num_seqs: of the engine.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._last: EngineStats | None = None
+        self._busy_s = self._steps = self._tokens = self._finished = 0.0
+        self._drafts = self._accepted = 0.0
+
+    def figures(self, stats: EngineStats) -> ReplicaFigures:
+        """Those of now. Counts of the snapshot before are taken off, older work counts less and less."""
+        if self._last is not None:
+            self._learn(self._last, stats)
+        self._last = stats
+        online = stats.running - stats.background_running
+        waiting = stats.waiting - stats.background_waiting
+        request_tokens = self._tokens / self._finished if self._finished else 0.0
+        drafts, accepted = round(self._drafts), round(self._accepted)
+        return ReplicaFigures(
+            running=online,
+            waiting=waiting,
+            max_num_seqs=self._max_num_seqs,
+            kv_usage=stats.kv_usage * online / stats.running if stats.running else 0.0,
+            waiting_tokens=waiting * request_tokens,
+            decode_tokens_per_s=self._tokens / self._busy_s if self._busy_s else 0.0,
+            mean_acceptance_length=mean_acceptance_length(drafts, accepted) or 1.0,
+            step_s=self._busy_s / self._steps if self._steps else 0.0,
+            background=stats.background_running + stats.background_waiting,
+        )
+
+    def _learn(self, last: EngineStats, now: EngineStats) -> None:
+        busy_s = _busy_s(now) - _busy_s(last)
+        kept = max(0.0, 1.0 - busy_s / MEMORY_S)
+        self._busy_s = kept * self._busy_s + busy_s
+        self._steps = kept * self._steps + now.steps - last.steps
+        self._tokens = kept * self._tokens + now.generation_tokens - last.generation_tokens
+        self._finished = kept * self._finished + _finished(now) - _finished(last)
+        self._drafts = kept * self._drafts + now.num_drafts - last.num_drafts
+        self._accepted = kept * self._accepted + now.num_accepted_tokens - last.num_accepted_tokens
+
+
+def _busy_s(stats: EngineStats) -> float:
+    return sum(stats.step_seconds[part] for part in BUSY_PARTS)
+
+
+def _finished(stats: EngineStats) -> int:
+    return sum(stats.finished.values())

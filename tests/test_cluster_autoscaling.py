@@ -1,0 +1,218 @@
+"""How many replicas a deployment should have: bounds, monotony, calm, credit, and zero."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.cluster.autoscaling import FleetLoad, ReplicaCount, ScalingRules
+from manta.cluster.engine import EngineStats
+from manta.cluster.errors import ConfigError
+from manta.cluster.replica_figures import FiguresMeter, ReplicaFigures
+
+SLOTS = 8
+RULES = ScalingRules()
+FULL = ReplicaFigures(running=SLOTS, max_num_seqs=SLOTS, kv_usage=0.5)
+IDLE = ReplicaFigures(max_num_seqs=SLOTS)
+
+
+def settled(count: ReplicaCount, load: FleetLoad, target: int, *, seconds: int, most: int = 100) -> int:
+    """What is wanted after the same load for so long."""
+    for now_s in range(seconds + 1):
+        target = count.wanted(load, target, 0, most, float(now_s))
+    return target
+
+
+def test_more_replicas_follow_what_runs_and_fewer_only_what_would_leave_room() -> None:
+    def load(busy: float) -> FleetLoad:
+        return FleetLoad(there=4, heard=4, busy=busy)
+
+    assert [settled(ReplicaCount(RULES), load(b), 4, seconds=5) for b in (2.5, 3.0, 3.1, 4.0)] == [4, 4, 5, 6]
+    assert [settled(ReplicaCount(RULES), load(b), 4, seconds=185) for b in (2.5, 1.8, 1.2, 0.1)] == [
+        4,
+        3,
+        2,
+        2,
+    ]
+    assert settled(ReplicaCount(RULES), load(0.1), 4, seconds=400) == 1
+
+
+def test_a_backlog_is_worth_replicas_only_if_it_does_not_drain_soon_at_the_measured_rate() -> None:
+    waits = {"running": 4, "waiting": 6, "max_num_seqs": SLOTS, "waiting_tokens": 6000.0}
+    fast = FleetLoad.of([ReplicaFigures(**waits, decode_tokens_per_s=6000.0)], 1)
+    slow = FleetLoad.of([ReplicaFigures(**waits, decode_tokens_per_s=150.0)], 1)  # drafts are not accepted
+    assert (fast.backlog_s, slow.backlog_s) == (1.0, 40.0)
+    assert settled(ReplicaCount(RULES), fast, 1, seconds=5) == 1
+    assert settled(ReplicaCount(ScalingRules(growth=4)), slow, 1, seconds=5) == 3
+
+
+def test_who_waits_needs_a_slot_at_least_where_no_rate_is_known_yet() -> None:
+    load = FleetLoad.of([ReplicaFigures(running=SLOTS, waiting=2 * SLOTS, max_num_seqs=SLOTS)], 1)
+    assert load.busy == 3.0 and load.backlog_s == 0.0
+
+
+def test_background_work_asks_for_nothing_but_keeps_the_last_replica() -> None:
+    busy = ReplicaFigures(max_num_seqs=SLOTS, background=500)
+    load = FleetLoad.of([busy, busy], 2)
+    assert settled(ReplicaCount(RULES), load, 2, seconds=2000) == 1
+
+
+def test_pages_count_where_they_are_scarcer_than_slots() -> None:
+    assert FleetLoad.of([ReplicaFigures(running=2, max_num_seqs=SLOTS, kv_usage=0.9)], 1).busy == 0.9
+
+
+def test_replicas_that_start_are_not_asked_for_twice_and_nothing_that_serves_goes_meanwhile() -> None:
+    assert settled(ReplicaCount(RULES), FleetLoad.of([FULL], 1), 1, seconds=600) == 2
+    light = FleetLoad(there=3, heard=3, busy=0.3)
+    assert settled(ReplicaCount(RULES), light, 6, seconds=200) == 3
+
+
+def test_zero_comes_after_quiet_and_goes_with_the_first_request_that_waits() -> None:
+    quiet = FleetLoad.of([IDLE], 1)
+    assert settled(ReplicaCount(RULES), quiet, 1, seconds=599) == 1
+    assert settled(ReplicaCount(RULES), quiet, 1, seconds=600) == 0
+    assert ReplicaCount(RULES).wanted(quiet, 1, 1, 4, 1e9) == 1, "not below the fewest"
+    count = ReplicaCount(RULES)
+    assert count.wanted(FleetLoad(0), 0, 0, 4, 0.0) == 0
+    assert count.wanted(FleetLoad(0, queued=1), 0, 0, 4, 0.1) == 1
+    assert count.wanted(FleetLoad(0), 1, 0, 4, 0.2) == 1, "it is starting"
+
+
+def test_one_moment_moves_nothing() -> None:
+    count, calm = ReplicaCount(RULES), FleetLoad(there=4, heard=4, busy=2.7)
+    assert settled(count, calm, 4, seconds=100) == 4
+    assert count.wanted(FleetLoad(there=4, heard=4, busy=4.0), 4, 0, 9, 100.5) == 4
+    assert count.wanted(FleetLoad(there=4, heard=4, busy=0.0), 4, 0, 9, 101.0) == 4
+
+
+def test_without_figures_nothing_changes() -> None:
+    assert settled(ReplicaCount(RULES), FleetLoad.of([], 3), 3, seconds=1000) == 3
+
+
+loads = st.builds(
+    FleetLoad,
+    there=st.integers(0, 50),
+    heard=st.integers(0, 50),
+    busy=st.floats(0, 60),
+    backlog_s=st.floats(0, 1e5),
+    queued=st.floats(0, 1e4),
+    background=st.floats(0, 100),
+)
+
+
+@given(
+    st.lists(st.tuples(loads, st.floats(0.1, 500)), min_size=1, max_size=30),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+def test_the_answer_keeps_its_bounds_and_its_steps(
+    moments: list[tuple[FleetLoad, float]], fewest: int, more: int
+) -> None:
+    count, now_s, most = ReplicaCount(RULES), 0.0, max(1, fewest + more)
+    target = fewest
+    for load, pause_s in moments:
+        now_s += pause_s
+        wanted = count.wanted(load, target, fewest, most, now_s)
+        assert fewest <= wanted <= most
+        grown = math.ceil(load.there * RULES.growth)
+        assert wanted <= max(target, grown, 1, fewest)
+        assert wanted >= min(target // 2, most)
+        target = wanted
+
+
+@given(st.lists(loads, min_size=1, max_size=20), st.floats(0, 20), st.floats(0, 1e4), st.integers(1, 20))
+def test_more_load_never_wants_fewer(
+    history: list[FleetLoad], busy: float, backlog_s: float, target: int
+) -> None:
+    less, more = ReplicaCount(RULES), ReplicaCount(RULES)
+    for i, load in enumerate(history):
+        heavier = FleetLoad(
+            load.there, load.heard, load.busy + busy, load.backlog_s + backlog_s, load.queued, load.background
+        )
+        now_s = 100.0 * i
+        assert less.wanted(load, target, 0, 50, now_s) <= more.wanted(heavier, target, 0, 50, now_s)
+
+
+@settings(max_examples=30)
+@given(st.floats(0.0, 20.0), st.integers(1, 30), st.integers(0, 120))
+def test_a_steady_load_makes_it_go_up_at_most_once_and_down_at_most_once(
+    demand: float, start: int, start_up_s: int
+) -> None:
+    """Demand in replicas' worth of slots; what finds none waits."""
+    count, target = ReplicaCount(RULES), start
+    starting: list[int] = []
+    there, numbers = start, [start]
+    for now_s in range(6000):
+        there += sum(ready_s == now_s for ready_s in starting)
+        busy = min(demand, there)
+        load = FleetLoad(there, there, busy, backlog_s=10.0 * (demand - busy))
+        wanted = count.wanted(load, target, 1, 50, float(now_s))
+        if wanted > target:
+            starting += [now_s + 1 + start_up_s] * (wanted - target)
+        elif wanted < target:
+            waiting = sum(ready_s > now_s for ready_s in starting)
+            cancelled = min(waiting, target - wanted)
+            starting = sorted(starting)[: len(starting) - cancelled]
+            there -= target - wanted - cancelled
+        target = wanted
+        numbers.append(target)
+    ups = [after > before for before, after in pairwise(numbers) if after != before]
+    assert ups == sorted(ups, reverse=True), "never up after down"
+    assert len(set(numbers[-2000:])) == 1, "it has settled"
+    assert demand / RULES.load_high <= target + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"load_low": 0.9}, "load_low"),
+        ({"load_high": 1.5}, "load_low"),
+        ({"drain_s": 0}, "drain_s"),
+        ({"up_after_s": -1}, "up_after_s"),
+        ({"growth": 1}, "growth"),
+        ({"idle_s": "600"}, "idle_s"),
+        ({"down_after_s": math.nan}, "down_after_s"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        ScalingRules(**wrong)
+    assert caught.value.param == field
+
+
+def stats(**known: Any) -> EngineStats:
+    blank: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+    parts = dict.fromkeys(("schedule", "execute", "commit"), 0.0)
+    return EngineStats(**{**blank, "finished": {}, "accepted_per_pos": (), "step_seconds": parts, **known})
+
+
+def seconds(execute: float) -> dict[str, float]:
+    return {"schedule": 0.0, "execute": execute, "commit": 0.0}
+
+
+def test_figures_are_of_what_happened_lately_and_of_online_requests() -> None:
+    meter = FiguresMeter(SLOTS)
+    assert meter.figures(stats()).decode_tokens_per_s == 0.0
+    figures = meter.figures(
+        stats(
+            running=4, waiting=7, background_running=1, background_waiting=5, kv_usage=0.8, steps=100,
+            generation_tokens=2000, finished={"stop": 15, "length": 5}, num_drafts=500,
+            num_accepted_tokens=1500, step_seconds=seconds(4.0),
+        )
+    )  # fmt: skip
+    assert (figures.running, figures.waiting, figures.background) == (3, 2, 6)
+    assert figures.kv_usage == pytest.approx(0.6)
+    assert (figures.decode_tokens_per_s, figures.waiting_tokens) == (500.0, 200.0)
+    assert (figures.mean_acceptance_length, figures.step_s) == (4.0, 0.04)
+    before = {"steps": 100, "generation_tokens": 2000, "finished": {"stop": 20}}
+    idle = meter.figures(stats(**before, num_drafts=500, num_accepted_tokens=1500, step_seconds=seconds(4.0)))
+    assert idle.decode_tokens_per_s == 500.0, "idle time is not work"
+    slow = {"steps": 200, "generation_tokens": 2400, "finished": {"stop": 20}, "num_drafts": 900}
+    worse = meter.figures(stats(**slow, num_accepted_tokens=1500, step_seconds=seconds(44.0)))
+    assert worse.decode_tokens_per_s == pytest.approx(10.0), "what is long ago is forgotten"
+    assert worse.mean_acceptance_length == 1.0
+    assert set(worse.as_dict()) >= {"waiting_tokens", "kv_usage", "decode_tokens_per_s", "background"}
