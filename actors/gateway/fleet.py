@@ -138,6 +138,13 @@ class Fleet:
             if member.record.names[0] == model.names[0] and member.is_ready(self._answered_s)
         ]
 
+    def check(self, model: ServedModel) -> list[Member]:
+        """`ready`; raises NoReplicaError if nobody is."""
+        found = self.ready(model)
+        if not found:
+            raise NoReplicaError(f"No replica of {model.names[0]} can answer at this moment. Retry.")
+        return found
+
     def choose(
         self,
         model: ServedModel,
@@ -155,14 +162,12 @@ class Fleet:
             OverloadedError: all that are there are full.
             NoReplicaError: none is there.
         """
-        there = self.ready(model)
+        there = self.check(model)
         able = {
             member.name: member.load
             for member in there
             if member.load < member.record.max_requests and member.name not in without
         }
-        if not there:
-            raise NoReplicaError(f"No replica of {model.names[0]} can answer at this moment. Retry.")
         if not able:
             raise OverloadedError(f"All {len(there)} replicas of {model.names[0]} are full. Retry.")
         choice = self._routers[model.names[0]].choose(able, chain, session)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp.client import _RequestContextManager  # the public name of what `request` returns is missing
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from yarl import URL
 
 from ..http.origin import PRIVATE_PREFIX, TOKEN_HEADER
@@ -51,6 +53,13 @@ class Upstream:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def path_of(http: Request) -> str:
+    """The path as the client wrote it, with its query."""
+    path = http.scope.get("raw_path") or quote(http.scope["path"]).encode()
+    query = http.scope["query_string"]
+    return (path + (b"?" + query if query else b"")).decode("latin-1")
 
 
 def request_headers(headers: Headers, request_id: str) -> list[tuple[str, str]]:

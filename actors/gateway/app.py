@@ -1,0 +1,126 @@
+"""The gateway's application: what it answers by itself, and what goes to a replica.
+
+Health, models and metrics are answered from what is known here, whatever the replicas are doing; only a scrape
+asks them, and waits for none of them long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+
+from ... import __version__
+from ..http.errors import install_handlers
+from ..http.gate import Gate
+from ..http.models import model_card
+from ..http.settings import ServerSettings
+from ..http.wire import JsonObject, json_response
+from .asked import read_asked
+from .figures import GatewayFigures, joined
+from .fleet import Fleet, Member, ServedModel
+from .forward import Forwarded
+from .generation import BROKEN, Generation, Parts
+from .upstream import Upstream
+
+SCRAPE_TIMEOUT_S = 2.0
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+def create_gateway(fleet: Fleet, settings: ServerSettings, *, echo_request_id: bool = True) -> FastAPI:
+    """Wire the routes.
+
+    Args:
+        fleet: who is there; followed as long as the application lives.
+        settings: of the endpoint.
+        echo_request_id: send X-Request-Id back; off where something in front does.
+    """
+    figures = GatewayFigures(fleet)
+    started_s = int(time.time())
+    parts: Parts
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        nonlocal parts
+        parts = Parts(fleet, Upstream(), figures)
+        watching = asyncio.create_task(fleet.watch_forever())
+        yield
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await parts.upstream.close()
+
+    app = FastAPI(title="Manta", version=__version__, lifespan=lifespan, openapi_url=None)
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> Response:
+        for model in fleet.models:
+            if not model.sleeps:
+                fleet.check(model)
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        members = [member for model in fleet.models for member in fleet.ready(model)]
+        texts = await asyncio.gather(*(_scrape(parts.upstream, member) for member in members))
+        found = {member.name: text for member, text in zip(members, texts, strict=True)}
+        return Response(joined(found, figures.render()), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        cards = [_card(fleet, model, name, started_s) for model in fleet.models for name in model.names]
+        return json_response({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        return json_response(_card(fleet, fleet.find(name), name, started_s))
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def generate(http: Request) -> Response:
+        body = await http.body()
+        return Generation(parts, http, body, await read_asked(http.headers, body))
+
+    @app.api_route("/{path:path}", methods=METHODS)
+    async def forward(http: Request) -> Response:
+        return Forwarded(parts, http)
+
+    install_handlers(app)
+    app.add_middleware(Gate, settings=settings, telemetry=figures, echo_request_id=echo_request_id)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _card(fleet: Fleet, model: ServedModel, name: str, started_s: int) -> JsonObject:
+    records = [m.record for m in fleet.members if m.record.names[0] == model.names[0]]
+    return model_card(
+        name,
+        root=model.names[0],
+        created_s=min((record.created_s for record in records), default=started_s),
+        max_model_len=records[0].max_model_len if records else None,
+    )
+
+
+async def _scrape(upstream: Upstream, member: Member) -> str:
+    """A replica's exposition; empty if it cannot be had at once."""
+    try:
+        async with (
+            asyncio.timeout(SCRAPE_TIMEOUT_S),
+            upstream.request(member, "GET", "/metrics", (), None) as response,
+        ):
+            return await response.text() if response.status == 200 else ""
+    except BROKEN:
+        return ""
