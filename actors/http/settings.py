@@ -42,6 +42,8 @@ class ServerSettings:
             routes answer 501.
         max_batch_file_bytes: larger uploads are refused with 413.
         max_batch_lines: batches of files with more lines fail.
+        replicas: engines behind the one endpoint: a number, or "least:most" for as many as the load asks for.
+            More than one (or several models) have a gateway in front, which chooses among them.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -55,6 +57,7 @@ class ServerSettings:
     batch_storage: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
     max_batch_lines: int = 50_000
+    replicas: int | str = 1
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -77,6 +80,7 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)
         if self.batch_storage is not None:
             _check_place(self.batch_storage)
+        parse_replicas(self.replicas)
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """The names under which `model` is served, the reported one first."""
@@ -100,6 +104,22 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
         raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
     engine = EngineConfig.from_dict({k: v for k, v in args.items() if k in engine_names})
     return engine, from_mapping(ServerSettings, {k: v for k, v in args.items() if k in server_names})
+
+
+def parse_replicas(replicas: int | str) -> tuple[int, int]:
+    """The least and the most replicas that a setting allows; equal where their number is fixed."""
+    least, _, most = str(replicas).partition(":")
+    most = most if ":" in str(replicas) else least
+    if isinstance(replicas, bool) or not (least.isdecimal() and most.isdecimal()):
+        bounds = None
+    else:
+        bounds = int(least), int(most)
+    if bounds is None or bounds[1] < 1 or bounds[0] > bounds[1]:
+        raise ConfigError(
+            f'replicas={replicas!r} must be a number of at least 1, or "least:most" like "1:4".',
+            param="replicas",
+        )
+    return bounds
 
 
 def _check_place(where: str) -> None:
