@@ -20,7 +20,9 @@ from ray import serve
 
 from ..cluster.config import EngineConfig
 from ..cluster.placement import Topology
-from .http.settings import ServerSettings, split_settings
+from ..cluster.replica_figures import FiguresMeter
+from .autoscaling import scaling_options
+from .http.settings import ServerSettings, parse_replicas, split_settings
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Replica:
         self._config = config
         self._settings = settings
         self._engine = AsyncEngine(config, RayExecutor)
+        self._meter = FiguresMeter(config.max_num_seqs)
         await self._engine.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -67,6 +70,10 @@ class Replica:
     async def check_health(self) -> None:
         """Called by Serve every few seconds; raises when the engine or a worker is gone."""
         self._engine.check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve every second where the number of replicas follows the load (`autoscaling.py`)."""
+        return self._meter.figures(self._engine.stats()).as_dict()
 
     def __del__(self) -> None:
         """Called by Serve when the replica has drained."""
@@ -97,6 +104,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=2,
         **placement_options(topology),
+        **scaling_options(*parse_replicas(settings.replicas)),
     )
     return wrap(serve.ingress()(Replica)).bind(config, settings)
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .errors import ConfigError
 
 RECORD_FACTOR = 0.2  # RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR
 _DELAY_EPS_S = 1e-6  # _DELAY_ELAPSED_EPS_S
+_LEAST_S = 1e-3  # that the last sample holds
 Point = tuple[float, float]
 
 
@@ -132,19 +133,29 @@ class OngoingRequests:
 
     def _report(self, since_s: float) -> None:
         for points in self._samples.values():
-            while points[0][0] < since_s:
+            while points[0][0] <= since_s:
                 points.popleft()
         self._reported = {replica: list(points) for replica, points in self._samples.items()}
 
-    def total(self, replicas: Mapping[int, int], now_s: float) -> float:
-        """The mean number of requests of the replicas that serve now, over the time all of them reported."""
+    def total(self, replicas: Collection[int], now_s: float) -> float:
+        """The mean number of requests of the replicas that serve now, since all of them report."""
         series = [self._reported[replica] for replica in replicas if replica in self._reported]
-        if not series:
+        changes = {at_s for points in series for at_s in _changes(points)}
+        if len(series) == 1:
+            begin_s = series[0][0][0]
+        elif changes:
+            all_s = max(points[0][0] for points in series)
+            begin_s = max(all_s, min(changes)) if all_s <= max(changes) else min(changes)
+        else:
             return 0.0
-        begin_s = max(points[0][0] for points in series)
-        if now_s <= begin_s:
-            return sum(points[-1][1] for points in series)
-        return sum(_area(points, begin_s, now_s) for points in series) / (now_s - begin_s)
+        seconds = max(now_s - begin_s, _LEAST_S)
+        return sum(_area(points, begin_s, begin_s + seconds) for points in series) / seconds
+
+
+def _changes(points: list[Point]) -> list[float]:
+    """When a value became another one; it was 0 before the first."""
+    values = [0.0, *(value for _, value in points)]
+    return [at_s for (at_s, value), before in zip(points, values, strict=False) if value != before]
 
 
 def _area(points: list[Point], begin_s: float, end_s: float) -> float:

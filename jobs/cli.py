@@ -118,6 +118,14 @@ def serve(
             help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
         ),
     ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            "--replicas",
+            metavar="N|LEAST:MOST",
+            help="Engines; 1:4 follows the load, 0:4 goes away when idle.",
+        ),
+    ] = None,
     plain_proxy: Annotated[
         bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
     ] = False,
@@ -133,6 +141,8 @@ def serve(
         settings["batch_storage"] = (
             batch_storage if "://" in batch_storage else str(Path(batch_storage).absolute())
         )
+    if replicas:
+        settings["replicas"] = replicas
     try:
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server

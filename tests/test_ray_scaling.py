@@ -1,0 +1,185 @@
+"""Our policy behind Serve's own machinery; our account of Ray's default beside Ray's source. No cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.actors.autoscaling import POLICY, SpeculativeScaling, scaling_options
+from manta.actors.http.settings import parse_replicas
+from manta.cluster.errors import ConfigError
+from manta.cluster.ray_scaling import OngoingRequests, RayScaling, RaySettings
+from manta.cluster.replica_figures import ReplicaFigures
+from ray.serve import autoscaling_policy as rays
+from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable
+from ray.serve._private.common import DeploymentID, TimeStampedValue
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+FULL = ReplicaFigures(running=8, max_num_seqs=8, decode_tokens_per_s=100.0).as_dict()
+
+
+def context(config: AutoscalingConfig, now_s: float, **known: Any) -> AutoscalingContext:
+    """As the controller makes one."""
+    blank: dict[str, Any] = {
+        "deployment_id": DeploymentID("manta"),
+        "deployment_name": "manta",
+        "app_name": "manta",
+        "running_replicas": [],
+        "total_num_requests": 0.0,
+        "total_queued_requests": 0.0,
+        "aggregated_metrics": {},
+        "raw_metrics": {},
+        "capacity_adjusted_min_replicas": config.min_replicas,
+        "capacity_adjusted_max_replicas": config.max_replicas,
+        "policy_state": {},
+        "last_scale_up_time": None,
+        "last_scale_down_time": None,
+    }
+    return AutoscalingContext(**{**blank, **known}, current_time=now_s, config=config)
+
+
+def heard(now_s: float, *replicas: dict[str, float]) -> dict[str, dict[str, list[TimeStampedValue]]]:
+    """Raw metrics: one point of each figure of each replica."""
+    return {
+        name: {f"r{i}": [TimeStampedValue(now_s, figures[name])] for i, figures in enumerate(replicas)}
+        for name in replicas[0]
+    }
+
+
+def served(**changed: Any) -> tuple[AutoscalingConfig, Callable[[AutoscalingContext], tuple[int, Any]]]:
+    """The policy as the controller has it: pickled, made there, within Serve's bounds and delays."""
+    config = AutoscalingConfig(**{**scaling_options(0, 9)["autoscaling_config"], **changed})
+    policy = config.policy.from_serialized_policy_def(
+        {"policy_function": POLICY, "policy_kwargs": config.policy.policy_kwargs},
+        config.policy.get_serialized_policy_def() or b"",
+    )
+    return config, rays._apply_autoscaling_config(_resolve_policy_callable(policy))
+
+
+def test_serve_follows_the_policy_up_and_back_to_nothing() -> None:
+    config, policy = served()
+    target, seen = 1, []
+    for now_s in range(1300):
+        load = (
+            heard(now_s, FULL) if now_s < 10 else heard(now_s, *[{**FULL, "running": 0.0}] * max(1, target))
+        )
+        there = target if now_s > 10 else 1  # replicas need ten seconds to start
+        target, state = policy(
+            context(
+                config, float(now_s), current_num_replicas=there, target_num_replicas=target, raw_metrics=load
+            )
+        )
+        assert not set(state) & {"load"}, "ours remembers by itself"
+        seen.append(target)
+    assert seen[1] == 1 and seen[5] == 2, "after up_after_s, and only once while it starts"
+    assert list(dict.fromkeys(seen)) == [1, 2, 0]  # 2, 1, 0 in the order of coming
+    assert seen[-1] == 0
+
+
+def test_nothing_changes_before_the_replicas_have_said_anything() -> None:
+    config, policy = served()
+    silent = context(config, 0.0, current_num_replicas=3, target_num_replicas=3)
+    assert policy(silent)[0] == 3
+
+
+def test_serve_starts_from_nothing_with_the_first_request() -> None:
+    config, policy = served()
+    waits = context(config, 0.0, current_num_replicas=0, target_num_replicas=0, total_num_requests=1.0)
+    assert policy(waits)[0] == 1
+
+
+def test_wrong_rules_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean policy_kwargs\.load_high"):
+        SpeculativeScaling(load_hig=0.7)
+    with pytest.raises(ConfigError, match="load_low"):
+        SpeculativeScaling(load_low=0.9)
+
+
+@pytest.mark.parametrize("replicas", [0, "0", "4:1", "a", "1:", True, "-1:2"])
+def test_numbers_of_replicas_that_cannot_be_are_refused(replicas: Any) -> None:
+    with pytest.raises(ConfigError, match="least:most"):
+        parse_replicas(replicas)
+
+
+def test_a_fixed_number_is_serves_own_setting_and_a_range_asks_for_the_policy() -> None:
+    assert scaling_options(*parse_replicas(3)) == {"num_replicas": 3}
+    config = AutoscalingConfig(**scaling_options(*parse_replicas("0:4"))["autoscaling_config"])
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, 1, 4)
+    assert config.look_back_period_s > config.metrics_interval_s == 1.0
+    assert config.upscale_delay_s == config.downscale_delay_s == 0.0
+    assert config.policy.policy_function == POLICY
+
+
+moments = st.lists(
+    st.tuples(st.floats(0, 60), st.integers(0, 9), st.floats(0.1, 90)), min_size=1, max_size=40
+)
+factors = st.sampled_from([0.5, 1.0, 1.5])
+
+
+@settings(max_examples=150)
+@given(moments, st.floats(0.5, 8), factors, factors, st.sampled_from([None, 5.0]))
+def test_rays_default_is_what_rays_source_says(
+    moments: list[tuple[float, int, float]], ongoing: float, up: float, down: float, to_zero_s: float | None
+) -> None:
+    known = {
+        "target_ongoing_requests": ongoing,
+        "upscaling_factor": up,
+        "downscaling_factor": down,
+        "downscale_to_zero_delay_s": to_zero_s,
+    }
+    config = AutoscalingConfig(min_replicas=0, max_replicas=8, **known)
+    ours, theirs = (
+        RayScaling(RaySettings(**known)),
+        rays._apply_autoscaling_config(rays._core_replica_queue_length_policy),
+    )
+    clock, now_s, target, state = rays.time, 0.0, 1, {}
+    try:
+        for total, there, pause_s in moments:
+            now_s += pause_s
+            rays.time = SimpleNamespace(time=lambda: now_s)  # noqa: B023
+            ctx = context(
+                config, now_s, current_num_replicas=there, target_num_replicas=target,
+                total_num_requests=total, policy_state=state,
+            )  # fmt: skip
+            decided, state = theirs(ctx)
+            bounded = max(0, min(8, decided))
+            assert ours.wanted(total, there, target, 0, 8, now_s) == bounded
+            target = bounded
+    finally:
+        rays.time = clock
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=12),
+    st.integers(1, 100),
+)
+def test_the_requests_that_ray_counts_are_those_of_rays_source(counts: list[list[int]], later_s: int) -> None:
+    """Replicas come one after the other and stay; some rows of counts are longer than others."""
+    config = RaySettings(metrics_interval_s=6.0)
+    requests = OngoingRequests(config)
+    width, series = 0, {}
+    for i, row in enumerate(counts):
+        width = max(width, len(row))
+        ongoing = dict(enumerate([*row, *[0] * (width - len(row))]))
+        requests.observe(ongoing, 6.0 * i)
+        for replica, value in ongoing.items():
+            series.setdefault(replica, []).append(TimeStampedValue(6.0 * i, float(value)))
+    last_s = 6.0 * (len(counts) - 1)
+    now_s = last_s + later_s
+    window = [[p for p in points if p.timestamp > last_s - 30.0] for points in series.values()]
+    state = DeploymentAutoscalingState.__new__(DeploymentAutoscalingState)
+    state._config = AutoscalingConfig()
+    import ray.serve._private.autoscaling_state as module
+
+    clock = module.time
+    module.time = SimpleNamespace(time=lambda: now_s)
+    try:
+        expected = state._merge_and_aggregate_timeseries(window)
+    finally:
+        module.time = clock
+    assert requests.total(ongoing, now_s) == pytest.approx(expected)
