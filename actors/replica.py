@@ -22,7 +22,7 @@ from ..cluster.config import EngineConfig
 from ..cluster.placement import Topology
 from ..cluster.replica_figures import FiguresMeter
 from .autoscaling import scaling_options
-from .http.settings import ServerSettings, parse_replicas, split_settings
+from .http.settings import ServerSettings, parse_replicas, split_models
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Replica:
         from .engine import AsyncEngine
         from .workers.ray_executor import RayExecutor
 
-        _log_to_stderr()
+        log_to_stderr()
         self._config = config
         self._settings = settings
         self._engine = AsyncEngine(config, RayExecutor)
@@ -82,7 +82,7 @@ class Replica:
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
-    """The Serve application of one engine.
+    """The Serve application of one endpoint: an engine, or several behind a gateway.
 
     Args:
         args: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
@@ -91,22 +91,34 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         ConfigError: a setting is unknown or wrong; nothing has been started.
         PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
     """
-    config, settings = split_settings(args)
+    models = split_models(args)
+    if len(models) > 1 or any(parse_replicas(settings.replicas)[1] > 1 for _, settings in models):
+        from .gateway.deployment import gateway_app
+
+        return gateway_app(models)
+    ((config, settings),) = models
+    wrap = serve.deployment(**deployment_options(config, settings))
+    return wrap(serve.ingress()(Replica)).bind(config, settings)
+
+
+def deployment_options(
+    config: EngineConfig, settings: ServerSettings, name: str = DEPLOYMENT
+) -> dict[str, Any]:  # Any: Serve's options.
+    """How Serve is to keep the replicas of one engine."""
     topology = Topology.of(config, _largest_node())
-    _check_place(topology)
-    wrap = serve.deployment(
-        name=DEPLOYMENT,
-        max_ongoing_requests=max_ongoing_requests(config),
-        max_queued_requests=4 * config.max_num_seqs,
-        backpressure_config={"status_code": 503, "retry_after_s": RETRY_AFTER_S},
-        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        max_constructor_retry_count=2,
+    _check_place(topology, name)
+    return {
+        "name": name,
+        "max_ongoing_requests": max_ongoing_requests(config),
+        "max_queued_requests": 4 * config.max_num_seqs,
+        "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
+        "graceful_shutdown_timeout_s": GRACEFUL_SHUTDOWN_S,
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
+        "max_constructor_retry_count": 2,
         **placement_options(topology),
         **scaling_options(*parse_replicas(settings.replicas)),
-    )
-    return wrap(serve.ingress()(Replica)).bind(config, settings)
+    }
 
 
 def max_ongoing_requests(config: EngineConfig) -> int:
@@ -129,11 +141,11 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
     }
 
 
-def _check_place(topology: Topology) -> None:
+def _check_place(topology: Topology, deployment: str) -> None:
     """A driver may build the application before it connects: where it will run is not known then."""
     bundles = topology.replica_bundles(REPLICA_CPUS)
     if ray.is_initialized():
-        check_room(topology, bundles, DEPLOYMENT)
+        check_room(topology, bundles, deployment)
     else:
         warn_of_this_machine(topology, bundles)
 
@@ -146,7 +158,7 @@ def _largest_node() -> Mapping[str, float]:
     return max(nodes, key=lambda resources: resources.get("GPU", 0.0), default={})
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """Ray keeps a replica's stderr; without a handler our lines would be dropped."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -2,7 +2,7 @@
 
 Names are vLLM's (`vllm:...`), so that dashboards and routers made for vLLM work. Exported by
 `actors/telemetry.py`, where counters get `_total`; a few also by `actors/ray_metrics.py`. A test serves
-requests and finds a sample of every one. Two stand apart: a gateway's own (`actors/gateway/figures.py`), and those
+requests and finds a sample of every one. Apart stand a gateway's own (`actors/gateway/figures.py`), and those
 of a batch job, which its driver gives to Ray (`jobs/batch/gauges.py`).
 """
 
@@ -13,7 +13,16 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
-    "requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines", "drafters", "replicas"
+    "requests",
+    "tokens",
+    "seconds",
+    "ratio",
+    "drafts",
+    "preemptions",
+    "rows",
+    "engines",
+    "drafters",
+    "replicas",
 ]
 
 SHARED_LABELS = ("model_name", "engine")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ..actors.http.settings import split_settings
+from ..actors.http.settings import split_models
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, PlacementError
 from .client import await_ready
@@ -139,13 +139,14 @@ def start_server(
         ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
     """
     report = report or _to_stderr
-    config, settings = split_settings(args)
+    models = split_models(args)
     existing, environment = ray_address(), {}
     if not existing:
         check_port(options.host, options.port)
-        _check_models(config)
-        if settings.batch_storage is not None:
-            _check_storage(settings.batch_storage)
+        for config, settings in models:
+            _check_models(config)
+            if settings.batch_storage is not None:
+                _check_storage(settings.batch_storage)
         environment = set_proxy_environment(plain_proxy=options.plain_proxy)
     report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
     owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve")

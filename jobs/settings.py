@@ -41,7 +41,7 @@ def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) ->
     speculation = {name: given.pop(name) for name in _SPECULATION_FLAGS if name in given}
     settings |= given
     settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
-    if not settings.get("model"):
+    if not settings.get("model") and not settings.get("models"):
         raise ConfigError(
             "model is missing: give the target's folder or hub id (--model) or a YAML file (--config).",
             param="model",

@@ -1,7 +1,7 @@
 """The gateway's application: what it answers by itself, and what goes to a replica.
 
-Health, models and metrics are answered from what is known here, whatever the replicas are doing; only a scrape
-asks them, and waits for none of them long.
+Health and models are answered from what is known here, whatever the replicas are doing; only a scrape asks
+them, and waits for none of them long.
 """
 
 from __future__ import annotations

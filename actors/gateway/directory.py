@@ -1,8 +1,8 @@
-"""The directory: which replicas of an application are there. A small named Ray actor without a CPU of its own.
+"""The directory: which replicas of an application are there. A small named Ray actor without a CPU.
 
 Replicas beat into it, gateways ask it; nobody else knows of it. It keeps nothing that the next beats do not
-bring again, so it may die: Ray starts it anew wherever there is a node. It ends by itself when nobody has called
-for a while.
+bring again, so it may die: Ray starts it anew wherever there is a node. It ends by itself when nobody has
+called for a while.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 State = Literal["ready", "draining", "failed"]
@@ -99,8 +100,8 @@ class DirectoryActor(Directory):
 class DirectoryClient:
     """The directory of one application, as replicas and gateways reach it.
 
-    A call that fails raises TimeoutError or one of Ray's errors (`UNREACHABLE`), and the next one looks for the
-    actor anew, or makes it.
+    A call that fails raises TimeoutError or one of Ray's errors (`UNREACHABLE`), and the next one looks for
+    the actor anew, or makes it.
     """
 
     def __init__(self, application: str) -> None:
@@ -137,10 +138,10 @@ class DirectoryClient:
                 lifetime="detached",
                 num_cpus=0,
                 max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=None),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(None),  # type: ignore[arg-type]
             )
             .remote()
         )
 
 
-UNREACHABLE = (TimeoutError, ray.exceptions.RayError, ValueError)
+UNREACHABLE = (TimeoutError, RayError, ValueError)

@@ -46,8 +46,7 @@ class Door:
     Args:
         app: of the replica.
         host: address of the socket.
-        record: of a beat; all but what the door knows and `load` brings.
-        load: the record of now, made of the one before.
+        describe: the replica as it is now, given the door's address, its token and the beat's number.
         directory: told every half second.
     """
 
@@ -55,26 +54,25 @@ class Door:
         self,
         app: ASGIApp,
         host: str,
-        record: ReplicaRecord,
-        load: Callable[[ReplicaRecord], ReplicaRecord],
+        describe: Callable[[str, str, int], ReplicaRecord],
         directory: Beats,
     ) -> None:
-        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        token, port = secrets.token_hex(16), self._socket.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        self._record = replace(record, url=f"http://{shown}:{port}", token=token)
-        self._load = load
+        self._socket = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+        port = self._socket.getsockname()[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.token = secrets.token_hex(16)
+        self._describe = describe
         self._directory = directory
-        guarded = Guard(app, token)
-        config = uvicorn.Config(guarded, log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
-        self._server = _Server(config)
+        self._server = _Server(
+            uvicorn.Config(
+                Guard(app, self.token), log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S
+            )
+        )
         self._tasks: list[asyncio.Task[None]] = []
+        self._num_beats = 0
         self._draining = False
-
-    @property
-    def record(self) -> ReplicaRecord:
-        """As it was last told."""
-        return self._record
 
     async def open(self) -> None:
         """Answer, then be known."""
@@ -93,7 +91,7 @@ class Door:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         with contextlib.suppress(*UNREACHABLE):
-            await self._directory.leave(self._record.replica)
+            await self._directory.leave(self._describe(self.url, self.token, self._num_beats).replica)
 
     async def _beat_forever(self) -> None:
         while True:
@@ -106,9 +104,9 @@ class Door:
             await asyncio.sleep(BEAT_S)
 
     async def _beat(self) -> None:
-        now = self._load(replace(self._record, beat=self._record.beat + 1))
-        self._record = replace(now, state="draining") if self._draining else now
-        await self._directory.beat(self._record)
+        self._num_beats += 1
+        record = self._describe(self.url, self.token, self._num_beats)
+        await self._directory.beat(replace(record, state="draining") if self._draining else record)
 
 
 class Guard:

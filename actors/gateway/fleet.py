@@ -1,6 +1,6 @@
 """The replicas as a gateway sees them: who is there, how loaded each is, who has just died.
 
-Filled from the directory twice a second; a replica whose socket fails is not waited for until its beats go on. A
+Filled from the directory twice a second; a replica whose socket fails is left out until its beats go on. A
 directory that does not answer takes nobody away. Lives on the gateway's event loop.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError
 from ...cluster.routing import Choice, Router
@@ -36,7 +36,7 @@ class ServedModel:
 
     Attributes:
         names: that requests may use, the reported one first.
-        sleeps: it may have no replica and be well.
+        sleeps: it may have no replica and be well; a request then gets one started, and 503 meanwhile.
     """
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Member:
 
     @contextmanager
     def attempt(self) -> Iterator[asyncio.Timeout]:
-        """A request is there. Entered (`async with`) what is yielded ends in TimeoutError if the replica is lost."""
+        """A request is there. What is yielded, entered, ends in TimeoutError if the replica is lost."""
         bound = asyncio.timeout(None)
         self._attempts.add(bound)
         self.here += 1
@@ -105,11 +105,19 @@ class Fleet:
     Args:
         models: in the order in which they are listed.
         roll: asked twice a second.
+        wake: brings a replica to a model that sleeps.
     """
 
-    def __init__(self, models: Sequence[ServedModel], roll: Roll) -> None:
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        roll: Roll,
+        wake: Callable[[ServedModel], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
         self.models = models
         self._roll = roll
+        self._wake = wake
+        self._waking: dict[ServedModel, asyncio.Task[None]] = {}
         self._by_name = {name: model for model in models for name in model.names}
         self._routers = {model.names[0]: Router() for model in models}
         self._members: dict[str, Member] = {}
@@ -162,6 +170,8 @@ class Fleet:
             OverloadedError: all that are there are full.
             NoReplicaError: none is there.
         """
+        if model.sleeps and not self.ready(model):
+            self._call_awake(model)
         there = self.check(model)
         able = {
             member.name: member.load
@@ -172,6 +182,11 @@ class Fleet:
             raise OverloadedError(f"All {len(there)} replicas of {model.names[0]} are full. Retry.")
         choice = self._routers[model.names[0]].choose(able, chain, session)
         return self._members[choice.replica], choice
+
+    def _call_awake(self, model: ServedModel) -> None:
+        """Once; the call waits until there is a replica."""
+        if self._wake is not None and (model not in self._waking or self._waking[model].done()):
+            self._waking[model] = asyncio.create_task(self._wake(model))
 
     def mark_broken(self, member: Member) -> None:
         """Its socket failed."""

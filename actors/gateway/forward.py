@@ -1,7 +1,7 @@
 """Requests that any replica of a model can answer, as they come and go: files, batches, tokens, documents.
 
-Small ones are read and may be asked again elsewhere as long as no replica has taken them; uploads pass through
-once.
+Small ones are read and may be asked again elsewhere as long as no replica has taken them; uploads pass
+through once.
 """
 
 from __future__ import annotations
@@ -63,10 +63,8 @@ class Forwarded(Response):
         headers = request_headers(http.headers, http.scope["state"]["request_id"])
         try:
             with member.attempt() as until_lost:
-                async with (
-                    until_lost,
-                    self._parts.upstream.request(member, http.method, path_of(http), headers, body) as response,
-                ):
+                request = self._parts.upstream.request(member, http.method, path_of(http), headers, body)
+                async with until_lost, request as response:
                     begun = True
                     await _pass(response, send)
                     return True

@@ -5,8 +5,8 @@
        │               └─ the connection broke ──────────┤
        └── with what was generated, if it was told ◀─────┘
 
-Nothing of an answer is ever sent twice. What is not told (several completions) goes elsewhere as long as nothing
-has come out; after that it ends with an error event.
+Nothing of an answer is ever sent twice. What is not told (several completions) goes elsewhere as long as
+nothing has come out; after that it ends with an error event.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ class Generation(Response):
             if await self._attempt(member):
                 return
             self._told.next_replica()
-            self._origin = replace(
-                self._origin, attempt=self._origin.attempt + 1, begun=self._told.begun
-            )
+            self._origin = replace(self._origin, attempt=self._origin.attempt + 1, begun=self._told.begun)
 
     async def _next_replica(self) -> Member | None:
         """Who is asked next; None if all that are there have refused. A stream that has begun waits."""

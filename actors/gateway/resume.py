@@ -71,7 +71,7 @@ class ToldStream:
 
 
 def _comment(held: bytes, begin: int) -> int:
-    """Where the next comment with tokens begins, or -1. Inside an event a line never begins so: it is JSON."""
+    """Where the next comment with tokens begins, or -1. No line of an event begins so: events are JSON."""
     if held.startswith(TOLD, begin):
         return begin
     at = held.find(b"\n\n" + TOLD, begin)

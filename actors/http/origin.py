@@ -1,7 +1,7 @@
 """What a gateway says of a request beside the client's own words, and what a replica tells it in the stream.
 
-A gateway (`actors/gateway/`) fixes what must not depend on where the answer is made: its id, time and seed. If
-the replica dies, another gets the same, and what has been generated, and goes on: the client sees one stream.
+A gateway (`actors/gateway/`) fixes what must not depend on where the answer is made: its id, time and seed.
+If the replica dies, another gets these, and what has been generated, and goes on: the client sees one stream.
 So a replica *tells* each block's tokens in a comment behind its events:
 
     data: {...}\\n\\n : tokens 12 5,6,7\\n\\n      12 characters of text are out, with these further tokens

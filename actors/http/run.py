@@ -53,7 +53,7 @@ class Work:
 
     @property
     def told(self) -> bool:
-        """Whether a gateway is told the tokens of the stream; only a single completion can go on elsewhere."""
+        """Whether a gateway is told the stream's tokens; only a single completion can go on elsewhere."""
         return self.origin is not None and self.request.stream and self.single
 
     @property
