@@ -1,0 +1,161 @@
+"""Two replicas behind a gateway, by real Serve and HAProxy: one entry, and the SIGKILL of a replica."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from manta.actors.replica import build_app
+from manta.cluster.errors import ConfigError
+from manta.jobs.serve import ServeOptions, Server, free_port, start_server
+from text_pair import make_text_pair
+
+NUM_STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return {
+        "model": str(target),
+        "speculative_config": {"model": str(drafter)},
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 16,
+        "num_pages": 512,
+        "num_threads": 1,
+        "replicas": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def server(args: dict[str, Any]) -> Iterator[Server]:
+    options = ServeOptions(port=free_port(), num_cpus=6, ready_timeout_s=240)
+    with start_server(args, options) as server:
+        yield server
+
+
+def test_one_replica_of_one_model_has_no_gateway(args: dict[str, Any]) -> None:
+    def names(**more: Any) -> list[str]:
+        return sorted(deployments(build_app({**args, **more})))
+
+    assert names(replicas=1) == ["manta"]
+    assert names() == ["gateway", "manta"]
+    assert names(replicas="1:3") == ["gateway", "manta"]
+
+
+def deployments(app: Any) -> dict[str, Any]:
+    """Of an application, by name."""
+    found = {app._bound_deployment.name: app._bound_deployment}
+    for argument in app._bound_deployment.init_args:
+        for each in argument if isinstance(argument, list) else []:
+            if hasattr(each, "_bound_deployment"):
+                found |= deployments(each)
+    return found
+
+
+def test_several_models_are_several_deployments_over_what_is_common(args: dict[str, Any]) -> None:
+    common = {name: value for name, value in args.items() if name not in ("model", "served_model_name")}
+    entries = [{"model": args["model"], "served_model_name": name} for name in ("a", "b")]
+    found = deployments(build_app({**common, "models": entries}))
+    assert sorted(found) == ["gateway", "manta", "manta-2"]
+    assert found["manta"]._deployment_config.num_replicas == 2
+    for wrong, said in (
+        ([{**entries[0]}, {**entries[0]}], "another model"),
+        ([{**entries[0], "api_key": "x"}], "beside `models`"),
+        ([], "a list of mappings"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            build_app({**common, "models": wrong})
+
+
+def test_one_answer_for_all(server: Server) -> None:
+    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert card["id"] == "tiny" and card["max_model_len"] > 0
+    unknown = httpx.post(f"{server.url}/v1/completions", json={"model": "no", "prompt": "x"})
+    assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "model"
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "def f("}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    text = httpx.get(f"{server.url}/metrics").text
+    assert len(set(re.findall(r'vllm:num_requests_running\{.*?replica="([^"]+)"', text))) == 2
+    assert len(re.findall(r"manta:gateway_replica_up\{.*\} 1.0", text)) == 2
+
+
+def body(i: int) -> dict[str, Any]:
+    """Half of them sample, by a seed of their own; lengths differ."""
+    return {
+        "messages": [{"role": "user", "content": f"request {i}: def f("}],
+        "temperature": i % 2,
+        "seed": i,
+        "max_tokens": 150 + 10 * (i % 4),
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def read(server: Server, i: int, begun: threading.Barrier | None = None) -> dict[str, Any]:
+    """A whole stream, as its client sees it."""
+    seen: dict[str, Any] = {"text": "", "token_ids": [], "ids": set(), "comments": 0}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(i), timeout=120) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            seen["comments"] += line.startswith(":")
+            data = line.removeprefix("data: ")
+            if not line.startswith("data: ") or data == "[DONE]":
+                seen["done"] = data == "[DONE]"
+                continue
+            event = json.loads(data)
+            assert "error" not in event, event
+            seen["ids"].add((event["id"], event["created"]))
+            for choice in event["choices"]:
+                seen["text"] += choice["delta"].get("content", "")
+                seen["token_ids"] += choice.get("token_ids", [])
+                seen["finish"] = choice["finish_reason"]
+            if event["usage"] is not None:
+                seen["usage"] = {name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+            if begun is not None and len(seen["token_ids"]) > 20:
+                begun.wait(60)
+                begun = None
+    return seen
+
+
+def replica_pids() -> list[int]:
+    from ray._private.state import actors  # the public listing needs the dashboard
+
+    return [
+        actor["Pid"]
+        for actor in actors().values()
+        if actor["ActorClassName"] == "ServeReplica:manta:manta" and actor["State"] == "ALIVE"
+    ]
+
+
+def test_streams_outlive_their_replica(server: Server) -> None:
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        undisturbed = list(pool.map(lambda i: read(server, i), range(NUM_STREAMS)))
+        begun = threading.Barrier(NUM_STREAMS + 1)
+        streams = [pool.submit(read, server, i, begun) for i in range(NUM_STREAMS)]
+        begun.wait(60)
+        pids = replica_pids()
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGKILL)
+        disturbed = [stream.result() for stream in streams]
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert after["done"] and after["comments"] == 0 and len(after["ids"]) == 1
+        for name in ("text", "token_ids", "finish", "usage"):
+            assert after[name] == before[name], name
+    text = httpx.get(f"{server.url}/metrics").text
+    (resumed,) = re.findall(r"manta:gateway_resumed_streams_total\{.*\} (.*)", text)
+    assert float(resumed) > 0
+    assert httpx.get(f"{server.url}/health").status_code == 200, "the other replica answers"
