@@ -7,9 +7,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -86,9 +86,19 @@ def test_one_answer_for_all(server: Server) -> None:
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "model"
     tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "def f("}).json()
     assert tokens["count"] == len(tokens["tokens"])
-    text = httpx.get(f"{server.url}/metrics").text
-    assert len(set(re.findall(r'vllm:num_requests_running\{.*?replica="([^"]+)"', text))) == 2
-    assert len(re.findall(r"manta:gateway_replica_up\{.*\} 1.0", text)) == 2
+    wait_for(lambda: len(re.findall(r"manta:gateway_replica_up\{.*\} 1.0", scraped(server))) == 2)
+    wait_for(lambda: len(set(re.findall(r'requests_running\{.*?replica="([^"]+)"', scraped(server)))) == 2)
+
+
+def scraped(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics").text
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.1)
 
 
 def body(i: int) -> dict[str, Any]:
@@ -124,7 +134,9 @@ def read(server: Server, i: int, begun: threading.Barrier | None = None) -> dict
                 seen["token_ids"] += choice.get("token_ids", [])
                 seen["finish"] = choice["finish_reason"]
             if event["usage"] is not None:
-                seen["usage"] = {name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+                seen["usage"] = {
+                    name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")
+                }
             if begun is not None and len(seen["token_ids"]) > 20:
                 begun.wait(60)
                 begun = None
@@ -155,7 +167,6 @@ def test_streams_outlive_their_replica(server: Server) -> None:
         assert after["done"] and after["comments"] == 0 and len(after["ids"]) == 1
         for name in ("text", "token_ids", "finish", "usage"):
             assert after[name] == before[name], name
-    text = httpx.get(f"{server.url}/metrics").text
-    (resumed,) = re.findall(r"manta:gateway_resumed_streams_total\{.*\} (.*)", text)
+    (resumed,) = re.findall(r"manta:gateway_resumed_streams_total\{.*\} (.*)", scraped(server))
     assert float(resumed) > 0
     assert httpx.get(f"{server.url}/health").status_code == 200, "the other replica answers"

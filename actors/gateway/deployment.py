@@ -17,7 +17,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ...cluster.config import EngineConfig
-from ...cluster.errors import MantaError
 from ..http.settings import ServerSettings, parse_replicas
 from ..replica import (
     DEPLOYMENT,
@@ -31,8 +30,9 @@ from ..replica import (
     max_ongoing_requests,
 )
 from ..workers.room import may_grow
-from .directory import DirectoryClient, ReplicaRecord, State
+from .directory import DirectoryClient
 from .fleet import Fleet, ServedModel
+from .records import ReplicaRecord, state_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -71,20 +71,13 @@ class RoutedReplica(Replica):
             url=url,
             token=token,
             beat=beat,
-            state=self._state(),
+            state=state_of(self._engine),
             running=stats.running - stats.background_running,
             waiting=stats.waiting - stats.background_waiting,
             max_requests=max_ongoing_requests(self._config) - RESERVED_REQUESTS,
             max_model_len=self._engine.info.max_model_len,
             created_s=self._started_s,
         )
-
-    def _state(self) -> State:
-        try:
-            self._engine.check_health()
-        except MantaError:
-            return "failed"
-        return "ready"
 
 
 class Gateway:

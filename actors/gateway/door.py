@@ -14,15 +14,15 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...cluster.errors import UnreachableError
 from ..http.errors import json_error
 from ..http.origin import ORIGIN_HEADER, TOKEN_HEADER, Origin
-from .directory import BEAT_S, UNREACHABLE, ReplicaRecord
+from .records import BEAT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,6 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 # Of a replica that goes: until every gateway knows.
 TOLD_S = 3 * BEAT_S
-
-
-class Beats(Protocol):
-    """Where beats go: a `DirectoryClient`."""
-
-    async def beat(self, record: ReplicaRecord) -> None: ...
-
-    async def leave(self, replica: str) -> None: ...
 
 
 class Door:
@@ -55,7 +47,7 @@ class Door:
         app: ASGIApp,
         host: str,
         describe: Callable[[str, str, int], ReplicaRecord],
-        directory: Beats,
+        directory: DirectoryPort,
     ) -> None:
         self._socket = socket.create_server(
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -90,15 +82,15 @@ class Door:
         await asyncio.gather(serving, return_exceptions=True)
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-        with contextlib.suppress(*UNREACHABLE):
+        with contextlib.suppress(UnreachableError):
             await self._directory.leave(self._describe(self.url, self.token, self._num_beats).replica)
 
     async def _beat_forever(self) -> None:
         while True:
             try:
                 await self._beat()
-            except UNREACHABLE as error:
-                logger.warning("the directory of replicas does not answer: %s", error)
+            except UnreachableError as error:
+                logger.warning("%s", error)
             except Exception:  # a task's edge: a replica that is not heard of gets no requests
                 logger.exception("a beat failed")
             await asyncio.sleep(BEAT_S)

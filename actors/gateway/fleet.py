@@ -12,22 +12,16 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError
+from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError
 from ...cluster.routing import Choice, Router
-from .directory import BEAT_S, SILENT_S, UNREACHABLE, ReplicaRecord
+from .records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
 # A replica that is silent for SILENT_S gets nothing new; after so long, its streams go elsewhere.
 LOST_S = 10.0
-
-
-class Roll(Protocol):
-    """Who says which replicas are there: a `DirectoryClient`."""
-
-    async def replicas(self) -> list[ReplicaRecord]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +45,16 @@ class Member:
         record: its last beat.
         heard_s: when that came, monotonic.
         here: requests of this gateway that are there now.
-        peak: most of them since its last beat.
+        others: those of other gateways, by its last beat.
         broken: its socket failed and it has not been heard of since.
     """
 
     record: ReplicaRecord
     heard_s: float
     here: int = 0
-    peak: int = 0
+    others: int = 0
     broken: bool = False
+    _peaks: tuple[int, int] = (0, 0)  # most of ours, between the last two beats and since
     _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
     @property
@@ -69,14 +64,20 @@ class Member:
     @property
     def load(self) -> float:
         """Requests there: this gateway's, known at once, and others', known from beats."""
-        return self.here + max(0, self.record.running + self.record.waiting - self.peak)
+        return self.here + self.others
 
-    def is_ready(self, now_s: float) -> bool:
-        return not self.broken and self.record.state == "ready" and now_s - self.heard_s <= SILENT_S
+    @property
+    def is_ready(self) -> bool:
+        """As far as it has said."""
+        return not self.broken and self.record.state == "ready"
 
     def hear(self, record: ReplicaRecord, now_s: float) -> None:
+        """Take in what the directory has of it, news or not."""
         if record.beat != self.record.beat:
-            self.heard_s, self.broken, self.peak = now_s, False, self.here
+            self.heard_s, self.broken = now_s, False
+            # Our own may have ended since it counted.
+            self.others = max(0, record.running + record.waiting - max(self._peaks))
+            self._peaks = self._peaks[1], self.here
         self.record = record
 
     @contextmanager
@@ -85,7 +86,7 @@ class Member:
         bound = asyncio.timeout(None)
         self._attempts.add(bound)
         self.here += 1
-        self.peak = max(self.peak, self.here)
+        self._peaks = self._peaks[0], max(self._peaks[1], self.here)
         try:
             yield bound
         finally:
@@ -104,18 +105,18 @@ class Fleet:
 
     Args:
         models: in the order in which they are listed.
-        roll: asked twice a second.
+        directory: asked twice a second.
         wake: brings a replica to a model that sleeps.
     """
 
     def __init__(
         self,
         models: Sequence[ServedModel],
-        roll: Roll,
+        directory: DirectoryPort,
         wake: Callable[[ServedModel], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.models = models
-        self._roll = roll
+        self._directory = directory
         self._wake = wake
         self._waking: dict[ServedModel, asyncio.Task[None]] = {}
         self._by_name = {name: model for model in models for name in model.names}
@@ -139,12 +140,11 @@ class Fleet:
         )
 
     def ready(self, model: ServedModel) -> list[Member]:
-        """Replicas that answer, as far as is known."""
-        return [
-            member
-            for member in self._members.values()
-            if member.record.names[0] == model.names[0] and member.is_ready(self._answered_s)
-        ]
+        """Replicas that answer, as far as is known: those that were heard lately, or else those that were."""
+        name = model.names[0]
+        found = [m for m in self._members.values() if m.record.names[0] == name and m.is_ready]
+        heard = [member for member in found if self._answered_s - member.heard_s <= SILENT_S]
+        return heard or found
 
     def check(self, model: ServedModel) -> list[Member]:
         """`ready`; raises NoReplicaError if nobody is."""
@@ -198,9 +198,9 @@ class Fleet:
         """Follow the directory. Cancelled at the end."""
         while True:
             try:
-                self.update(await self._roll.replicas())
-            except UNREACHABLE as error:
-                logger.warning("the directory of replicas does not answer: %s", error)
+                self.update(await self._directory.replicas())
+            except UnreachableError as error:
+                logger.warning("%s", error)
             except Exception:  # a task's edge: who is known stays known
                 logger.exception("the directory of replicas could not be read")
             self._drop_lost()
@@ -219,7 +219,7 @@ class Fleet:
             if record.replica in self._members:
                 self._members[record.replica].hear(record, now_s)
             else:
-                self._members[record.replica] = Member(record, now_s)
+                self._members[record.replica] = Member(record, now_s, others=record.running + record.waiting)
 
     def _drop_lost(self) -> None:
         """Forget who is silent while others are heard; what waits for them goes elsewhere."""

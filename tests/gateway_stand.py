@@ -1,0 +1,140 @@
+"""A gateway and its replicas in one process, on real sockets, with real engines; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from manta.actors.engine import AsyncEngine
+from manta.actors.gateway.app import create_gateway
+from manta.actors.gateway.door import Door
+from manta.actors.gateway.fleet import Fleet, ServedModel
+from manta.actors.gateway.records import Directory, ReplicaRecord, state_of
+from manta.actors.http.app import create_app
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from manta.cluster.executor import Executor
+
+
+class LocalDirectory:
+    """The directory without an actor around it."""
+
+    def __init__(self) -> None:
+        self.directory = Directory()
+
+    async def beat(self, record: ReplicaRecord) -> None:
+        self.directory.beat(record)
+
+    async def leave(self, replica: str) -> None:
+        self.directory.leave(replica)
+
+    async def replicas(self) -> list[ReplicaRecord]:
+        return self.directory.replicas()
+
+
+class StandReplica:
+    """An engine with a door."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        settings: ServerSettings,
+        directory: LocalDirectory,
+        max_requests: int,
+        make: Callable[[EngineConfig], Executor] | None,
+    ) -> None:
+        self.name = name
+        self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
+        self._names = settings.model_names(config.model)
+        self._settings = replace(settings, api_key=None)
+        self._directory = directory
+        self._max_requests = max_requests
+
+    async def open(self) -> None:
+        await self.engine.start()
+        app = create_app(self.engine, self._settings, replica=self.name, echo_request_id=False)
+        self.door = Door(app, "127.0.0.1", self._describe, self._directory)
+        await self.door.open()
+
+    def _describe(self, url: str, token: str, beat: int) -> ReplicaRecord:
+        stats = self.engine.stats()
+        return ReplicaRecord(
+            replica=self.name,
+            names=self._names,
+            url=url,
+            token=token,
+            beat=beat,
+            state=state_of(self.engine),
+            running=stats.running,
+            waiting=stats.waiting,
+            max_requests=self._max_requests,
+            max_model_len=self.engine.info.max_model_len,
+            created_s=1,
+        )
+
+
+class GatewayStand:
+    """Replicas of the given models behind a gateway, on an event loop in a thread.
+
+    Args:
+        models: a replica for each; those of one name are replicas of one model.
+        makers: executors of the replicas, where they are not to be the real ones.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[tuple[EngineConfig, ServerSettings]],
+        *,
+        makers: Sequence[Callable[[EngineConfig], Executor] | None] | None = None,
+        max_requests: int = 64,
+    ) -> None:
+        self.directory = LocalDirectory()
+        self.replicas = [
+            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make)
+            for i, ((config, settings), make) in enumerate(
+                zip(models, makers or [None] * len(models), strict=True)
+            )
+        ]
+        names = dict.fromkeys(settings.model_names(config.model) for config, settings in models)
+        self.fleet = Fleet([ServedModel(each) for each in names], self.directory)
+        self._settings = models[0][1]
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run on the stand's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def __enter__(self) -> GatewayStand:
+        self._thread.start()
+        self.run(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+
+    async def _open(self) -> None:
+        for replica in self.replicas:
+            await replica.open()
+        app = create_gateway(self.fleet, self._settings)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        self._serving = asyncio.create_task(self._server._serve([self._socket]))
+        while len(list(self.fleet.members)) < len(self.replicas):
+            await asyncio.sleep(0.01)
+
+    async def _close(self) -> None:
+        self._server.should_exit = True
+        await self._serving
+        await asyncio.gather(*(replica.door.close() for replica in self.replicas))
+        for replica in self.replicas:
+            replica.engine.close()

@@ -1,0 +1,349 @@
+"""Replicas behind a gateway in one process: who gets a request, what outlives an engine, what clients see."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_stand import GatewayStand
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.executor import make_executor
+from manta.actors.gateway.figures import joined
+from manta.actors.gateway.fleet import Fleet, ServedModel
+from manta.actors.gateway.records import Directory, ReplicaRecord
+from manta.actors.gateway.resume import ToldStream
+from manta.actors.http.origin import Origin, told
+from manta.actors.http.settings import ServerSettings
+from manta.actors.http.sse import KEEP_ALIVE
+from manta.actors.outputs import Begun
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
+from manta.cluster.executor import Executor
+from manta.cluster.plan import SchedulerOutput
+from passing_executor import PassingExecutor
+from text_pair import make_text_pair
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig(
+        model=str(target),
+        speculative_config=SpeculativeConfig(model=str(drafter)),
+        dtype="float32",
+        device="cpu",
+        max_num_seqs=8,
+        num_pages=256,
+    )
+
+
+def served(name: str, **more: Any) -> ServerSettings:
+    return ServerSettings(served_model_name=name, **more)
+
+
+@pytest.fixture(scope="module")
+def stand(config: EngineConfig) -> Iterator[GatewayStand]:
+    tiny, other = served("tiny", api_key="key"), served("other")
+    with GatewayStand([(config, tiny), (config, tiny), (config, other)]) as stand:
+        yield stand
+
+
+@pytest.fixture
+def http(stand: GatewayStand) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=stand.url, headers={"Authorization": "Bearer key"}, timeout=60) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream; [DONE] must end it, and nothing that gateways are told may be left."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines), lines
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_shared_prompts_are_found_where_they_were_computed(http: httpx.Client, stand: GatewayStand) -> None:
+    """By the engines' own counts, against choice by chance."""
+    dice, pair = random.Random(4), stand.replicas[:2]
+
+    def by_chance(body: dict[str, Any]) -> None:
+        door = dice.choice(pair).door
+        answer = http.post(f"{door.url}/v1/completions", json=body, headers={"x-manta-token": door.token})
+        assert answer.is_success
+
+    def routed(body: dict[str, Any]) -> None:
+        assert http.post("/v1/completions", json=body).is_success
+
+    def hits(send: Callable[[dict[str, Any]], None]) -> tuple[int, list[int]]:
+        before = [(r.engine.stats().prefix_cache_hits, r.engine.stats().prompt_tokens) for r in pair]
+        heads = [dice.randbytes(100).hex() for _ in range(20)]
+        prompts = [head + dice.randbytes(8).hex() for head in heads for _ in range(2)]
+        dice.shuffle(prompts)
+        for prompt in prompts:
+            send({"model": "tiny", "prompt": prompt, "max_tokens": 1})
+        stats = [replica.engine.stats() for replica in pair]
+        found = sum(now.prefix_cache_hits - b[0] for now, b in zip(stats, before, strict=True))
+        return found, [now.prompt_tokens - b[1] for now, b in zip(stats, before, strict=True)]
+
+    chance, _ = hits(by_chance)
+    found, load = hits(routed)
+    print(f"{chance=} {found=} {found / chance:.2f} x, {load=}")
+    assert found >= 1.5 * chance
+    assert max(load) <= 1.2 * sum(load) / 2
+
+
+def test_each_model_is_listed_and_answers_and_no_other(http: httpx.Client, stand: GatewayStand) -> None:
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
+    assert http.get("/v1/models/other").json()["max_model_len"] > 0
+    before = [replica.engine.stats().generation_tokens for replica in stand.replicas]
+    for model in ("tiny", "other"):
+        answer = http.post("/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 4}).json()
+        assert answer["model"] == model
+    grown = [r.engine.stats().generation_tokens - b for r, b in zip(stand.replicas, before, strict=True)]
+    assert grown[2] > 0 and sum(grown[:2]) > 0
+    wrong = http.post("/v1/completions", json={"model": "none", "prompt": "x"})
+    assert wrong.status_code == 404 and "tiny, other" in wrong.json()["error"]["message"]
+
+
+def test_what_is_wrong_is_said_by_a_replica_in_openais_shape(http: httpx.Client) -> None:
+    for content, param in ((b"{", None), (b'{"prompt": "x", "n": 0}', "n"), (b'{"prompt": {}}', "prompt")):
+        wrong = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == param
+    assert http.get("/v1/files").status_code == 501
+    assert http.get("/nowhere").json()["error"]["code"] == 404
+    assert http.post("/v1/completions", headers={"Authorization": "Bearer no"}).status_code == 401
+
+
+def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand) -> None:
+    door = stand.replicas[0].door
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": True}
+    assert httpx.get(f"{door.url}/health").status_code == 403
+    assert httpx.get(f"{door.url}/health", headers={"x-manta-token": "ä".encode()}).status_code == 403
+    origin = Origin(id="1", created_s=1, seed=1).header()
+    smuggled = http.post(
+        "/v1/completions", json=body, headers={"x-manta-origin": origin, "x-manta-token": "a"}
+    )
+    assert {event["id"] for event in events(smuggled)}.isdisjoint({"cmpl-1"})
+    assert not [name for name in smuggled.headers if name.startswith("x-manta")]
+
+
+def test_a_session_stays_with_one_replica(http: httpx.Client, stand: GatewayStand) -> None:
+    for session in ("a", "b", "c"):
+        before = [replica.engine.stats().prompt_tokens for replica in stand.replicas]
+        for i in range(4):
+            body = {"model": "tiny", "prompt": f"{i} {session}", "max_tokens": 1}
+            assert http.post("/v1/completions", json=body, headers={"X-Session-Id": session}).is_success
+        grown = [r.engine.stats().prompt_tokens > b for r, b in zip(stand.replicas, before, strict=True)]
+        assert sum(grown) == 1
+    assert 'manta:gateway_requests_total{model_name="tiny",reason="session"}' in http.get("/metrics").text
+
+
+def test_one_exposition_has_the_samples_of_each_replica_together(http: httpx.Client) -> None:
+    text = http.get("/metrics").text
+    running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+    assert len(running) == 3 and all('replica="r' in line for line in running)
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert text.count("manta:gateway_replica_up{") == 3
+
+
+def test_an_exposition_keeps_labels_and_names_its_replica_once() -> None:
+    one = '# HELP a b\n# TYPE a gauge\na 1.0\na{x="{}"} 2.0\n'
+    other = '# HELP a b\n# TYPE a gauge\na{replica="mine"} 3.0\n'
+    assert joined({"r0": one, "r1": other}, "") == (
+        '# HELP a b\n# TYPE a gauge\na{replica="r0"} 1.0\na{replica="r0",x="{}"} 2.0\na{replica="mine"} 3.0\n'
+    )
+
+
+class Mortal(PassingExecutor):
+    """A real executor that dies at its nth step."""
+
+    def __init__(self, config: EngineConfig, num_steps: int) -> None:
+        super().__init__(make_executor(config))
+        self._left = num_steps
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
+        super().submit(plan)
+
+
+def mortal(num_steps: int) -> Callable[[EngineConfig], Executor]:
+    return lambda config: Mortal(config, num_steps)
+
+
+def dying(config: EngineConfig, *num_steps: int) -> GatewayStand:
+    """Replicas that die one after the other, and one that does not; they are asked in this order."""
+    models = [(config, served("tiny"))] * (len(num_steps) + 1)
+    return GatewayStand(models, makers=[*map(mortal, num_steps), None])
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "def f("}], "temperature": 0},
+    "sampled": {"messages": [{"role": "user", "content": "def g("}], "temperature": 1.5, "seed": 5},
+    "stops": {"prompt": "x", "temperature": 1.2, "seed": 7, "stop": ["zzzzz", "qqqqqqqqq"], "min_tokens": 30},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineConfig, name: str) -> None:
+    body = {
+        "model": "tiny",
+        "max_tokens": 90,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "ignore_eos": True,
+        **BODIES[name],
+    }
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with dying(config, 3, 6, 2) as stand:
+        disturbed = httpx.post(stand.url + path, json=body, timeout=60)
+        undisturbed = httpx.post(stand.url + path, json=body, timeout=60)
+        text = httpx.get(f"{stand.url}/metrics").text
+    assert 'manta:gateway_resumed_streams_total{model_name="tiny"} 3.0' in text
+    assert len({(event["id"], event["created"]) for event in events(disturbed)}) == 1
+    assert content(disturbed) == content(undisturbed)
+    assert events(disturbed)[0]["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
+
+
+def content(response: httpx.Response) -> tuple[str, list[int], int, list[Any], dict[str, int]]:
+    """Text, tokens, how often a role opens the answer, reasons of its end, usage."""
+    text, ids, opened, reasons, usage = "", list[int](), 0, list[Any](), dict[str, int]()
+    for event in events(response):
+        for choice in event["choices"]:
+            delta = choice.get("delta", choice)
+            text += delta.get("content", delta.get("text", ""))
+            ids += choice.get("token_ids", [])
+            opened += "role" in delta
+            if choice["finish_reason"]:
+                reasons.append((choice["finish_reason"], choice["stop_reason"]))
+        usage = event.get("usage") or usage
+    assert ids and len(reasons) == 1
+    return text, ids, opened, reasons, {n: usage[n] for n in ("prompt_tokens", "completion_tokens")}
+
+
+def test_what_cannot_go_on_begins_again_or_ends_with_an_error(config: EngineConfig) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "ignore_eos": True, "seed": 1}
+    with dying(config, 4, 0, 4) as stand:
+        whole = httpx.post(f"{stand.url}/v1/completions", json={**body, "temperature": 1}, timeout=60)
+        several = httpx.post(f"{stand.url}/v1/completions", json={**body, "n": 2, "stream": True}, timeout=60)
+        again = httpx.post(f"{stand.url}/v1/completions", json={**body, "temperature": 1}, timeout=60)
+    assert whole.status_code == 200, "asked twice again: nobody had seen anything of it"
+    assert whole.json()["choices"] == again.json()["choices"]
+    last = events(several)[-1]["error"]
+    assert last["code"] == 503 and "Retry" in last["message"]
+
+
+def test_a_gateway_without_replicas_and_one_that_is_full_say_so(config: EngineConfig) -> None:
+    with GatewayStand([(config, served("tiny"))], max_requests=0) as stand:
+        full = httpx.post(f"{stand.url}/v1/completions", json={"prompt": "x"})
+        assert full.status_code == 503 and full.headers["retry-after"] and "full" in full.text
+        assert httpx.get(f"{stand.url}/health").status_code == 200
+        for member in stand.fleet.members:
+            member.record = replace(member.record, state="draining", beat=10**6)
+        stand.fleet.update([])
+    none = Fleet([ServedModel(("tiny",))], stand.directory)
+    with pytest.raises(NoReplicaError, match="Retry"):
+        none.choose(none.models[0])
+
+
+def record(replica: str, beat: int, **more: Any) -> ReplicaRecord:
+    facts: dict[str, Any] = {
+        "names": ("m",),
+        "url": "http://127.0.0.1:1",
+        "token": "",
+        "state": "ready",
+        "running": 0,
+        "waiting": 0,
+        "max_requests": 2,
+        "max_model_len": 1,
+        "created_s": 1,
+    }
+    return ReplicaRecord(replica=replica, beat=beat, **{**facts, **more})
+
+
+def test_a_broken_replica_is_left_out_until_its_beats_go_on(stand: GatewayStand) -> None:
+    fleet = Fleet([ServedModel(("m",))], stand.directory)
+    model = fleet.models[0]
+    fleet.update([record("a", 1), record("b", 1)])
+    first, _ = fleet.choose(model)
+    fleet.mark_broken(first)
+    fleet.update([record("a", 1), record("b", 1)])
+    assert first not in fleet.ready(model), "what was said before it broke is no news"
+    fleet.update([record(first.name, 2)])
+    assert first in fleet.ready(model)
+
+
+def test_a_full_replica_is_passed_over_and_the_load_of_others_counts(stand: GatewayStand) -> None:
+    fleet = Fleet([ServedModel(("m",))], stand.directory)
+    fleet.update([record("a", 1, running=2), record("b", 1, state="draining"), record("c", 1, running=1)])
+    assert fleet.choose(fleet.models[0])[0].name == "c"
+    with pytest.raises(OverloadedError, match="full"):
+        fleet.choose(fleet.models[0], without={"c"})
+
+
+def test_the_directory_forgets_who_is_silent() -> None:
+    now_s = 0.0
+    directory = Directory(lambda: now_s)
+    directory.beat(record("a", 1))
+    now_s = 2.0
+    directory.beat(record("b", 1))
+    assert [each.replica for each in directory.replicas()] == ["a", "b"]
+    now_s = 4.0
+    assert [each.replica for each in directory.replicas()] == ["b"] and not directory.is_alone
+    directory.leave("b")
+    now_s = 60.0
+    assert directory.is_alone and directory.replicas() == []
+
+
+pieces = st.lists(
+    st.tuples(
+        st.sampled_from(["", "a", "é\\n\\n: tokens 1 2", "\n\n: tokens 3 4"]), st.lists(st.integers(0, 9))
+    ),
+    min_size=1,
+)
+
+
+@given(pieces, st.lists(st.integers(1, 40)), st.booleans())
+def test_a_told_stream_gives_out_what_is_known_and_nothing_else(
+    pieces: list[tuple[str, list[int]]], cuts: list[int], ends: bool
+) -> None:
+    num_chars, sent, shown, ids = 0, b"", b"", list[int]()
+    for i, (text, tokens) in enumerate(pieces):
+        num_chars += len(text)
+        event = b"data: " + json.dumps({"text": text}).encode() + b"\n\n" if text else b""
+        sent += event + told(num_chars, tokens, end=ends and i == len(pieces) - 1) + KEEP_ALIVE
+        shown, ids = shown + event + KEEP_ALIVE, ids + tokens
+    sent += b'data: {"te'  # cut off
+    stream, given_out = ToldStream(), b""
+    for cut in [*cuts, len(sent)]:
+        given_out += stream.feed(sent[:cut])
+        sent = sent[cut:]
+    assert given_out == shown
+    assert stream.begun == Begun(tuple(ids), num_chars) and stream.ended == ends
+    stream.next_replica()
+    assert stream.feed(b'data: {"error":{"message":"m","code":503}}\n\n') == b""
+    assert stream.error == {"message": "m", "code": 503}
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31))
+def test_an_origin_survives_the_way(token_ids: list[int], num_chars: int) -> None:
+    origin = Origin(id="x", created_s=1, seed=2**63 - 1, attempt=2, begun=Begun(tuple(token_ids), num_chars))
+    assert Origin.prefix_bytes(origin.header()) == len(origin.prefix())
+    assert Origin.read(origin.header(), origin.prefix()) == origin
+
+
+def test_a_gateways_process_knows_no_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, manta.actors.gateway.app, manta.actors.gateway.deployment as d; assert d.GATEWAY\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
