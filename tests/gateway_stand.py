@@ -111,7 +111,7 @@ class GatewayStand:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run on the stand's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(240)
 
     def __enter__(self) -> GatewayStand:
         self._thread.start()
@@ -124,8 +124,7 @@ class GatewayStand:
         self._thread.join(30)
 
     async def _open(self) -> None:
-        for replica in self.replicas:
-            await replica.open()
+        await asyncio.gather(*(replica.open() for replica in self.replicas))
         app = create_gateway(self.fleet, self._settings)
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None))
         self._serving = asyncio.create_task(self._server._serve([self._socket]))
