@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -109,9 +110,13 @@ class GatewayStand:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin something on the stand's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run on the stand's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(240)
+        """Do something there to its end."""
+        return self.start(work).result(240)
 
     def __enter__(self) -> GatewayStand:
         self._thread.start()

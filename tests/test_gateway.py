@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.executor import make_executor
 from manta.actors.gateway.figures import joined
-from manta.actors.gateway.fleet import Fleet, ServedModel
+from manta.actors.gateway.fleet import Fleet, Member, ServedModel
 from manta.actors.gateway.records import Directory, ReplicaRecord
 from manta.actors.gateway.resume import ToldStream
 from manta.actors.http.origin import Origin, told
@@ -256,6 +257,37 @@ def test_a_gateway_without_replicas_and_one_that_is_full_say_so(config: EngineCo
     none = Fleet([ServedModel(("tiny",))], stand.directory)
     with pytest.raises(NoReplicaError, match="Retry"):
         none.choose(none.models[0])
+
+
+def test_a_replica_that_goes_ends_its_streams_and_gets_no_new_ones(config: EngineConfig) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with GatewayStand([(config, served("tiny"))] * 2) as stand:
+        goes, stays = stand.replicas
+        with httpx.stream("POST", f"{stand.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            closing = stand.start(goes.door.close())
+            assert "data: [DONE]" in list(lines)
+        assert goes.engine.stats().finished["length"] == 1, "it was not moved"
+        closing.result(60)
+        for _ in range(3):
+            assert httpx.post(
+                f"{stand.url}/v1/completions", json={**body, "stream": False}, timeout=60
+            ).is_success
+        assert stays.engine.stats().finished["length"] == 3
+
+
+def test_what_waits_for_a_lost_replica_is_let_go() -> None:
+    async def wait() -> None:
+        member = Member(record("a", 1), heard_s=0.0)
+        with member.attempt() as until_lost:
+            assert member.load == 1
+            asyncio.get_running_loop().call_soon(member.lose)
+            async with until_lost:
+                await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
 
 
 def record(replica: str, beat: int, **more: Any) -> ReplicaRecord:

@@ -74,7 +74,9 @@ class Door:
         self._tasks = [serving, asyncio.create_task(self._beat_forever())]
 
     async def close(self) -> None:
-        """Be chosen no more, end what runs, then close."""
+        """Be chosen no more, end what runs, then close. Idempotent."""
+        if self._draining:
+            return
         self._draining = True
         serving, beating = self._tasks
         await asyncio.sleep(TOLD_S)
