@@ -14,7 +14,7 @@ from typing import Literal
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines"]
 
-SHARED_LABELS = ("model_name", "engine")
+SHARED_LABELS = ("model_name", "engine", "replica")
 
 # vLLM's bounds; between tokens it starts at 10 ms, too coarse for blocks of accepted drafts.
 _FIRST_TOKEN_S = (
@@ -155,14 +155,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "requests",
         "HTTP requests, by route and status.",
-        ("handler", "method", "status"),
+        ("handler", "method", "status", "replica"),
     ),
     Metric(
         "http_request_duration_seconds",
         "histogram",
         "seconds",
         "From an HTTP request to the end of its response.",
-        (),
+        ("replica",),
         _HTTP_S,
     ),
 )
