@@ -1,4 +1,4 @@
-"""HAProxy under its supervisor, with the configuration that the installed Serve writes: processes, but no Ray."""
+"""HAProxy under its supervisor, with the configuration that the installed Serve writes. Processes, no Ray."""
 
 from __future__ import annotations
 
