@@ -29,9 +29,9 @@ class SpeculativeConfig:
         model: folder or hub id of the drafter checkpoint (z-lab or Speculators format).
         method: "dflash".
         num_speculative_tokens: drafts per step, at most block size - 1 (its default); SGLang counts one more.
-        placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own, whose
-            death costs drafts alone; "shared" in one for all engines on the node that have the same target,
-            drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
+        placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own,
+            whose death costs drafts alone; "shared" in one for all engines on the node that have the same
+            target, drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
     """

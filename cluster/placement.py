@@ -2,9 +2,9 @@
 
 One bundle per worker: the target ranks, then the drafter if it is split. All on the engine's node
 (STRICT_PACK): plans travel through shared memory. A shared drafter belongs to no engine: whoever needs it
-first asks for its room beside the bundles, on the same node. `actors/workers/placement.py` asks Ray for them, and the
-Serve deployment in `actors/replica.py` is given the same bundles, after `actors/workers/room.py` has asked
-what is free.
+first asks for its room beside the bundles, on the same node. `actors/workers/placement.py` asks Ray for them,
+and the Serve deployment in `actors/replica.py` is given the same bundles, after `actors/workers/room.py` has
+asked what is free.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Topology:
             )
 
     def check_drafter(self, node: NodeRoom) -> None:
-        """Raise PlacementError unless a shared drafter, no worker of this engine, has room on its node now."""
+        """Raise PlacementError unless a shared drafter, nobody's worker, has room on the engine's node now."""
         lacking = lacking_now([self.worker_resources], [node])
         if lacking:
             raise PlacementError(

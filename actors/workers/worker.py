@@ -19,7 +19,7 @@ from ...cluster.errors import PlacementError
 from ...cluster.executor import ExecutorInfo
 from ...cluster.placement import Topology
 from ...cluster.plan import SchedulerOutput, StepResult
-from .channel import PeerLostError, WorkerChannel, knock
+from .channel import WorkerChannel, knock
 
 if TYPE_CHECKING:
     import torch
