@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
-from ..cluster.executor import Executor, ExecutorInfo
+from ..cluster.executor import DrafterHealth, Executor, ExecutorInfo
 from ..cluster.plan import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class InProcessExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """The drafter lives and dies with the target."""
+        return DrafterHealth()
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._threads.use()

@@ -34,6 +34,8 @@ class EngineStats:
     steps that verified drafts, and `accepted_per_pos[i]` in how many of them draft i was accepted.
     `step_seconds` sums up the STEP_PARTS;
     "execute" holds draft, verify, sample and inject. `finished` counts ended requests by reason.
+    `drafter_up` says whether drafts may be asked for; `drafter_losses` counts how often a drafter failed or
+    was replaced, `drafter_refilled_tokens` what was computed anew to give the next one its context.
     """
 
     running: int
@@ -53,6 +55,9 @@ class EngineStats:
     num_accepted_tokens: int
     accepted_per_pos: tuple[int, ...]
     step_seconds: dict[str, float]
+    drafter_up: bool = True
+    drafter_losses: int = 0
+    drafter_refilled_tokens: int = 0
 
 
 class Engine:
@@ -131,6 +136,7 @@ class Engine:
     def plan(self) -> SchedulerOutput | None:
         """Decide the next step; None if there is nothing to do. Plans are committed in their order."""
         begin_s = self._clock()
+        self._scheduler.drafter_is(self._executor.drafter_health)
         plan = self._scheduler.schedule(begin_s)
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
@@ -172,6 +178,9 @@ class Engine:
             num_accepted_tokens=counters.num_accepted_tokens,
             accepted_per_pos=tuple(counters.accepted_per_pos.tolist()),
             step_seconds=dict(self._seconds),
+            drafter_up=scheduler.drafter.ready,
+            drafter_losses=counters.drafter_losses,
+            drafter_refilled_tokens=counters.drafter_refilled_tokens,
         )
 
     def reset_prefix_cache(self) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 
 from .background_share import NOTHING
 from .counters import Counters
+from .executor import DrafterHealth
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
 from .pace import Flight, Pace
@@ -52,6 +53,7 @@ class Scheduler:
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
         self._pace = Pace(config)
+        self.drafter = DrafterHealth()
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self._sequences: dict[str, Sequence] = {}
@@ -99,6 +101,25 @@ class Scheduler:
             self._release(sequence)
         return True
 
+    # A drafter goes and comes.
+
+    def drafter_is(self, health: DrafterHealth) -> None:
+        """How the executor's drafter is, told before every plan."""
+        before, self.drafter = self.drafter, health
+        if health == before:
+            return
+        is_new = health.generation != before.generation
+        if before.ready and (is_new or not health.ready):
+            self.counters.drafter_losses += 1
+        if is_new:
+            self._forget_context()
+
+    def _forget_context(self) -> None:
+        """The drafter knows nothing of what is computed: who runs decodes plainly from here on, and nobody
+        who comes is given a page of it. Who enters again, for whatever reason, is as good as new."""
+        self.books.forget([sequence.slot for sequence in self.running])
+        self.table.max_drafts_S[:] = 0
+
     # A step is planned.
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
@@ -130,7 +151,7 @@ class Scheduler:
         rows_R = slots_R
         if len(slots_R):
             num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
-            num_drafts = self._pace.drafts(int((known_R == 1).sum()))
+            num_drafts = self._num_drafts(int((known_R == 1).sum()))
             rows_R = share(self._wanted_rows(slots_R, num_tokens_R, known_R, num_drafts), budget)
             num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
@@ -148,7 +169,7 @@ class Scheduler:
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
         if online is None:
             portion = self._pace.alone(num_decoding, now_s - self._online_s)
-            num_drafts = self._pace.drafts(min(num_decoding, portion.num_decoding), background=True)
+            num_drafts = self._num_drafts(min(num_decoding, portion.num_decoding), background=True)
         else:
             num_drafts, portion = online[1], self._pace.beside(online, num_decoding)
             if portion == NOTHING:
@@ -168,6 +189,10 @@ class Scheduler:
         """Slots of those that may need another step."""
         slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
         return slots_R[self.table.go_on(slots_R)]
+
+    def _num_drafts(self, num_decoding: int, *, background: bool = False) -> int:
+        """Drafts of each of so many requests that decode."""
+        return self._pace.drafts(num_decoding, background=background) if self.drafter.ready else 0
 
     def _wanted_rows(
         self, slots_R: IntArray, num_tokens_R: IntArray, known_R: IntArray, num_drafts: int

@@ -25,7 +25,7 @@ from ray.util.placement_group import PlacementGroup
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError, PlacementError
-from ...cluster.executor import ExecutorInfo
+from ...cluster.executor import DrafterHealth, ExecutorInfo
 from ...cluster.placement import Topology
 from ...cluster.plan import SchedulerOutput, StepResult
 from ..checkpoints import with_absolute_paths
@@ -83,6 +83,11 @@ class RayExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """The drafter lives and dies with the target."""
+        return DrafterHealth()
 
     @property
     def owns_placement(self) -> bool:
