@@ -115,7 +115,7 @@ class Topology:
             )
 
     def check_drafter(self, node: NodeRoom) -> None:
-        """Raise PlacementError unless a shared drafter, nobody's worker, has room on the engine's node now."""
+        """Raise PlacementError unless a shared drafter has room on the engine's node now."""
         lacking = lacking_now([self.worker_resources], [node])
         if lacking:
             raise PlacementError(

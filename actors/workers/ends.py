@@ -1,8 +1,8 @@
 """What both ends of a shared-memory connection do: wait, wake the other side, move messages.
 
-An `End` is one side of rings (`rings.py`) that it shares with its peers; a socket to each peer rings a sleeper
-awake (one byte) and tells at once when the process at its other end has died. A `Waiter` waits on some ends
-together: first for a moment with `sched_yield`, then asleep on their sockets. The step channel
+An `End` is one side of rings (`rings.py`) that it shares with its peers; a socket to each peer rings a
+sleeper awake (one byte) and tells at once when the process at its other end has died. A `Waiter` waits on
+some ends together: first for a moment with `sched_yield`, then asleep on their sockets. The step channel
 (`channel.py`) and the way to a drafter (`drafter_link.py`) are made of them. An end belongs to one thread,
 and ends that share a waiter to the same one.
 """
