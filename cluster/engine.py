@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .config import EngineConfig
 from .errors import OverloadedError, RequestError
 from .executor import Executor
-from .limits import SchedulerConfig, check_request
+from .limits import SchedulerConfig, check_output_so_far, check_request
 from .outcome import SequenceUpdate
 from .plan import SchedulerOutput, StepResult
 from .request import FinishReason, Request
@@ -85,11 +85,12 @@ class Engine:
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Queue the completions of one prompt, all or none.
 
-        They differ in id and seed, so one is checked for all. Raises RequestError if they can never run,
-        OverloadedError if they cannot now; background work waits as long as it takes.
+        They differ in id, seed and output so far; the rest is checked once. Raises RequestError if they can
+        never run, OverloadedError if they cannot now; background work waits as long as it takes.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
+            check_output_so_far(request, self._scheduler.config)
             if (name := request.request_id) in self._scheduler:
                 raise RequestError(
                     f"request_id={name!r} is already running; give each request an id of its own.",
@@ -134,7 +135,8 @@ class Engine:
         self._seconds["execute"] += self._clock() - begin_s
 
     def plan(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to do. Plans are committed in their order."""
+        """Decide the next step; None if there is nothing to do before one in flight ends. Plans are committed
+        in their order."""
         begin_s = self._clock()
         self._scheduler.drafter_is(self._executor.drafter_health)
         plan = self._scheduler.schedule(begin_s)
@@ -144,7 +146,7 @@ class Engine:
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
         """Take in what came of the oldest plan in flight."""
         begin_s = self._clock()
-        updates = self._scheduler.commit(result)
+        updates = self._scheduler.commit(result, begin_s)
         seconds, timings = self._seconds, result.timings
         seconds["draft"] += timings.draft_s
         seconds["verify"] += timings.verify_s
