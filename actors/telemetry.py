@@ -205,6 +205,9 @@ def engine_values(stats: EngineStats) -> dict[str, Values]:
             (str(i),): count for i, count in enumerate(stats.accepted_per_pos)
         },
         "vllm:spec_decode_mean_accepted_length": {} if length is None else length,
+        "manta:drafter_up": float(stats.drafter_up) if stats.accepted_per_pos else {},
+        "manta:drafter_losses": stats.drafter_losses,
+        "manta:drafter_refilled_tokens": stats.drafter_refilled_tokens,
     }
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines"]
+Unit = Literal[
+    "requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines", "drafters"
+]
 
 SHARED_LABELS = ("model_name", "engine", "replica")
 
@@ -128,6 +130,25 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         "tokens",
         "Mean acceptance length since the start, the bonus token included; no value before the first draft.",
+    ),
+    # The drafter's life.
+    Metric(
+        "manta:drafter_up",
+        "gauge",
+        "drafters",
+        "1 while drafts can be asked for, else 0; no value where there is no drafter.",
+    ),
+    Metric(
+        "manta:drafter_losses",
+        "counter",
+        "drafters",
+        "Times that the drafter failed or was replaced; requests went on without drafts.",
+    ),
+    Metric(
+        "manta:drafter_refilled_tokens",
+        "counter",
+        "tokens",
+        "Tokens that were computed anew to give a new drafter their context.",
     ),
     # Batches of /v1/batches.
     Metric(
