@@ -135,7 +135,8 @@ class Engine:
         self._seconds["execute"] += self._clock() - begin_s
 
     def plan(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to do. Plans are committed in their order."""
+        """Decide the next step; None if there is nothing to do before one in flight ends. Plans are committed
+        in their order."""
         begin_s = self._clock()
         self._scheduler.drafter_is(self._executor.drafter_health)
         plan = self._scheduler.schedule(begin_s)
@@ -145,7 +146,7 @@ class Engine:
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
         """Take in what came of the oldest plan in flight."""
         begin_s = self._clock()
-        updates = self._scheduler.commit(result)
+        updates = self._scheduler.commit(result, begin_s)
         seconds, timings = self._seconds, result.timings
         seconds["draft"] += timings.draft_s
         seconds["verify"] += timings.verify_s

@@ -29,9 +29,10 @@ class ExecutorInfo:
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
         page_groups: which layers see the same window, and from which pool their pages come.
-        halves: a plan is drafted while the one before it is verified, if they have no request in common;
+        halves: a plan is drafted while the one before it is verified, if they have no slot in common;
             `max_in_flight` is at least 2 then. The scheduler chooses, by what it measures: two halves of the
-            running requests in turns, or all of them, and then one plan at a time.
+            running requests by turns, or all of them, and then one plan at a time. Plans by turns have a slot
+            in common only where one is given to another request while a step of the last one is in flight.
     """
 
     num_pages: tuple[int, ...]

@@ -23,6 +23,7 @@ class SchedulerConfig:
         max_rows: the token budget of a step.
         by_priority: whether `Request.priority` counts.
         adaptive_drafts: whether the number of drafts follows what they bring.
+        halves: whether one half of the requests can be drafted while the other is verified.
         The rest is as in `EngineConfig` and `ExecutorInfo`.
     """
 
@@ -39,6 +40,7 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...]
     num_speculative_tokens: int
     adaptive_drafts: bool
+    halves: bool
     max_stop_token_ids: int | None
 
     @classmethod
@@ -57,6 +59,7 @@ class SchedulerConfig:
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
+            halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
         )
 
@@ -111,15 +114,15 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
     most = min(params.max_tokens or room, room)
     if len(tokens) >= most:
         raise RequestError(
-            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={params.max_tokens} and the context's "
-            f"length this request ends with {most}, so nothing is left to generate. Take them as its output.",
+            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={params.max_tokens} and the longest "
+            f"sequence this request ends with {most}: nothing is left to generate. Take them as its output.",
             param="output_token_ids",
         )
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
     for index in range(params.min_tokens, len(tokens)):
         if tokens[index] in ends:
             raise RequestError(
-                f"output_token_ids[{index}]={tokens[index]} is a stop token and ended this request, so nothing "
+                f"output_token_ids[{index}]={tokens[index]} is a stop token and ended this request: nothing "
                 "is left to generate. Take the tokens up to it as its output.",
                 param="output_token_ids",
             )

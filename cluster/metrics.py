@@ -25,7 +25,7 @@ Unit = Literal[
     "replicas",
 ]
 
-SHARED_LABELS = ("model_name", "engine")
+SHARED_LABELS = ("model_name", "engine", "replica")
 
 # vLLM's bounds; between tokens it starts at 10 ms, too coarse for blocks of accepted drafts.
 _FIRST_TOKEN_S = (
@@ -185,14 +185,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "requests",
         "HTTP requests, by route and status.",
-        ("handler", "method", "status"),
+        ("handler", "method", "status", "replica"),
     ),
     Metric(
         "http_request_duration_seconds",
         "histogram",
         "seconds",
         "From an HTTP request to the end of its response.",
-        (),
+        ("replica",),
         _HTTP_S,
     ),
 )
@@ -203,35 +203,35 @@ GATEWAY_CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "requests",
         "Requests that were sent to a replica, by what chose it: session, prefix or load.",
-        ("model_name", "reason"),
+        ("gateway", "model_name", "reason"),
     ),
     Metric(
         "manta:gateway_resumed_streams",
         "counter",
         "requests",
         "Times a stream that had begun went on at another replica.",
-        ("model_name",),
+        ("gateway", "model_name"),
     ),
     Metric(
         "manta:gateway_retried_requests",
         "counter",
         "requests",
         "Times a request of which nothing had come out went to another replica.",
-        ("model_name",),
+        ("gateway", "model_name"),
     ),
     Metric(
         "manta:gateway_replica_up",
         "gauge",
         "replicas",
         "Whether a replica that was heard of lately can get requests, 0 or 1.",
-        ("model_name", "replica"),
+        ("gateway", "model_name", "replica"),
     ),
     Metric(
         "manta:gateway_http_requests",
         "counter",
         "requests",
         "HTTP requests at the gateway, by route and status.",
-        ("handler", "method", "status"),
+        ("gateway", "handler", "method", "status"),
     ),
 )
 

@@ -134,6 +134,10 @@ class SlotTable:
         """Which sequences the steps in flight do not bring to their greatest length, whatever is accepted."""
         return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
 
+    def is_idle(self, slots_R: IntArray) -> BoolArray:
+        """Which sequences no step in flight computes."""
+        return self.ahead_rows_S[slots_R] == 0
+
     def most_tokens(self, slots_R: IntArray) -> IntArray:
         """Tokens of each sequence, drafts in flight taken as accepted; if it goes on, it is not full."""
         ahead_R = self.ahead_samples_S[slots_R] + self.ahead_drafts_S[slots_R]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from .errors import ConfigError
 from .executor import DrafterHealth, ExecutorInfo
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StepResult, StepTimings
+from .simulated_time import StepTimes
 
 Hashes = NDArray[np.uint64]
 _TOKENS, _ACCEPTANCE = 0, 1  # independent streams of noise
@@ -66,8 +67,8 @@ class SimulatedExecutor:
     Args:
         info: the facts of the model that is imitated.
         survival: survival[i] is how likely drafts 0..i are all accepted; 0 beyond its end.
-        cost: seconds of a planned step.
-        spend: is told them, e.g. `VirtualClock.advance`.
+        cost: seconds of a planned step, its parts one after the other.
+        spend: is told how long a step has to be waited for, e.g. `VirtualClock.advance`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SimulatedExecutor:
         self._survival = curve
         self._cost = cost
         self._spend = spend
+        self._times = StepTimes(beside=info.halves)
         self._seeds_S = np.zeros(0, dtype=np.uint64)
         self._computed_S = np.zeros(0, dtype=np.int32)
         self._drafters_S = np.zeros(0, dtype=np.int32)  # the generation that has seen all of a sequence
@@ -116,6 +118,7 @@ class SimulatedExecutor:
         self._results.append(self._run(plan))
 
     def collect(self) -> StepResult:
+        self._spend(self._times.end())
         return self._results.popleft()
 
     def first_positions(self, plan: SchedulerOutput) -> IntArray:
@@ -138,8 +141,7 @@ class SimulatedExecutor:
         self._avoid_early_stops(plan.slots, positions_RW, token_ids_RW)
         token_ids_RW[columns_W >= num_tokens_R[:, None]] = -1
         self._computed_S[plan.slots] = begin_R + np.maximum(num_tokens_R - 1, 0)
-        timings = self._cost(plan)
-        self._spend(timings.draft_s + timings.verify_s + timings.sample_s + timings.inject_s)
+        timings = self._times.begin(plan, self._cost(plan))
         return StepResult(plan.step, token_ids_RW, num_tokens_R.astype(np.int32), timings)
 
     def check_health(self) -> None:

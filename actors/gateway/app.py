@@ -16,13 +16,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from ... import __version__
+from ...cluster.errors import DrainingError
+from ..haproxy.scrape import joined
 from ..http.errors import install_handlers
 from ..http.gate import Gate
 from ..http.models import model_card
 from ..http.settings import ServerSettings
+from ..http.traffic import Traffic
 from ..http.wire import JsonObject, json_response
 from .asked import read_asked
-from .figures import GatewayFigures, joined
+from .figures import GatewayFigures
 from .fleet import Fleet, Member, ServedModel
 from .forward import Forwarded
 from .generation import BROKEN, Generation, Parts
@@ -32,22 +35,32 @@ SCRAPE_TIMEOUT_S = 2.0
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def create_gateway(fleet: Fleet, settings: ServerSettings, *, echo_request_id: bool = True) -> FastAPI:
+def create_gateway(
+    fleet: Fleet,
+    settings: ServerSettings,
+    *,
+    gateway: str = "0",
+    traffic: Traffic | None = None,
+    echo_request_id: bool = True,
+) -> FastAPI:
     """Wire the routes.
 
     Args:
         fleet: who is there; followed as long as the application lives.
         settings: of the endpoint.
+        gateway: names it in metrics.
+        traffic: counts the requests under way, and says whether they are the last.
         echo_request_id: send X-Request-Id back; off where something in front does.
     """
-    figures = GatewayFigures(fleet)
+    traffic = traffic or Traffic()
+    figures = GatewayFigures(fleet, gateway)
     started_s = int(time.time())
     parts: Parts
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
-        parts = Parts(fleet, Upstream(), figures)
+        parts = Parts(fleet, Upstream(), figures, traffic)
         watching = asyncio.create_task(fleet.watch_forever())
         yield
         watching.cancel()
@@ -60,6 +73,8 @@ def create_gateway(fleet: Fleet, settings: ServerSettings, *, echo_request_id: b
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
+        if traffic.draining:
+            raise DrainingError("This server is stopping. Use another, or come back.")
         for model in fleet.models:
             if not model.sleeps:
                 fleet.check(model)
@@ -73,8 +88,7 @@ def create_gateway(fleet: Fleet, settings: ServerSettings, *, echo_request_id: b
     async def metrics() -> Response:
         members = [member for model in fleet.models for member in fleet.ready(model)]
         texts = await asyncio.gather(*(_scrape(parts.upstream, member) for member in members))
-        found = {member.name: text for member, text in zip(members, texts, strict=True)}
-        return Response(joined(found, figures.render()), media_type=CONTENT_TYPE_LATEST)
+        return Response(joined([*texts, figures.render()]), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -96,7 +110,9 @@ def create_gateway(fleet: Fleet, settings: ServerSettings, *, echo_request_id: b
         return Forwarded(parts, http)
 
     install_handlers(app)
-    app.add_middleware(Gate, settings=settings, telemetry=figures, echo_request_id=echo_request_id)
+    app.add_middleware(
+        Gate, settings=settings, telemetry=figures, traffic=traffic, echo_request_id=echo_request_id
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

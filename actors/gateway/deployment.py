@@ -7,6 +7,7 @@ and ends both kinds of deployments; requests it hands to gateways alone.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,17 +19,21 @@ from ray.serve.handle import DeploymentHandle
 
 from ...cluster.config import EngineConfig
 from ..http.settings import ServerSettings, parse_replicas
+from ..http.traffic import Traffic
 from ..replica import (
     DEPLOYMENT,
-    GRACEFUL_SHUTDOWN_S,
     HEALTH_CHECK_PERIOD_S,
     HEALTH_CHECK_TIMEOUT_S,
     RESERVED_REQUESTS,
+    SHUTDOWN_LOOK_S,
+    SHUTDOWN_MARGIN_S,
     Replica,
     deployment_options,
     log_to_stderr,
     max_ongoing_requests,
 )
+from ..replica_life import LOOK_S
+from ..serve_place import ServePlace
 from ..workers.room import may_grow
 from .directory import DirectoryClient
 from .fleet import Fleet, ServedModel
@@ -51,7 +56,8 @@ class RoutedReplica(Replica):
         await super().__init__(config, replace(settings, api_key=None, allowed_origins=()))
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)
-        self._door = Door(self.__serve_build_asgi_app__(), await host, self._describe, directory)
+        app = await self.__serve_build_asgi_app__()
+        self._door = Door(app, await host, self._describe, directory)
         await self._door.open()
 
     async def wake(self) -> None:
@@ -71,7 +77,7 @@ class RoutedReplica(Replica):
             url=url,
             token=token,
             beat=beat,
-            state=state_of(self._engine),
+            state="draining" if self._traffic.draining else state_of(self._engine),
             running=stats.running - stats.background_running,
             waiting=stats.waiting - stats.background_waiting,
             max_requests=max_ongoing_requests(self._config) - RESERVED_REQUESTS,
@@ -95,6 +101,7 @@ class Gateway:
     ) -> None:
         log_to_stderr()
         self._settings = settings
+        self._traffic = Traffic()
         self._engines = dict(zip(models, engines, strict=True))
         directory = DirectoryClient(serve.get_replica_context().app_name)
         self._fleet = Fleet(models, directory, self._wake)
@@ -103,7 +110,22 @@ class Gateway:
         """Called by Serve once `__init__` is through."""
         from .app import create_gateway
 
-        return create_gateway(self._fleet, self._settings, echo_request_id=False)  # Serve does
+        self._watching = asyncio.create_task(self._watch(ServePlace()))
+        return create_gateway(
+            self._fleet,
+            self._settings,
+            gateway=serve.get_replica_context().replica_id.unique_id,
+            traffic=self._traffic,
+            echo_request_id=False,  # Serve does
+        )
+
+    async def _watch(self, place: ServePlace) -> None:
+        """Until Serve, or a SIGTERM, asks it to go: then nothing is waited for that may not come."""
+        loop = asyncio.get_running_loop()
+        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(_leave(place), loop))
+        while not place.is_leaving:
+            await asyncio.sleep(LOOK_S)
+        self._traffic.draining = True
 
     async def _wake(self, model: ServedModel) -> None:
         await self._engines[model].wake.remote()
@@ -124,12 +146,19 @@ def gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.
         name=GATEWAY,
         # A request too many is refused by the gateway, which knows its replicas; this is only a fence.
         max_ongoing_requests=2 * sum(_most_requests(*model) for model in models) + RESERVED_REQUESTS,
-        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
+        # Longer than its replicas have: it hands on their last words.
+        graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0},  # also on a head that gives out no CPUs
     )
     return wrap(serve.ingress()(Gateway)).bind(served, models[0][1], engines)
+
+
+async def _leave(place: ServePlace) -> None:
+    await place.leave()
+    os._exit(0)
 
 
 def _engine(index: int, config: EngineConfig, settings: ServerSettings) -> serve.Application:

@@ -1,11 +1,7 @@
-"""A gateway's own metrics, and one exposition of all: its own and those of the replicas behind it.
-
-Names and meanings stand in `cluster/metrics.py`.
-"""
+"""A gateway's own metrics. Names and meanings stand in `cluster/metrics.py`."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -18,14 +14,18 @@ from ...cluster.metrics import GATEWAY_CATALOGUE
 from ...cluster.routing import Choice
 from .fleet import Fleet
 
-_SAMPLE = re.compile(r"([^\s{]+)(?:\{(.*)\})? (.*)")
-
 
 class GatewayFigures(Collector):
-    """Counts what one gateway does."""
+    """Counts what one gateway does.
 
-    def __init__(self, fleet: Fleet) -> None:
+    Args:
+        fleet: whose replicas are up or not.
+        gateway: label of all metrics.
+    """
+
+    def __init__(self, fleet: Fleet, gateway: str) -> None:
         self._fleet = fleet
+        self._gateway = gateway
         self._http: Counter[tuple[str, ...]] = Counter()
         self._routed: Counter[tuple[str, ...]] = Counter()
         self._resumed: Counter[tuple[str, ...]] = Counter()
@@ -62,7 +62,7 @@ class GatewayFigures(Collector):
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)
             for labels, value in values[metric.name].items():
-                family.add_metric(labels, value)
+                family.add_metric([self._gateway, *labels], value)
             yield family
 
     def _ups(self) -> dict[tuple[str, ...], float]:
@@ -71,35 +71,3 @@ class GatewayFigures(Collector):
             (member.record.names[0], member.name): float(member.name in ready)
             for member in self._fleet.members
         }
-
-
-def joined(expositions: Mapping[str, str], own: str) -> str:
-    """One exposition of several: samples of a metric stand together, each with its replica's label.
-
-    Args:
-        expositions: by the name of their replica.
-        own: text that needs no label.
-    """
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for replica, text in expositions.items():
-        family = ""
-        for line in text.splitlines():
-            if line.startswith("# "):
-                family = line.split(" ", 3)[2]
-                known = heads.setdefault(family, [])
-                if len(known) < 2 and line not in known:
-                    known.append(line)
-            elif line:
-                samples.setdefault(family, []).append(_labelled(line, replica))
-    blocks = ["\n".join([*head, *samples.get(family, [])]) for family, head in heads.items()]
-    return "\n".join([*blocks, own])
-
-
-def _labelled(sample: str, replica: str) -> str:
-    """A sample line with the replica's label, unless it names it already."""
-    found = _SAMPLE.fullmatch(sample)
-    if found is None or 'replica="' in (found[2] or ""):
-        return sample
-    labels = ",".join(filter(None, (f'replica="{replica}"', found[2])))
-    return f"{found[1]}{{{labels}}} {found[3]}"

@@ -28,6 +28,7 @@ from ...cluster.request import MAX_SEED
 from ..http.errors import ClientGoneError, error_response, log_if_ours
 from ..http.origin import ORIGIN_HEADER, TOLD_HEADER, Origin
 from ..http.sse import DONE, KEEP_ALIVE, error_event, unless_gone
+from ..http.traffic import Traffic
 from ..http.wire import JsonObject
 from .asked import Asked
 from .figures import GatewayFigures
@@ -53,6 +54,7 @@ class Parts:
     fleet: Fleet
     upstream: Upstream
     figures: GatewayFigures
+    traffic: Traffic
 
 
 class Generation(Response):
@@ -118,7 +120,8 @@ class Generation(Response):
                 now_s = time.monotonic()
                 if not self._begun and self._refusal is not None:
                     return None
-                if not self._begun or now_s - begin_s > PATIENCE_S:
+                leaving = self._parts.traffic.draining
+                if not self._begun or leaving or now_s - begin_s > PATIENCE_S:
                     raise
                 self._refused.clear()
                 await asyncio.sleep(LOOK_S)
