@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats, SequenceUpdate
@@ -30,6 +30,15 @@ from .prompts import EncodedPrompt, SeedSource, load_tokenizer
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+
+
+@runtime_checkable
+class SwapsDrafters(Protocol):
+    """An executor that can change its drafter between two steps: those of `executor.py` and `workers/`."""
+
+    def swap_drafter(self, model: str) -> None: ...
 
 
 class RequestOptions(TypedDict, total=False):
@@ -70,12 +79,17 @@ class AsyncEngine:
     Args:
         config: of the engine.
         make: builds the executor; runs in a thread, since loading takes long.
+
+    Attributes:
+        drafter: the checkpoint that drafts, as it was named; None without speculation.
     """
 
     def __init__(
         self, config: EngineConfig, make: Callable[[EngineConfig], Executor] = make_executor
     ) -> None:
         self.config = config
+        spec = config.speculative_config
+        self.drafter = None if spec is None else spec.model
         self._make = make
         self._executor: Executor | None = None
         self._engine: Engine | None = None
@@ -183,6 +197,21 @@ class AsyncEngine:
         self._deliver([_aborted(c) for c in child_ids])
         return True
 
+    async def swap_drafter(self, model: str) -> None:
+        """Draft with the checkpoint `model` from now on. Requests that run go on, with the same tokens.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit this engine; the old one stays.
+            EngineDeadError: the engine cannot serve.
+        """
+        swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tell(lambda engine: self._swap(model, swapped))
+        while not swapped.done():
+            self.check_health()  # a dead engine's thread does nothing any more
+            await asyncio.wait({swapped}, timeout=LOOK_S)
+        swapped.result()
+        self.drafter = model
+
     def end_all(self, failure: MantaError) -> None:
         """End the requests that run, with `failure`; not those in the background, which nobody waits for."""
         self._fail([stream for stream in self._streams.values() if not stream.background], failure)
@@ -264,6 +293,17 @@ class AsyncEngine:
             engine.add_requests(requests)
         except MantaError as error:
             self._post(self._fail, [stream], error)
+
+    def _swap(self, model: str, swapped: asyncio.Future[None]) -> None:
+        try:
+            assert isinstance(self._executor, SwapsDrafters), "executors that compute do"
+            self._executor.swap_drafter(model)
+        except EngineDeadError:
+            raise
+        except MantaError as error:
+            self._post(swapped.set_exception, error)
+        else:
+            self._post(swapped.set_result, None)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None

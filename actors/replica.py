@@ -20,14 +20,18 @@ import ray
 from ray import serve
 
 from ..cluster.config import EngineConfig
+from ..cluster.errors import ConfigError
 from ..cluster.placement import Topology
 from ..cluster.replica_figures import FiguresMeter
 from .autoscaling import scaling_options
 from .http.settings import ServerSettings, parse_replicas, split_models
+from .live_settings import LiveSettings
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
@@ -53,6 +57,7 @@ class Replica:
         self._config = config
         self._settings = settings
         self._traffic = Traffic()
+        self._is_up = False
         self._engine = AsyncEngine(config, RayExecutor)
         self._meter = FiguresMeter(config.max_num_seqs)
         await self._engine.start()
@@ -99,8 +104,31 @@ class Replica:
         return self._engine.is_alive and not self._traffic.draining
 
     async def check_health(self) -> None:
-        """Called by Serve every second; raises when the engine or a worker is gone."""
+        """Called by Serve when all else is done, then every second; raises when the engine is dead."""
         self._engine.check_health()
+        self._is_up = True
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:  # Any: YAML
+        """Called by Serve with the deployment's `user_config` at the start, and when it changes.
+
+        Serve would end a running replica for what this raises: then it is refused in the log, and all stays.
+
+        Raises:
+            ConfigError: at the start, what is asked for is wrong.
+        """
+        try:
+            await self._use(LiveSettings.of(user_config))
+        except ConfigError as error:
+            if not self._is_up:
+                raise
+            logger.error("user_config is refused, and all stays as it was: %s", error.message)
+
+    async def _use(self, wanted: LiveSettings) -> None:
+        spec = self._config.speculative_config
+        drafter = wanted.drafter or (None if spec is None else spec.model)
+        if drafter is not None and drafter != self._engine.drafter:
+            await self._engine.swap_drafter(drafter)
+            logger.info("drafting with %s from now on", drafter)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve every second where the number of replicas follows the load (`autoscaling.py`)."""

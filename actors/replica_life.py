@@ -88,7 +88,8 @@ class ReplicaLife:
 
     async def obey_sigterm(self) -> None:
         """Go as if Serve had asked, and end the process."""
-        logger.info("SIGTERM: this replica goes")
+        if not self._place.is_leaving:  # else it is Ray that comes for what Serve has emptied
+            logger.info("SIGTERM: this replica goes")
         await self._place.leave()  # `watch` sees it, and drains
         self._exit(0)
 

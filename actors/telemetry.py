@@ -73,8 +73,7 @@ class Telemetry:
     ) -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0", "replica": replica}
-        spec = engine.config.speculative_config
-        self._origin = {"replica": replica, "drafter": None if spec is None else spec.model}
+        self._replica = replica
         self._mirror = mirror
         self._histograms = {m.name: Histogram(m.buckets) for m in CATALOGUE if m.kind == "histogram"}
         self._http: Counter[tuple[str, str, str]] = Counter()
@@ -107,7 +106,8 @@ class Telemetry:
                 ("vllm:e2e_request_latency_seconds", request.e2e_ms),
                 ("vllm:request_time_per_output_token_seconds", request.tpot_ms),
             )
-        request_logger.info(orjson.dumps({**asdict(request), **self._origin}).decode())
+        origin = {"replica": self._replica, "drafter": self._engine.drafter}
+        request_logger.info(orjson.dumps({**asdict(request), **origin}).decode())
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +34,7 @@ def serving(pair: tuple[Path, Path], port: int, log: Path) -> Iterator[subproces
     folder = tempfile.mkdtemp(prefix="ms-")  # short: Ray puts sockets below it
     command = [sys.executable, "-m", "manta.jobs.cli", "serve", "--port", str(port), "-m", str(pair[0])]
     command += ["--spec-model", str(pair[1]), "--dtype", "float32", "--max-num-seqs", "4"]
+    command += ["--shutdown-timeout", "2"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it
     try:
@@ -61,21 +64,52 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes], log: 
         time.sleep(0.05)
 
 
-def is_healthy(port: int) -> bool:
+def health(port: int) -> int:
+    """What a probe sees; 0 where nobody listens."""
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0).status_code == 200
-    except httpx.HTTPError:  # not listening yet
-        return False
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0).status_code
+    except httpx.HTTPError:
+        return 0
 
 
-def test_a_server_ends_when_it_is_asked_as_soon_as_it_answers(
+def stream(port: int, max_tokens: int, began: threading.Event) -> str:
+    """Its last two events."""
+    body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json={**body, "n": 4}, timeout=60.0) as response:
+        events = []
+        for line in response.iter_lines():
+            began.set()
+            events += [line] if line else []
+    return "\n".join(events[-2:])
+
+
+def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_their_time(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     log, port = tmp_path / "log", free_port()
-    with serving(pair, port, log) as process:
-        wait_until(lambda: is_healthy(port), process, log)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_S) in (0, 130), log.read_text()  # it may not have said that it serves
+    with serving(pair, port, log) as process, ThreadPoolExecutor(4) as pool:
+        statuses: set[int] = set()
+        wait_until(lambda: statuses.add(status := health(port)) or status == 200, process, log)
+        assert statuses <= {0, 503, 200}, "never 404 while it loads"
+        wait_until(lambda: "serving on" in log.read_text(), process, log)
+        short, begun = threading.Event(), threading.Event()
+        long = [pool.submit(stream, port, 500, begun) for _ in range(3)]  # more than there are slots for
+        begun.wait(WAIT_S)
+        ended = pool.submit(stream, port, 1, short)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "no new requests" in log.read_text() and health(port) == 503, process, log)
+        refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"}, timeout=10.0)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        last = [each.result(WAIT_S) for each in (*long, ended)]
+        assert all(events.endswith("data: [DONE]") for events in last)
+        assert any("this request's time is up" in events for events in last), "2 s are not enough for all"
+        assert process.wait(WAIT_S) == 0, log.read_text()
+    said = log.read_text()
+    assert "drained in" in said and "\x1b[" not in said and "pid=" not in said
+    scripts = [script.read_text() for script in Path("/tmp").glob("manta-ha-*/haproxy")]
+    assert not any(f"--owner {process.pid} " in script for script in scripts), "its folder is gone"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
