@@ -1,0 +1,285 @@
+"""A real server with a Ray of its own, to be killed piece by piece: `manta serve`, or `serve run`.
+
+Its processes are told from others on the machine by a folder that all of them have in their environment.
+What they are, their commands say; what Ray still holds, its books. Called by `serving_chaos.py` and tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from manta.actors.replica import DEPLOYMENT
+from manta.jobs.client import ServerClient
+from manta.jobs.serve import free_port, restore_environment, set_proxy_environment
+
+START_S = 240.0
+END_S = 90.0
+SERVE = Path(sys.executable).with_name("serve")
+# Of a command's beginning, as Ray and HAProxy name their processes.
+ROLES = {
+    "target worker": "ray::TargetWorker",
+    "drafter": "ray::DrafterWorker",
+    "replica": f"ray::ServeReplica:manta:{DEPLOYMENT}",
+    "controller": "ray::ServeController",
+    "haproxy": "haproxy",
+    "raylet": "raylet",
+    "gcs": "gcs_server",
+}
+
+
+class Served:
+    """A server that answers. Leave the `with` block to end it.
+
+    Args:
+        settings: as under `args:` in ray_config.yaml.
+        replicas: more than one, or nodes, take `serve run`, which knows `deployments:`.
+        nodes: CPUs of each further node of the cluster; the head then has none.
+        cpus: in Ray's books, of a single node.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        log: Path,
+        *,
+        replicas: int = 1,
+        nodes: tuple[int, ...] = (),
+        cpus: int = 8,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="mc-"))  # short: Ray puts sockets below it
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.load_s = 0.0
+        self.cluster: Any = None  # ray.cluster_utils.Cluster
+        self._shared_before = shared_memory()
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            **self._of_its_own(cpus),
+        }
+        if nodes:
+            self._start_nodes(nodes)
+        plain = replicas == 1
+        command = self._manta(settings) if plain else self._serve_run(settings, replicas)
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def pids(self, role: str) -> list[int]:
+        """Living processes of this server that play a role, in the order of their start."""
+        return sorted(pid for pid, command in self.processes() if plays(command, role))
+
+    def processes(self) -> list[tuple[int, str]]:
+        """All of this server, but those of the test itself."""
+        return [(pid, command) for pid, command in processes(str(self.folder)) if pid != os.getpid()]
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def groups(self) -> list[str]:
+        """Names of the placement groups that Ray holds."""
+        return [
+            group["name"]
+            for group in self._books().placement_group_table().values()
+            if group["state"] != "REMOVED"
+        ]
+
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        with contextlib.suppress(Exception), ServerClient(self.url, timeout_s) as client:
+            return client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
+        return False
+
+    def end(self) -> list[str]:
+        """End it as a user would; what is left of it, in words."""
+        self.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        ended = self.process.poll() is not None
+        self._stop_nodes()
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not self.processes(), 15.0)
+        left = [] if ended else ["the command itself"]
+        left += sorted({f"process {command.split()[0]}" for _, command in self.processes()})
+        left += [f"shared memory {name}" for name in sorted(forgotten_since(self._shared_before))]
+        return left
+
+    def close(self) -> None:
+        """End all that still lives, and remove the folder."""
+        self._stop_nodes()
+        for pid, _ in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _of_its_own(self, cpus: int) -> dict[str, str]:
+        """The environment that marks it, and keeps its Ray and HAProxy apart from others'."""
+        haproxy = self.folder / "haproxy"
+        return {
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus}),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        }
+
+    def _manta(self, settings: Mapping[str, Any]) -> list[str]:
+        path = self.folder / "settings.json"
+        path.write_text(json.dumps(settings))
+        return [
+            *(sys.executable, "-m", "manta.jobs.cli", "serve"),
+            *("--config", str(path), "--port", str(self.port)),
+        ]
+
+    def _serve_run(self, settings: Mapping[str, Any], replicas: int) -> list[str]:
+        path = self.folder / "serve.json"  # JSON is YAML
+        application = {
+            "name": "manta",
+            "route_prefix": "/",
+            "import_path": "manta.actors.replica:build_app",
+            "args": settings,
+            "deployments": [{"name": DEPLOYMENT, "num_replicas": replicas}],
+        }
+        config = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "127.0.0.1", "port": self.port},
+            "applications": [application],
+        }
+        path.write_text(json.dumps(config))
+        self._environment |= proxy_environment()
+        return [str(SERVE), "run", str(path)]
+
+    def _start_nodes(self, nodes: tuple[int, ...]) -> None:
+        """A head without CPUs, and nodes where replicas may live."""
+        from ray.cluster_utils import Cluster
+
+        self._environment |= proxy_environment()
+        self._environment.pop("RAY_OVERRIDE_RESOURCES")
+        common = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+        with environment(self._environment):
+            self.cluster = Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": 0, "_temp_dir": str(self.folder), **common},
+            )
+            for cpus in nodes:
+                self.cluster.add_node(num_cpus=cpus, object_store_memory=100 * 2**20)
+        self._environment["RAY_ADDRESS"] = self.cluster.address
+
+    def _stop_nodes(self) -> None:
+        if self.cluster is not None:
+            self.cluster.shutdown()
+            self.cluster = None
+
+    def _await_ready(self) -> None:
+        begin_s = time.monotonic()
+        loading_s = begin_s
+        while not self.answers():
+            said = self.log.read_text(errors="replace")
+            assert self.process.poll() is None and time.monotonic() - begin_s < START_S, said
+            if "loading the models" not in said:
+                loading_s = time.monotonic()
+            time.sleep(0.1)
+        self.load_s = time.monotonic() - loading_s
+
+    def _books(self) -> Any:
+        from ray._private.state import GlobalState
+        from ray._raylet import GcsClientOptions
+
+        books = GlobalState()
+        books._initialize_global_state(GcsClientOptions.create(self._gcs_address(), None, True, False))
+        return books
+
+    def _gcs_address(self) -> str:
+        commands = [command for _, command in self.processes() if plays(command, "raylet")]
+        (address, *_) = {
+            word.partition("=")[2]
+            for command in commands
+            for word in command.split()
+            if word.startswith("--gcs-address=")
+        }
+        return address
+
+
+def plays(command: str, role: str) -> bool:
+    program = command.split(" ", 1)[0]
+    return program.startswith(ROLES[role]) or Path(program).name == ROLES[role]
+
+
+def processes(mark: str) -> list[tuple[int, str]]:
+    """Living processes that speak of a path, in their command or their environment: number and command."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes()
+            if command and mark.encode() in command + (folder / "environ").read_bytes():
+                found.append((int(folder.name), command.replace(b"\0", b" ").decode(errors="replace")))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Files in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def forgotten_since(before: set[str]) -> set[str]:
+    """New files in /dev/shm that no living process has mapped or open."""
+    new = shared_memory() - before
+    for folder in Path("/proc").glob("[0-9]*") if new else ():
+        with contextlib.suppress(OSError):
+            seen = (folder / "maps").read_text(errors="replace")
+            seen += " ".join(str(link.readlink()) for link in (folder / "fd").iterdir())
+            new = {name for name in new if f"/dev/shm/{name}" not in seen}
+    return new
+
+
+def proxy_environment() -> dict[str, str]:
+    """What `manta serve` sets before it starts a Ray of its own."""
+    before = set_proxy_environment(plain_proxy=False)
+    try:
+        return {name: os.environ[name] for name in before}
+    finally:
+        restore_environment(before)
+
+
+@contextlib.contextmanager
+def environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """This process's, changed for a while: what it starts inherits it."""
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def wait_for(true: Callable[[], bool], seconds: float, what: str = "it did not happen") -> None:
+    deadline_s = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.05)
