@@ -45,6 +45,7 @@ class Served:
         settings: as under `args:` in ray_config.yaml.
         replicas: more than one, or nodes, take `serve run`, which knows `deployments:`.
         nodes: CPUs of each further node of the cluster; the head then has none.
+        storage: the head's books are kept on the disk, so that a GCS that is killed can come back.
         cpus: in Ray's books, of a single node.
     """
 
@@ -55,6 +56,7 @@ class Served:
         *,
         replicas: int = 1,
         nodes: tuple[int, ...] = (),
+        storage: bool = False,
         cpus: int = 8,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mc-"))  # short: Ray puts sockets below it
@@ -69,7 +71,7 @@ class Served:
             **self._of_its_own(cpus),
         }
         if nodes:
-            self._start_nodes(nodes)
+            self._start_nodes(nodes, storage=storage)
         plain = replicas == 1
         command = self._manta(settings) if plain else self._serve_run(settings, replicas)
         with log.open("wb") as output:
@@ -92,6 +94,13 @@ class Served:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
+
+    def restart_gcs(self) -> None:
+        """As whoever watches over the head would."""
+        head = self.cluster.head_node
+        with environment(self._environment):
+            head.kill_gcs_server(check_alive=False)
+            head.start_gcs_server()
 
     def groups(self) -> list[str]:
         """Names of the placement groups that Ray holds."""
@@ -174,17 +183,26 @@ class Served:
         self._environment |= proxy_environment()
         return [str(SERVE), "run", str(path)]
 
-    def _start_nodes(self, nodes: tuple[int, ...]) -> None:
+    def _start_nodes(self, nodes: tuple[int, ...], *, storage: bool) -> None:
         """A head without CPUs, and nodes where replicas may live."""
         from ray.cluster_utils import Cluster
 
         self._environment |= proxy_environment()
         self._environment.pop("RAY_OVERRIDE_RESOURCES")
+        if storage:
+            (self.folder / "gcs").mkdir()
+            self._environment["RAY_gcs_storage"] = "rocksdb"
+            self._environment["RAY_gcs_storage_path"] = str(self.folder / "gcs")
         common = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
         with environment(self._environment):
             self.cluster = Cluster(
                 initialize_head=True,
-                head_node_args={"num_cpus": 0, "_temp_dir": str(self.folder), **common},
+                head_node_args={
+                    "num_cpus": 0,
+                    "temp_dir": str(self.folder),
+                    "gcs_server_port": free_port(),
+                    **common,
+                },
             )
             for cpus in nodes:
                 self.cluster.add_node(num_cpus=cpus, object_store_memory=100 * 2**20)
