@@ -59,7 +59,7 @@ class Served:
         storage: bool = False,
         cpus: int = 8,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="mc-"))  # short: Ray puts sockets below it
+        self.folder = Path(tempfile.mkdtemp(prefix="md-"))  # short: Ray puts sockets below it
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
