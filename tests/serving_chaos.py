@@ -3,10 +3,10 @@
     python tests/serving_chaos.py docs/operations-deaths      writes .md and .json (`make chaos`)
 
 Each setup starts a server, lets 32 streams run undisturbed for their texts, and then, death by death, runs
-them again and kills something with SIGKILL while all are open. Meanwhile a client asks again and again for one
-token. Told are: how the streams ended (whole with the same text, with an error event, cut, refused), how long
-the slowest waited for its next event, when a new request was answered again for good, and what is left behind.
-A short form is `test_serve_chaos.py`.
+them again and kills something with SIGKILL while all are open. Meanwhile a client asks again and again for
+one token. Told are: how the streams ended (whole with the same text, with an error event, cut, refused), how
+long the slowest waited for its next event, when a new request was answered again for good, and what is left
+behind. A short form is `test_serve_chaos.py`.
 """
 
 from __future__ import annotations
