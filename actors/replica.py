@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
-RESERVED_REQUESTS = 16
+QUEUED_BATCHES = 4
+REFUSED_SHARE = 16
 # A replica that is to go ends its streams first; only longer generations are cut.
 GRACEFUL_SHUTDOWN_S = 900.0
 HEALTH_CHECK_PERIOD_S = 2.0
@@ -85,6 +87,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
     """
     config, settings = split_settings(args)
+    config = with_bounded_queue(config)
     topology = Topology.of(config, _largest_node())
     _check_place(topology)
     wrap = serve.deployment(
@@ -102,14 +105,19 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
 
 
 def max_ongoing_requests(config: EngineConfig) -> int:
-    """Requests that Serve lets into a replica: a full engine and as many waiting.
+    """Requests that Serve lets into a replica: many times what the engine takes.
 
-    Where the engine has a limit of its own it must be met first: it answers in OpenAI's shape, Serve (beyond
-    `max_queued_requests`) in plain text. Health checks and scrapes come through the same gate: some are
-    reserved for them.
+    The engine's limit must be met first: it refuses in OpenAI's shape, Serve in plain text, health checks and
+    scrapes, too. A refused request leaves at once, so that many may come at once.
     """
-    waiting = max(config.max_num_seqs, config.max_num_queued_reqs or 0)
-    return config.max_num_seqs + waiting + RESERVED_REQUESTS
+    return REFUSED_SHARE * (config.max_num_seqs + (config.max_num_queued_reqs or 0))
+
+
+def with_bounded_queue(config: EngineConfig) -> EngineConfig:
+    """Where the settings have no limit for requests that wait: some batches of them, a few seconds' work."""
+    if config.max_num_queued_reqs is not None:
+        return config
+    return replace(config, max_num_queued_reqs=QUEUED_BATCHES * config.max_num_seqs)
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.

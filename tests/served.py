@@ -70,16 +70,16 @@ class Served:
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             **self._of_its_own(cpus),
         }
-        if nodes:
-            self._start_nodes(nodes, storage=storage)
-        plain = replicas == 1
-        command = self._manta(settings) if plain else self._serve_run(settings, replicas)
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=self._environment, start_new_session=True
-            )
+        self.process: subprocess.Popen[bytes] | None = None
         try:
-            self._await_ready()
+            if nodes:
+                self._start_nodes(nodes, storage=storage)
+            command = self._manta(settings) if replicas == 1 else self._serve_run(settings, replicas)
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    command, stdout=output, stderr=output, env=self._environment, start_new_session=True
+                )
+            self._await_ready(self.process)
         except BaseException:
             self.close()
             raise
@@ -117,6 +117,7 @@ class Served:
 
     def end(self) -> list[str]:
         """End it as a user would; what is left of it, in words."""
+        assert self.process is not None
         self.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
@@ -135,8 +136,8 @@ class Served:
         for pid, _ in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
+        if self.process is not None:
+            self.process.wait(END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Served:
@@ -189,6 +190,7 @@ class Served:
 
         self._environment |= proxy_environment()
         self._environment.pop("RAY_OVERRIDE_RESOURCES")
+        (self.folder / "ray").mkdir()  # where Ray notes the address
         if storage:
             (self.folder / "gcs").mkdir()
             self._environment["RAY_gcs_storage"] = "rocksdb"
@@ -213,12 +215,12 @@ class Served:
             self.cluster.shutdown()
             self.cluster = None
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
         begin_s = time.monotonic()
         loading_s = begin_s
         while not self.answers():
             said = self.log.read_text(errors="replace")
-            assert self.process.poll() is None and time.monotonic() - begin_s < START_S, said
+            assert process.poll() is None and time.monotonic() - begin_s < START_S, said
             if "loading the models" not in said:
                 loading_s = time.monotonic()
             time.sleep(0.1)

@@ -190,20 +190,26 @@ class Prober:
 
 
 class Trial:
-    """A server of a setup, and deaths under it."""
+    """A server of a setup, and deaths under it.
+
+    Attributes:
+        texts: of the streams, undisturbed.
+    """
 
     def __init__(
         self, setup: Setup, served: Served, *, count: int = STREAMS, tokens: int = MAX_TOKENS
     ) -> None:
         self._setup, self._served = setup, served
         self._count, self._tokens = count, tokens
+        self._whole = self._cast()
         undisturbed = Load(served.url, count, tokens).join()
         assert all(stream.end == "whole" for stream in undisturbed), [s.end for s in undisturbed]
-        self._texts = [stream.text for stream in undisturbed]
+        self.texts = [stream.text for stream in undisturbed]
 
     def run(self, death: Death) -> Found:
         """Kill; wait until all is said, and service is back or is not coming."""
-        before, groups = self._cast(), sorted(self._served.groups())
+        wait_for(lambda: self._cast() >= self._whole, SETTLE_S, "what died before is not back")
+        before, groups = self._cast(), self._served.groups()
         shared = shared_memory()
         prober, load = Prober(self._served.url), Load(self._served.url, self._count, self._tokens)
         load.wait_for_tokens()
@@ -257,7 +263,7 @@ class Trial:
         settled: bool,
     ) -> Found:
         ends = Counter(stream.end for stream in streams)
-        same = sum(s.end == "whole" and s.text == text for s, text in zip(streams, self._texts, strict=True))
+        same = sum(s.end == "whole" and s.text == text for s, text in zip(streams, self.texts, strict=True))
         waits = [wait for s in streams if (wait := s.next_after(killed_s)) is not None]
         after = [probe for probe in probes if probe.end_s > killed_s]
         failed = [probe for probe in after if probe.said != "200"]
@@ -295,7 +301,8 @@ def _alive(pid: int) -> bool:
 
 
 def any_of(role: str) -> Callable[[Served], int]:
-    return lambda served: served.pids(role)[-1]
+    """The oldest: it has streams."""
+    return lambda served: served.pids(role)[0]
 
 
 def raylet_of_a_replica(served: Served) -> int:

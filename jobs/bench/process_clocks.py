@@ -1,8 +1,8 @@
-"""CPU time of this process and of all below it, by what each process is: who pays for a token.
+"""CPU time and memory of this process and of all below it, by what each process is: who pays for a token.
 
 Processes are known by their command, as Ray and HAProxy name them. Ray's own are its daemons, its agents and
-Serve's controller and proxy. Linux only: elsewhere nothing is found. Read by `serve_tax.py`; the machine's
-clocks are `cpu_clocks.py`'s.
+Serve's controller and proxy. Linux only: elsewhere nothing is found. Read by `serve_tax.py` and
+`soak_serve.py`; the machine's clocks are `cpu_clocks.py`'s.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .cpu_clocks import CpuProcess, read_processes, ticks_per_s
 ROLES = ("client", "worker", "replica", "haproxy", "ray")
 SERVER_MODULE = "serve_tax_server"  # the replica of the bare ASGI side
 _PROC = Path("/proc")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,17 @@ def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
             for pid in _family(processes)
         }
     )
+
+
+def resident_bytes(proc: Path = _PROC) -> dict[str, int]:
+    """Resident memory now, by role; all of ROLES."""
+    found = dict.fromkeys(ROLES, 0)
+    for pid, (role, _) in read_role_clocks(proc).seconds.items():
+        try:
+            found[role] += int((proc / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def role_of(pid: int, command: str) -> str:
