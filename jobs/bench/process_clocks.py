@@ -49,7 +49,7 @@ def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
 
 def resident_bytes(proc: Path = _PROC) -> dict[str, int]:
     """Resident memory now, by role; all of ROLES."""
-    found = dict.fromkeys(ROLES, 0)
+    found: dict[str, int] = dict.fromkeys(ROLES, 0)
     for pid, (role, _) in read_role_clocks(proc).seconds.items():
         try:
             found[role] += int((proc / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
