@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
-QUEUED_BATCHES = 4
-REFUSED_SHARE = 16
+RESERVED_REQUESTS = 16
 # A replica that is to go ends its streams first; only longer generations are cut.
 GRACEFUL_SHUTDOWN_S = 900.0
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1
+QUEUED_BATCHES = 4  # of max_num_seqs, that may wait where the settings say nothing
+LET_IN = 16  # times what the engine takes: so many may come at once and be refused by it
 
 
 class Replica:
@@ -107,14 +108,14 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
 def max_ongoing_requests(config: EngineConfig) -> int:
     """Requests that Serve lets into a replica: many times what the engine takes.
 
-    The engine's limit must be met first: it refuses in OpenAI's shape, Serve in plain text, health checks and
-    scrapes, too. A refused request leaves at once, so that many may come at once.
+    The engine's limit must be met first: it refuses in OpenAI's shape, Serve in plain text. Health checks and
+    scrapes come through the same gate: some are reserved for them.
     """
-    return REFUSED_SHARE * (config.max_num_seqs + (config.max_num_queued_reqs or 0))
+    return LET_IN * (config.max_num_seqs + (config.max_num_queued_reqs or 0)) + RESERVED_REQUESTS
 
 
 def with_bounded_queue(config: EngineConfig) -> EngineConfig:
-    """Where the settings have no limit for requests that wait: some batches of them, a few seconds' work."""
+    """With a limit for requests that wait, also where the settings have none."""
     if config.max_num_queued_reqs is not None:
         return config
     return replace(config, max_num_queued_reqs=QUEUED_BATCHES * config.max_num_seqs)
