@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import CheckpointError
+from ..cluster.errors import CheckpointError, ConfigError
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -45,6 +45,17 @@ def with_absolute_paths(config: EngineConfig) -> EngineConfig:
         tokenizer=None if config.tokenizer is None else _absolute(config.tokenizer),
         speculative_config=None if spec is None else replace(spec, model=_absolute(spec.model)),
     )
+
+
+def with_drafter(config: EngineConfig, model: str) -> EngineConfig:
+    """The same with another drafter. ConfigError if there is none to swap."""
+    spec = config.speculative_config
+    if spec is None:
+        raise ConfigError(
+            "This engine decodes plainly: there is no drafter to swap. Start it with speculative_config.",
+            param="speculative_config",
+        )
+    return replace(config, speculative_config=replace(spec, model=_absolute(model)))
 
 
 def _absolute(name: str) -> str:

@@ -46,6 +46,7 @@ class _Stream:
     """Where the outputs of one user request go. `failure` ends it."""
 
     tracker: RequestTracker
+    background: bool = False
     outputs: deque[RequestOutput] = field(default_factory=deque)
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,6 +128,15 @@ class AsyncEngine:
             raise EngineDeadError("The engine is not running.")
         self._executor.check_health()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether `check_health` would be silent."""
+        try:
+            self.check_health()
+        except MantaError:
+            return False
+        return True
+
     async def add(
         self,
         request_id: str,
@@ -172,6 +182,10 @@ class AsyncEngine:
         self._deliver([_aborted(c) for c in child_ids])
         return True
 
+    def end_all(self, failure: MantaError) -> None:
+        """End the requests that run, with `failure`; not those in the background, which nobody waits for."""
+        self._fail([stream for stream in self._streams.values() if not stream.background], failure)
+
     def close(self) -> None:
         """Stop the loop and end the workers. Living requests fail with EngineDeadError. Idempotent."""
         with self._wake:
@@ -199,7 +213,7 @@ class AsyncEngine:
             )
         seeded = self._seeds.seeded(params)
         tracker, requests = self._processor.add(request_id, prompt, seeded, **options)
-        stream = self._streams[request_id] = _Stream(tracker)
+        stream = self._streams[request_id] = _Stream(tracker, options.get("background", False))
         try:
             self._tell(lambda engine: self._admit(engine, requests, stream))
             yield stream

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
-from ..cluster.executor import Executor, ExecutorInfo
+from ..cluster.executor import DrafterHealth, Executor, ExecutorInfo
 from ..cluster.plan import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
+    from .targets.loading.swap import DrafterExchange
     from .targets.runners.runner import Runner
 
 
@@ -28,19 +29,28 @@ class InProcessExecutor:
         import torch
 
         from .machine import owned_cores
-        from .targets.loading.rank import load_runner
+        from .targets.loading.rank import Checkpoints, plan_load, start_runner
+        from .targets.loading.swap import DrafterExchange
         from .torch_threads import TorchThreads
 
         assert not config.needs_ray, "tensor parallelism and a split drafter need processes of their own"
         self._users_threads = torch.get_num_threads()
         torch.set_num_threads(config.num_threads or owned_cores())
-        runner, self._info = load_runner(config)
+        plan = plan_load(config)
+        runner, self._info = start_runner(plan, Checkpoints())
         self._runner: Runner | None = runner
+        self._exchange: DrafterExchange | None = DrafterExchange(plan, runner)
+        self._num_swaps = 0
         self._threads = TorchThreads.of(self._info)  # of those that the backend left to PyTorch
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """The drafter lives and dies with the target; swaps are counted."""
+        return DrafterHealth(generation=self._num_swaps)
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._threads.use()
@@ -52,6 +62,18 @@ class InProcessExecutor:
     def check_health(self) -> None:
         self._alive()
 
+    def swap_drafter(self, model: str) -> None:
+        """Draft with another checkpoint from now on; between steps. Then the generation is one higher.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit this engine. The old one stays.
+        """
+        self._alive()
+        assert self._exchange is not None, "it lives as long as the runner"
+        self._exchange.load(model)
+        self._exchange.use()
+        self._num_swaps += 1
+
     def _alive(self) -> Runner:
         if self._runner is None:
             raise EngineDeadError("The engine was closed; start a new one.")
@@ -61,7 +83,7 @@ class InProcessExecutor:
         import torch
 
         if self._runner is not None:
-            self._runner = None
+            self._runner = self._exchange = None
             torch.set_num_threads(self._users_threads)
 
 

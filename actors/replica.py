@@ -4,12 +4,13 @@
 The class is plain: everything heavy (torch, FastAPI, the engine) is imported and made inside the replica's
 process, and nothing of it is pickled. Models live in worker actors, also where there is only one: HTTP and
 scheduling then never wait for a model's Python, and a worker that dies takes no connection with it. The
-replica answers requests only when the models are loaded and warm.
-A dead engine fails the health check, and Serve replaces the replica together with its workers.
+replica answers requests only when the models are loaded and warm. How it ends is `replica_life.py`'s: a dead
+engine ends the process, and Serve replaces the replica together with its workers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Mapping
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
 RESERVED_REQUESTS = 16
-# A replica that is to go ends its streams first; only longer generations are cut.
-GRACEFUL_SHUTDOWN_S = 900.0
-HEALTH_CHECK_PERIOD_S = 2.0
+# A replica that is to go ends its streams within `shutdown_timeout`; Serve kills one that has not gone then.
+SHUTDOWN_MARGIN_S = 15.0
+SHUTDOWN_LOOK_S = 0.2
+HEALTH_CHECK_PERIOD_S = 1.0  # a process that has died is seen at the next one
+FIRST_TOKENS = 24  # more than a block
 HEALTH_CHECK_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1
 QUEUED_BATCHES = 4  # of max_num_seqs, that may wait where the settings say nothing
@@ -44,31 +47,59 @@ class Replica:
 
     async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         from .engine import AsyncEngine
+        from .http.traffic import Traffic
         from .workers.ray_executor import RayExecutor
 
         _log_to_stderr()
         self._config = config
         self._settings = settings
+        self._traffic = Traffic()
         self._engine = AsyncEngine(config, RayExecutor)
         await self._engine.start()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve in the replica once `__init__` is through: the application it serves."""
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve in the replica once `__init__` is through: the application it serves.
+
+        Raises:
+            EngineDeadError: it does not answer a first request.
+        """
         from .http.app import create_app
+        from .http.first_request import ask_first
         from .ray_metrics import RayMetrics
 
         name = self._settings.model_names(self._config.model)[0]
         replica = serve.get_replica_context().replica_id.unique_id
-        return create_app(
+        app = create_app(
             self._engine,
             self._settings,
             replica=replica,
             mirror=RayMetrics(name, replica),
+            traffic=self._traffic,
             echo_request_id=False,  # Serve's own middleware does
         )
+        info = self._engine.info
+        max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
+        await ask_first(app, next(iter(self._settings.api_keys), None), max_tokens)
+        self._live()
+        return app
+
+    def _live(self) -> None:
+        """Watch for the end from now on."""
+        from .replica_life import ReplicaLife
+        from .serve_place import ServePlace
+
+        loop, place = asyncio.get_running_loop(), ServePlace()
+        life = ReplicaLife(self._engine, self._traffic, place, self._settings.shutdown_timeout)
+        self._watching = asyncio.create_task(life.watch())
+        place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(life.obey_sigterm(), loop))
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests should come here: the engine lives, and the replica is not to go."""
+        return self._engine.is_alive and not self._traffic.draining
 
     async def check_health(self) -> None:
-        """Called by Serve every few seconds; raises when the engine or a worker is gone."""
+        """Called by Serve every second; raises when the engine or a worker is gone."""
         self._engine.check_health()
 
     def __del__(self) -> None:
@@ -96,7 +127,8 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         max_ongoing_requests=max_ongoing_requests(config),
         max_queued_requests=4 * config.max_num_seqs,
         backpressure_config={"status_code": 503, "retry_after_s": RETRY_AFTER_S},
-        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_S,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout + SHUTDOWN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=2,
@@ -148,8 +180,8 @@ def _largest_node() -> Mapping[str, float]:
 
 
 def _log_to_stderr() -> None:
-    """Ray keeps a replica's stderr; without a handler our lines would be dropped."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Ray keeps a process's stderr, and shows it to the driver; `sys.stderr` may be Serve's, who keeps it."""
+    handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     ours = logging.getLogger("manta")
     ours.handlers = [handler]

@@ -63,7 +63,8 @@ class Telemetry:
     Args:
         engine: whose counters are shown.
         model_name: label of all metrics.
-        replica: stands in log lines. (The metrics' label `engine` is "0": a scrape meets one replica.)
+        replica: stands in log lines, and is a label of all metrics. (Their label `engine` is vLLM's number of
+            an engine in its process: here always "0".)
         mirror: gets the figures too.
     """
 
@@ -71,7 +72,7 @@ class Telemetry:
         self, engine: AsyncEngine, model_name: str, replica: str, mirror: StatsMirror | None = None
     ) -> None:
         self._engine = engine
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": "0", "replica": replica}
         spec = engine.config.speculative_config
         self._origin = {"replica": replica, "drafter": None if spec is None else spec.model}
         self._mirror = mirror
@@ -204,6 +205,9 @@ def engine_values(stats: EngineStats) -> dict[str, Values]:
             (str(i),): count for i, count in enumerate(stats.accepted_per_pos)
         },
         "vllm:spec_decode_mean_accepted_length": {} if length is None else length,
+        "manta:drafter_up": float(stats.drafter_up) if stats.accepted_per_pos else {},
+        "manta:drafter_losses": stats.drafter_losses,
+        "manta:drafter_refilled_tokens": stats.drafter_refilled_tokens,
     }
 
 

@@ -29,9 +29,12 @@ class Counters:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.accepted_per_pos = np.zeros(num_speculative_tokens, dtype=np.int64)
+        self.drafter_losses = 0  # drafters that failed or were replaced
+        self.drafter_refilled_tokens = 0  # computed anew for the next one's context
 
     def count_first_entry(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request runs for the first time (what a preemption repeats does not count again)."""
+        """A request runs for the first time here (what a preemption repeats does not count again, and of a
+        request that began elsewhere only the prompt counts)."""
         self.prompt_tokens += num_prompt_tokens
         self.prefix_cache_queries += num_prompt_tokens
         self.prefix_cache_hits += num_cached_tokens

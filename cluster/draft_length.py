@@ -56,12 +56,21 @@ class DraftLength:
 
     def choose(self, num_requests: int) -> int:
         """Drafts per request of a step with so many requests."""
-        load = _load(num_requests)
+        load = load_of(num_requests)
         if load not in self._best:
             self._best[load] = self._nearest(load)
         best = self._best[load]
         self._num_steps[load] += 1
         return self._ladder[self._neighbour_to_try(load, best)]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step has been measured yet."""
+        return not self._best
+
+    def tokens(self, num_drafts: int) -> float:
+        """What a request's step with so many drafts brings on average."""
+        return self._expected_tokens()[num_drafts]
 
     def learn_acceptance(self, drafts_R: IntArray, accepted_R: IntArray) -> None:
         """What became of a step's drafts."""
@@ -76,7 +85,7 @@ class DraftLength:
         """How long a step took in which so many requests decoded with so many drafts each, and no more."""
         if num_drafts not in self._ladder or seconds <= 0:
             return
-        load = _load(num_requests)
+        load = load_of(num_requests)
         self._times[load][self._ladder.index(num_drafts)].append(seconds)
         self._best[load] = self._fastest(load)
 
@@ -113,6 +122,6 @@ class DraftLength:
         return self._best[min(self._best, key=lambda other: abs(other - load))]
 
 
-def _load(num_requests: int) -> int:
+def load_of(num_requests: int) -> int:
     """Numbers of requests that are measured as one: each up to 8, then those within a fifth."""
     return round(4 * math.log2(max(num_requests, 1)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .config import EngineConfig
 from .errors import OverloadedError, RequestError
 from .executor import Executor
-from .limits import SchedulerConfig, check_request
+from .limits import SchedulerConfig, check_output_so_far, check_request
 from .outcome import SequenceUpdate
 from .plan import SchedulerOutput, StepResult
 from .request import FinishReason, Request
@@ -34,6 +34,8 @@ class EngineStats:
     steps that verified drafts, and `accepted_per_pos[i]` in how many of them draft i was accepted.
     `step_seconds` sums up the STEP_PARTS;
     "execute" holds draft, verify, sample and inject. `finished` counts ended requests by reason.
+    `drafter_up` says whether drafts may be asked for; `drafter_losses` counts how often a drafter failed or
+    was replaced, `drafter_refilled_tokens` what was computed anew to give the next one its context.
     """
 
     running: int
@@ -53,6 +55,9 @@ class EngineStats:
     num_accepted_tokens: int
     accepted_per_pos: tuple[int, ...]
     step_seconds: dict[str, float]
+    drafter_up: bool = True
+    drafter_losses: int = 0
+    drafter_refilled_tokens: int = 0
 
 
 class Engine:
@@ -80,11 +85,12 @@ class Engine:
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Queue the completions of one prompt, all or none.
 
-        They differ in id and seed, so one is checked for all. Raises RequestError if they can never run,
-        OverloadedError if they cannot now; background work waits as long as it takes.
+        They differ in id, seed and output so far; the rest is checked once. Raises RequestError if they can
+        never run, OverloadedError if they cannot now; background work waits as long as it takes.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
+            check_output_so_far(request, self._scheduler.config)
             if (name := request.request_id) in self._scheduler:
                 raise RequestError(
                     f"request_id={name!r} is already running; give each request an id of its own.",
@@ -129,8 +135,10 @@ class Engine:
         self._seconds["execute"] += self._clock() - begin_s
 
     def plan(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to do. Plans are committed in their order."""
+        """Decide the next step; None if there is nothing to do before one in flight ends. Plans are committed
+        in their order."""
         begin_s = self._clock()
+        self._scheduler.drafter_is(self._executor.drafter_health)
         plan = self._scheduler.schedule(begin_s)
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
@@ -138,7 +146,7 @@ class Engine:
     def commit(self, result: StepResult) -> list[SequenceUpdate]:
         """Take in what came of the oldest plan in flight."""
         begin_s = self._clock()
-        updates = self._scheduler.commit(result)
+        updates = self._scheduler.commit(result, begin_s)
         seconds, timings = self._seconds, result.timings
         seconds["draft"] += timings.draft_s
         seconds["verify"] += timings.verify_s
@@ -172,6 +180,9 @@ class Engine:
             num_accepted_tokens=counters.num_accepted_tokens,
             accepted_per_pos=tuple(counters.accepted_per_pos.tolist()),
             step_seconds=dict(self._seconds),
+            drafter_up=scheduler.drafter.ready,
+            drafter_losses=counters.drafter_losses,
+            drafter_refilled_tokens=counters.drafter_refilled_tokens,
         )
 
     def reset_prefix_cache(self) -> None:

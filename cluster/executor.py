@@ -29,6 +29,10 @@ class ExecutorInfo:
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
         page_groups: which layers see the same window, and from which pool their pages come.
+        halves: a plan is drafted while the one before it is verified, if they have no slot in common;
+            `max_in_flight` is at least 2 then. The scheduler chooses, by what it measures: two halves of the
+            running requests by turns, or all of them, and then one plan at a time. Plans by turns have a slot
+            in common only where one is given to another request while a step of the last one is in flight.
     """
 
     num_pages: tuple[int, ...]
@@ -42,6 +46,22 @@ class ExecutorInfo:
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
+    halves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """How an executor's drafter is.
+
+    Attributes:
+        ready: drafts may be asked for. Where one was lost in the middle of a step, the target has verified
+            arbitrary tokens in the place of its drafts, and lost nothing but time.
+        generation: counts drafters. A new one has no context of any step that was submitted before it was
+            reported; one that was away for a while and has missed nothing keeps its number.
+    """
+
+    ready: bool = True
+    generation: int = 0
 
 
 class Executor(Protocol):
@@ -50,16 +70,22 @@ class Executor(Protocol):
     @property
     def info(self) -> ExecutorInfo: ...
 
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        """How the drafter is now; always well where there is none of its own. Cheap; from any thread."""
+        ...
+
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step; at most `info.max_in_flight` at once. Raises EngineDeadError if a worker has died."""
+        """Start a step; at most `info.max_in_flight` at once. Raises EngineDeadError if a target's worker has
+        died; a drafter's death is told by `drafter_health` alone."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step submitted. Raises EngineDeadError when a worker has died."""
+        """Wait for the oldest step submitted. Raises EngineDeadError when a target's worker has died."""
         ...
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if a worker is gone. Cheap; may be called from any thread."""
+        """Raise EngineDeadError if a target's worker is gone. Cheap; may be called from any thread."""
         ...
 
     def close(self) -> None:

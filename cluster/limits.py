@@ -23,6 +23,7 @@ class SchedulerConfig:
         max_rows: the token budget of a step.
         by_priority: whether `Request.priority` counts.
         adaptive_drafts: whether the number of drafts follows what they bring.
+        halves: whether one half of the requests can be drafted while the other is verified.
         The rest is as in `EngineConfig` and `ExecutorInfo`.
     """
 
@@ -39,6 +40,7 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...]
     num_speculative_tokens: int
     adaptive_drafts: bool
+    halves: bool
     max_stop_token_ids: int | None
 
     @classmethod
@@ -57,6 +59,7 @@ class SchedulerConfig:
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
+            halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
         )
 
@@ -91,7 +94,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             f"max_num_batched_tokens={limits.max_rows}. Shorten it, or enable chunked prefill.",
             param="prompt",
         )
-    needed = min(length + (params.max_tokens or 1), limits.max_model_len)
+    needed = min(length + (params.max_tokens or len(request.output_token_ids) + 1), limits.max_model_len)
     if needed > limits.max_length:
         raise UnprocessableError(
             f"The prompt has {length} tokens and max_tokens={params.max_tokens}: {needed} tokens, but the "
@@ -99,6 +102,30 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
         )
+
+
+def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
+    """Raise RequestError if nothing can follow what was generated before; after `check_request`."""
+    tokens, params = request.output_token_ids, request.params
+    if not tokens:
+        return
+    check_vocabulary("output_token_ids", tokens, limits.vocab_size)
+    room = limits.max_length - len(request.prompt_token_ids)
+    most = min(params.max_tokens or room, room)
+    if len(tokens) >= most:
+        raise RequestError(
+            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={params.max_tokens} and the longest "
+            f"sequence this request ends with {most}: nothing is left to generate. Take them as its output.",
+            param="output_token_ids",
+        )
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    for index in range(params.min_tokens, len(tokens)):
+        if tokens[index] in ends:
+            raise RequestError(
+                f"output_token_ids[{index}]={tokens[index]} is a stop token and ended this request: nothing "
+                "is left to generate. Take the tokens up to it as its output.",
+                param="output_token_ids",
+            )
 
 
 def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:

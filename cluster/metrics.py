@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines"]
+Unit = Literal[
+    "requests", "tokens", "seconds", "ratio", "drafts", "preemptions", "rows", "engines", "drafters"
+]
 
-SHARED_LABELS = ("model_name", "engine")
+SHARED_LABELS = ("model_name", "engine", "replica")
 
 # vLLM's bounds; between tokens it starts at 10 ms, too coarse for blocks of accepted drafts.
 _FIRST_TOKEN_S = (
@@ -129,6 +131,25 @@ CATALOGUE: tuple[Metric, ...] = (
         "tokens",
         "Mean acceptance length since the start, the bonus token included; no value before the first draft.",
     ),
+    # The drafter's life.
+    Metric(
+        "manta:drafter_up",
+        "gauge",
+        "drafters",
+        "1 while drafts can be asked for, else 0; no value where there is no drafter.",
+    ),
+    Metric(
+        "manta:drafter_losses",
+        "counter",
+        "drafters",
+        "Times that the drafter failed or was replaced; requests went on without drafts.",
+    ),
+    Metric(
+        "manta:drafter_refilled_tokens",
+        "counter",
+        "tokens",
+        "Tokens that were computed anew to give a new drafter their context.",
+    ),
     # Batches of /v1/batches.
     Metric(
         "dflash:batch_rows_running",
@@ -155,14 +176,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         "requests",
         "HTTP requests, by route and status.",
-        ("handler", "method", "status"),
+        ("handler", "method", "status", "replica"),
     ),
     Metric(
         "http_request_duration_seconds",
         "histogram",
         "seconds",
         "From an HTTP request to the end of its response.",
-        (),
+        ("replica",),
         _HTTP_S,
     ),
 )

@@ -209,7 +209,12 @@ class PageBooks:
                 # What was given back while its step was in flight is somebody else's.
                 pages = compress(pages, (indices_M >= self.first_GS[g, slots_M]).tolist())
             self.cache.insert(g, pages)
-        self._num_hashed_S[slots_R] = full_R
+        self._num_hashed_S[slots_R] = np.maximum(full_R, self._num_hashed_S[slots_R])
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Empty the prefix cache, and tell it of no page of these running sequences until they enter anew."""
+        self.cache.clear()
+        self._num_hashed_S[list(slots)] = np.iinfo(np.int32).max
 
     def leave(self, slot: int) -> None:
         """Release a sequence's pages, the last of every group first: they are the first to be evicted."""

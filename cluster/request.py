@@ -130,6 +130,9 @@ class Request:
         speculate: False decodes this request plainly; the tokens are the same.
         background: served behind every request that is not, in what those leave of the engine's time: it may
             wait for hours where they never pause. Counts before `priority`.
+        output_token_ids: what was generated before, by another engine, with the same parameters and seed: the
+            rest is what would have followed there. Counts towards `max_tokens` and `min_tokens`; no update
+            brings it again.
     """
 
     request_id: str
@@ -140,3 +143,4 @@ class Request:
     cache_salt: str | None = None
     speculate: bool = True
     background: bool = False
+    output_token_ids: tuple[int, ...] = ()

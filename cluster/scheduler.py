@@ -30,12 +30,14 @@ import numpy as np
 
 from .background_share import NOTHING
 from .counters import Counters
+from .executor import DrafterHealth
 from .limits import SchedulerConfig
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
 from .pace import Flight, Pace
 from .page_books import PageBooks
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, StepResult
 from .prefix_cache import PrefixHit
+from .refill import Refill
 from .request import FinishReason, Request
 from .row_shares import decoding_alike, share, within
 from .sequence import WAITING, Sequence, SlotTable
@@ -52,6 +54,8 @@ class Scheduler:
         self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
         self.counters = Counters(config.num_speculative_tokens)
         self._pace = Pace(config)
+        self.drafter = DrafterHealth()
+        self._refill = Refill(config.max_rows, chunks=config.enable_chunked_prefill)
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self._sequences: dict[str, Sequence] = {}
@@ -59,6 +63,7 @@ class Scheduler:
         self._num_steps = 0
         self._online_s = -math.inf  # when the last step with online requests was planned
         self._in_flight: deque[Flight] = deque()
+        self._halved = False  # whether the plan in the making is for half of the requests, by turns
         self._admitted: list[AdmittedRequest] = []  # of the plan in the making
 
     def __contains__(self, request_id: str) -> bool:
@@ -99,11 +104,59 @@ class Scheduler:
             self._release(sequence)
         return True
 
+    # A drafter goes and comes.
+
+    def drafter_is(self, health: DrafterHealth) -> None:
+        """How the executor's drafter is, told before every plan."""
+        before, self.drafter = self.drafter, health
+        if health == before:
+            return
+        is_new = health.generation != before.generation
+        if before.ready and (is_new or not health.ready):
+            self.counters.drafter_losses += 1
+        if is_new:
+            self._forget_context()
+
+    def _forget_context(self) -> None:
+        """The drafter knows nothing of what is computed: who runs decodes plainly from here on, and nobody
+        who comes is given a page of it. Who enters again, for whatever reason, is as good as new."""
+        self.books.forget([sequence.slot for sequence in self.running])
+        self.table.max_drafts_S[:] = 0
+        self._refill.begin(self.running)
+
+    def _refill_next(self) -> None:
+        """Take somebody out to be computed anew, if that costs nobody a place: it enters in this plan."""
+        refill, table, background = self._refill, self.table, not self.num_online_running
+        if refill.current is not None and not self._is_behind(refill.current):
+            refill.current = None
+        if refill.current is not None or not (refill.is_wanted(background=background) and self.drafter.ready):
+            return
+        num_drafts, num_others = self._pace.last_drafts(background=background), len(self.running) - 1
+        sequence = refill.choose(table, num_drafts, num_others, background=background)
+        if sequence is None or self.config.max_rows <= len(self.running) * (1 + num_drafts):
+            return
+        if self.waiting and self.waiting[0].rank < sequence.rank:
+            return
+        room = self.books.cache.no_hit, int(table.num_tokens_S[sequence.slot]), self._num_before(sequence)
+        if self.books.has_room_to_enter(*room):
+            self.running.remove(sequence)
+            self._release(sequence)
+            insort(self.waiting, sequence, key=_by_rank)
+            refill.current = sequence
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Whether it runs, and lacks more than its newest token."""
+        return sequence.slot != WAITING and int(self.table.known_rows(np.array([sequence.slot]))[0]) > 1
+
     # A step is planned.
 
     def schedule(self, now_s: float) -> SchedulerOutput | None:
-        """Plan the next step; None if there is nothing to do. `now_s` is for the record of waiting times."""
+        """Plan the next step; None if there is nothing to do before one in flight ends. `now_s` is for the
+        record of times."""
         self._admitted = []
+        if self.config.halves and not self._take_turns():
+            return None
+        self._refill_next()
         slots_R, rows_R = self._plan_online(now_s)
         num_online = len(slots_R)
         if num_online:
@@ -115,7 +168,9 @@ class Scheduler:
             return None
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.depart(plan)
-        self._in_flight.append(Flight(plan, num_online, np.ones(plan.num_requests, dtype=np.bool_)))
+        num_running = self.num_online_running or len(self.running)
+        flight = self._pace.depart(plan, now_s, num_online, num_running, halved=self._halved)
+        self._in_flight.append(flight)
         self._num_steps += 1
         return plan
 
@@ -124,13 +179,22 @@ class Scheduler:
         """Plans that are not committed yet."""
         return len(self._in_flight)
 
+    def _take_turns(self) -> bool:
+        """Settle whether half of the requests or all go into the next plan, and whether it is time for it.
+
+        Plans in flight have no request in common then, or else there is one at a time.
+        """
+        num_running = self.num_online_running or len(self.running)
+        self._halved = self.drafter.ready and self._pace.in_halves(num_running)
+        return len(self._in_flight) < (2 if self._halved else 1)
+
     def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
         """Slots and rows of all requests that are not background work."""
         slots_R, budget = self._going_on(self.running[: self.num_online_running]), self.config.max_rows
         rows_R = slots_R
         if len(slots_R):
             num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
-            num_drafts = self._pace.drafts(int((known_R == 1).sum()))
+            num_drafts = self._num_drafts(int((known_R == 1).sum()))
             rows_R = share(self._wanted_rows(slots_R, num_tokens_R, known_R, num_drafts), budget)
             num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
@@ -141,14 +205,14 @@ class Scheduler:
     ) -> tuple[IntArray, IntArray]:
         """Slots and rows of background work beside these. Who gets none pauses where it stands."""
         online = decoding_alike(online_rows_R, self.table.known_rows(online_R))
-        if len(online_R) and online is None:
+        if online is None and (len(online_R) or (self._halved and self.num_online_running)):
             return online_R[:0], online_R[:0]
         slots_R = self._going_on(self.running[self.num_online_running :])
         num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
         if online is None:
             portion = self._pace.alone(num_decoding, now_s - self._online_s)
-            num_drafts = self._pace.drafts(min(num_decoding, portion.num_decoding), background=True)
+            num_drafts = self._num_drafts(min(num_decoding, portion.num_decoding), background=True)
         else:
             num_drafts, portion = online[1], self._pace.beside(online, num_decoding)
             if portion == NOTHING:
@@ -165,9 +229,18 @@ class Scheduler:
         )
 
     def _going_on(self, sequences: list[Sequence]) -> IntArray:
-        """Slots of those that may need another step."""
+        """Slots of those that may need another step; of half of them, if they take turns."""
         slots_R = np.fromiter((q.slot for q in sequences), np.int32, len(sequences))
-        return slots_R[self.table.go_on(slots_R)]
+        slots_R = slots_R[self.table.go_on(slots_R)]
+        if not self._halved:
+            return slots_R
+        return slots_R[self.table.is_idle(slots_R)][: (len(slots_R) + 1) // 2]
+
+    def _num_drafts(self, num_decoding: int, *, background: bool = False) -> int:
+        """Drafts of each of so many requests that decode."""
+        if not self.drafter.ready:
+            return 0
+        return self._pace.drafts(num_decoding, background=background, halved=self._halved)
 
     def _wanted_rows(
         self, slots_R: IntArray, num_tokens_R: IntArray, known_R: IntArray, num_drafts: int
@@ -179,7 +252,11 @@ class Scheduler:
         if self.books.has_windows:
             # A window's pages stay until drafts in flight are judged: those reach one step's rows ahead.
             drafts_R = np.minimum(drafts_R, self.config.max_rows - 1 - table.ahead_drafts_S[slots_R])
-        return np.where(known_R == 1, 1 + np.minimum(drafts_R, num_drafts), known_R)
+        wanted_R = np.where(known_R == 1, 1 + np.minimum(drafts_R, num_drafts), known_R)
+        if (refilled := self._refill.current) is None:
+            return wanted_R
+        most = self._refill.rows(num_drafts, len(slots_R) - 1)
+        return np.where(slots_R == refilled.slot, np.minimum(wanted_R, most), wanted_R)
 
     def _cover_rows(self, slots_R: IntArray, first_R: IntArray, rows_R: IntArray) -> int:
         """Take the pages of all rows, from position `first_R` on, in rank order; returns how many of the
@@ -198,16 +275,25 @@ class Scheduler:
             self._preempt(last)
         else:
             return len(slots_R)
-        num_left = len(slots_R)
+        num_left, others = len(slots_R), self._others(slots_R) if self._halved else []
         for index in books.lacking(slots_R, first_R + rows_R):
             slot, first, rows = int(slots_R[index]), int(first_R[index]), int(rows_R[index])
             while index < num_left and not books.has_room(slot, first + 1):
-                num_left -= 1
-                self._preempt(self.table.sequences[int(slots_R[num_left])])
+                last = self.table.sequences[int(slots_R[num_left - 1])]
+                if others and others[-1].rank > last.rank:
+                    last = others.pop()
+                else:
+                    num_left -= 1
+                self._preempt(last)
             if index >= num_left:
                 break
             rows_R[index] = books.grow_some(slot, first + rows) - first
         return num_left
+
+    def _others(self, slots_R: IntArray) -> list[Sequence]:
+        """By rank, those that run and have no turn in this plan."""
+        chosen = set(slots_R.tolist())
+        return [sequence for sequence in self.running if sequence.slot not in chosen]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -231,6 +317,10 @@ class Scheduler:
             if not self._make_room(sequence, hit):
                 break
             self._enter(self.waiting.pop(0), hit, now_s)
+            if sequence is self._refill.current:
+                self.counters.drafter_refilled_tokens += left
+                num_drafts = self._pace.last_drafts(background=background)
+                left = min(left, self._refill.rows(num_drafts, len(slots_R)))
             rows.append(min(left, budget))
             budget -= rows[-1]
         slots = [admitted.slot for admitted in self._admitted[num_before:]]
@@ -269,9 +359,10 @@ class Scheduler:
             AdmittedRequest(slot, sequence.request.request_id, table.known_tokens(slot), sequence.sampling)
         )
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
+            num_prompt_tokens = len(sequence.request.prompt_token_ids)
+            sequence.num_cached_tokens = min(num_cached, num_prompt_tokens)
             sequence.queue_s = now_s - sequence.request.arrival_s
-            self.counters.count_first_entry(len(sequence.token_ids), sequence.num_cached_tokens)
+            self.counters.count_first_entry(num_prompt_tokens, sequence.num_cached_tokens)
 
     def _make_plan(self, slots_R: IntArray, rows_R: IntArray) -> SchedulerOutput:
         table, left_R = self.table, self.table.known_rows(slots_R)
@@ -295,7 +386,7 @@ class Scheduler:
 
     # A step is committed.
 
-    def commit(self, result: StepResult) -> list[SequenceUpdate]:
+    def commit(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
         """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens."""
         assert self._in_flight, "a result without a plan"
         flight = self._in_flight.popleft()
@@ -304,7 +395,7 @@ class Scheduler:
         self._append_tokens(outcome)
         self.books.remember_full_pages(self.table, outcome.slots)
         self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
-        self._pace.learn(flight, outcome, result.timings.total_s, shares=self.has_background)
+        self._pace.learn(flight, outcome, result.timings, now_s, shares=self.has_background)
         updates = make_updates(self.table, outcome)
         self._dismiss(updates)
         return updates
@@ -334,6 +425,7 @@ class Scheduler:
         """Free a sequence's slot and pages."""
         for flight in self._in_flight:
             flight.staying_R[flight.plan.slots == sequence.slot] = False
+        self._refill.leave(sequence.slot)
         self.books.leave(sequence.slot)
         self.table.leave(sequence)
 

@@ -67,7 +67,7 @@ class Sequence:
         return cls(
             request=request,
             rank=rank,
-            token_ids=np.array(request.prompt_token_ids, dtype=np.int32),
+            token_ids=np.array(request.prompt_token_ids + request.output_token_ids, dtype=np.int32),
             max_length=length + min(params.max_tokens or room, room),
             sampling=SlotSampling(
                 temperature=params.temperature,
@@ -133,6 +133,10 @@ class SlotTable:
     def go_on(self, slots_R: IntArray) -> BoolArray:
         """Which sequences the steps in flight do not bring to their greatest length, whatever is accepted."""
         return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
+
+    def is_idle(self, slots_R: IntArray) -> BoolArray:
+        """Which sequences no step in flight computes."""
+        return self.ahead_rows_S[slots_R] == 0
 
     def most_tokens(self, slots_R: IntArray) -> IntArray:
         """Tokens of each sequence, drafts in flight taken as accepted; if it goes on, it is not full."""

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ConfigError
-from .executor import ExecutorInfo
+from .executor import DrafterHealth, ExecutorInfo
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StepResult, StepTimings
+from .simulated_time import StepTimes
 
 Hashes = NDArray[np.uint64]
 _TOKENS, _ACCEPTANCE = 0, 1  # independent streams of noise
+_NO_DRAFTER = -1
 
 
 class VirtualClock:
@@ -65,8 +67,8 @@ class SimulatedExecutor:
     Args:
         info: the facts of the model that is imitated.
         survival: survival[i] is how likely drafts 0..i are all accepted; 0 beyond its end.
-        cost: seconds of a planned step.
-        spend: is told them, e.g. `VirtualClock.advance`.
+        cost: seconds of a planned step, its parts one after the other.
+        spend: is told how long a step has to be waited for, e.g. `VirtualClock.advance`.
     """
 
     def __init__(
@@ -85,15 +87,30 @@ class SimulatedExecutor:
         self._survival = curve
         self._cost = cost
         self._spend = spend
+        self._times = StepTimes(beside=info.halves)
         self._seeds_S = np.zeros(0, dtype=np.uint64)
         self._computed_S = np.zeros(0, dtype=np.int32)
+        self._drafters_S = np.zeros(0, dtype=np.int32)  # the generation that has seen all of a sequence
         self._sampling: dict[int, SlotSampling] = {}
         self._results: deque[StepResult] = deque()
+        self._drafter = DrafterHealth()
         self._closed = False
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        return self._drafter
+
+    def lose_drafter(self) -> None:
+        """From now on no draft is accepted."""
+        self._drafter = replace(self._drafter, ready=False)
+
+    def start_drafter(self) -> None:
+        """A new one, in the place of whichever there is; it has no context of what was computed so far."""
+        self._drafter = DrafterHealth(ready=True, generation=self._drafter.generation + 1)
 
     def submit(self, plan: SchedulerOutput) -> None:
         assert not self._closed, "the executor is closed"
@@ -101,6 +118,7 @@ class SimulatedExecutor:
         self._results.append(self._run(plan))
 
     def collect(self) -> StepResult:
+        self._spend(self._times.end())
         return self._results.popleft()
 
     def first_positions(self, plan: SchedulerOutput) -> IntArray:
@@ -112,15 +130,18 @@ class SimulatedExecutor:
             self._admit(request)
         seeds_R = self._seeds_S[plan.slots]
         begin_R = self.first_positions(plan) + plan.num_rows - plan.num_drafts
-        num_tokens_R = np.where(plan.samples, 1 + self._accepted(seeds_R, begin_R, plan.num_drafts), 0)
+        if not self._drafter.ready:
+            self._drafters_S[plan.slots] = _NO_DRAFTER
+        in_context_R = self._drafters_S[plan.slots] == self._drafter.generation
+        accepted_R = np.where(in_context_R, self._accepted(seeds_R, begin_R, plan.num_drafts), 0)
+        num_tokens_R = np.where(plan.samples, 1 + accepted_R, 0)
         columns_W = np.arange(1 + int(plan.num_drafts.max()), dtype=np.int32)
         positions_RW = begin_R[:, None] + columns_W
         token_ids_RW = _tokens(seeds_R[:, None], positions_RW, self._info.vocab_size)
         self._avoid_early_stops(plan.slots, positions_RW, token_ids_RW)
         token_ids_RW[columns_W >= num_tokens_R[:, None]] = -1
         self._computed_S[plan.slots] = begin_R + np.maximum(num_tokens_R - 1, 0)
-        timings = self._cost(plan)
-        self._spend(timings.draft_s + timings.verify_s + timings.sample_s + timings.inject_s)
+        timings = self._times.begin(plan, self._cost(plan))
         return StepResult(plan.step, token_ids_RW, num_tokens_R.astype(np.int32), timings)
 
     def check_health(self) -> None:
@@ -133,6 +154,8 @@ class SimulatedExecutor:
         missing = request.slot + 1 - len(self._seeds_S)
         self._seeds_S = np.append(self._seeds_S, np.zeros(max(missing, 0), dtype=np.uint64))
         self._computed_S = np.append(self._computed_S, np.zeros(max(missing, 0), dtype=np.int32))
+        self._drafters_S = np.append(self._drafters_S, np.zeros(max(missing, 0), dtype=np.int32))
+        self._drafters_S[request.slot] = self._drafter.generation
         self._seeds_S[request.slot] = request.sampling.seed % 2**64
         self._sampling[request.slot] = request.sampling
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +35,7 @@ app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command()(batch)
 app.command("run-batch", help="The same as batch.", hidden=True)(batch)
+SHUTDOWN_TIMEOUT_S = 30.0  # of a server at somebody's terminal
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
 
 
@@ -118,11 +118,18 @@ def serve(
             help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
         ),
     ] = None,
+    shutdown_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--shutdown-timeout",
+            help="Seconds that requests may go on after Ctrl-C or SIGTERM (else the file's, or 30).",
+        ),
+    ] = None,
     plain_proxy: Annotated[
         bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
     ] = False,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C."""
+    """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
     from .stop import Stopped, StopSignals
 
     if served_model_name:
@@ -133,13 +140,16 @@ def serve(
         settings["batch_storage"] = (
             batch_storage if "://" in batch_storage else str(Path(batch_storage).absolute())
         )
+    if shutdown_timeout is not None:
+        settings["shutdown_timeout"] = shutdown_timeout
+    settings.setdefault("shutdown_timeout", SHUTDOWN_TIMEOUT_S)
     try:
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server
 
             options = ServeOptions(host=host, port=port, plain_proxy=plain_proxy)
-            with start_server(settings, options, signals=signals) as server, suppress(Stopped):
-                server.wait()
+            with start_server(settings, options, signals=signals) as server:
+                server.serve_until_stopped()
     except Stopped as stopped:
         typer.echo(f"{stopped} before it served", err=True)
         raise typer.Exit(stopped.exit_code) from None

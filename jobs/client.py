@@ -60,6 +60,10 @@ class ServerClient:
         response = self._request(path, body)
         return Answer(response.status, _json_object(self._read(response)))
 
+    def text(self, path: str) -> str:
+        """GET; the body of any status. Raises UnreachableError."""
+        return self._read(self._request(path, None)).decode(errors="replace")
+
     def complete(self, body: Json) -> str:
         """The text of a completion."""
         answer = self.ask("/v1/completions", body)
@@ -121,6 +125,17 @@ class ServerClient:
     def _accept(self, path: str, answer: Answer) -> None:
         if answer.status != 200:
             raise MantaError(f"{self.url}{path} answered {answer.status}: {answer.error}")
+
+
+def num_requests(url: str) -> int:
+    """Requests that the server at `url` has, running and waiting; 0 if it does not say."""
+    counted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    with ServerClient(url, HEALTH_TIMEOUT_S) as client:
+        try:
+            lines = client.text("/metrics").splitlines()
+        except UnreachableError:
+            return 0
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(counted))
 
 
 def split_url(url: str) -> SplitResult:

@@ -21,7 +21,7 @@ from ..actors.batch.source import read_results
 from ..cluster.errors import CheckpointError, MantaError
 from .client import ServerClient
 from .demo_commands import run_command, serving
-from .serve import free_port
+from .serve_checks import free_port
 from .tables import decimals
 
 CHAT = "Write the function with this signature and docstring.\n\n" + (

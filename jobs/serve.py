@@ -2,37 +2,37 @@
 
 Everything that can be wrong is checked before anything starts. A Ray that is running already (RAY_ADDRESS) is
 used and left running; else one is started here and ended with the server. HAProxy stands in front unless
-`plain_proxy` asks for Serve's own proxy; that is chosen by environment variables before Ray starts, so on an
-existing cluster it is what its nodes were started with.
+`plain_proxy` asks for Serve's own proxy; that is chosen by environment variables before Ray starts
+(`serve_environment.py`), so on an existing cluster it is what its nodes were started with. The end is in two
+parts: `drain` lets requests end and takes no new ones, `stop` ends what is there.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import signal
-import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ..actors.http.settings import split_settings
-from ..cluster.config import EngineConfig
+from ..actors.http.settings import ServerSettings, split_settings
 from ..cluster.errors import ConfigError, PlacementError
-from .client import await_ready
+from .client import await_ready, num_requests
+from .greeting import models_told, try_it
 from .ray_session import join_or_start_ray, ray_address
-from .stop import StopSignals
+from .serve_checks import check_port, check_storage
+from .serve_environment import ServeEnvironment
+from .stop import Stopped, StopSignals
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
-# Above the longest generation: a reload of HAProxy ends older streams after so long.
-HAPROXY_HARD_STOP_S = 3600
 POLL_S = 0.2
 TELL_S = 5.0
+# Serve takes a replica away a little after its last request has ended.
+DRAIN_MARGIN_S = 20.0
 # A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
 ROOM_TIMEOUT_S = 60.0
 NEW_NODE_TIMEOUT_S = 900.0
@@ -75,19 +75,55 @@ class Server:
     """
 
     def __init__(
-        self, options: ServeOptions, *, owns_ray: bool, environment: Mapping[str, str | None]
+        self,
+        options: ServeOptions,
+        settings: ServerSettings,
+        environment: ServeEnvironment | None,
+        *,
+        owns_ray: bool,
+        report: Report,
     ) -> None:
         self.url = options.url
         self._name = options.name
-        self._owns_ray = owns_ray
+        self._settings = settings
         self._environment = environment
+        self._owns_ray = owns_ray
+        self._report = report
         self._deployed = False
         self._stopped = False
 
-    def wait(self) -> NoReturn:
-        """Block until a signal's handler raises: `Stopped`, as a rule."""
+    def serve_until_stopped(self) -> None:
+        """Block until a signal's handler raises `Stopped`; then drain."""
+        try:
+            self._wait()
+        except Stopped as stopped:
+            self.drain(str(stopped))
+
+    def _wait(self) -> NoReturn:
         while True:
             signal.pause()
+
+    def drain(self, why: str) -> None:
+        """Take no new requests. Those that run have `shutdown_timeout`, and then get an error event."""
+        from ray import serve
+
+        began_s = told_s = time.monotonic()
+        allowed_s = self._settings.shutdown_timeout
+        self._report(
+            f"{why}: no new requests; {num_requests(self.url)} running may go on for {allowed_s:g} s "
+            "(a second signal ends all at once)"
+        )
+        if self._environment is not None and self._environment.haproxy is not None:
+            self._environment.haproxy.refuse_requests()
+        serve.delete(self._name, _blocking=False)
+        deadline_s = began_s + allowed_s + DRAIN_MARGIN_S
+        while self._name in serve.status().applications and time.monotonic() < deadline_s:
+            if time.monotonic() - told_s >= TELL_S:
+                told_s = time.monotonic()
+                self._report(f"draining ({told_s - began_s:.0f} s)")
+            time.sleep(POLL_S)
+        self._deployed = False
+        self._report(f"drained in {time.monotonic() - began_s:.1f} s")
 
     def deploy(self, app: Application) -> None:
         """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""
@@ -106,13 +142,17 @@ class Server:
         self._stopped = True
         import ray
         from ray import serve
+        from ray._private import worker
 
         if self._owns_ray:
+            worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
             serve.shutdown()
             ray.shutdown()
+            worker._worker_logs_enabled = True
         elif self._deployed:
             serve.delete(self._name)
-        restore_environment(self._environment)
+        if self._environment is not None:
+            self._environment.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -140,16 +180,17 @@ def start_server(
     """
     report = report or _to_stderr
     config, settings = split_settings(args)
-    existing, environment = ray_address(), {}
+    existing, environment = ray_address(), None
     if not existing:
         check_port(options.host, options.port)
-        _check_models(config)
+        for line in models_told(config, settings):
+            report(line)
         if settings.batch_storage is not None:
-            _check_storage(settings.batch_storage)
-        environment = set_proxy_environment(plain_proxy=options.plain_proxy)
+            check_storage(settings.batch_storage)
+        environment = ServeEnvironment(plain_proxy=options.plain_proxy)
     report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
-    owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve")
-    server = Server(options, owns_ray=owns_ray, environment=environment)
+    owns_ray = _ray(options, environment)
+    server = Server(options, settings, environment, owns_ray=owns_ray, report=report)
     try:
         if signals is not None:
             signals.take_back()
@@ -158,86 +199,22 @@ def start_server(
         server.stop()
         raise
     report(f"serving on {server.url}")
+    if not existing:
+        report(f"try it: {try_it(server.url, config, settings)}")
     return server
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError unless host:port can be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"port={port} on {host} cannot be used ({error}). Stop what listens there, or choose another "
-                "with --port.",
-                param="port",
-            ) from None
-
-
-def _check_models(config: EngineConfig) -> None:
-    """Report what checkpoints and settings show to be wrong now, not from a replica's log."""
-    from ..actors.targets.loading.plan import plan_load
-
-    plan_load(config)
-
-
-def _check_storage(where: str) -> None:
-    """A folder of this machine must be there to be written, or to be made."""
-    from ..actors.batch.storage import Storage
-
-    storage = Storage.open(where, field="batch_storage")
-    if not storage.local:
-        return
+def _ray(options: ServeOptions, environment: ServeEnvironment | None) -> bool:
+    """A Ray to serve on; whether it was started here."""
     try:
-        Path(storage.root).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=storage.root).close()
-    except OSError as error:
-        raise ConfigError(
-            f"batch_storage: {where} cannot be written ({error.strerror}). Choose another folder with "
-            "--batch-storage.",
-            param="batch_storage",
-        ) from None
-
-
-def set_proxy_environment(*, plain_proxy: bool) -> dict[str, str | None]:
-    """Choose the proxy for a Ray that is started from this process. What is set already stays.
-
-    Returns:
-        what was changed, with the values before, for `restore_environment`.
-    """
-    if plain_proxy:
-        wanted = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    else:
-        wanted = {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
-            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # no other node's proxy must hear of it
-            # Ports of their own, so that two clusters get along on one machine.
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        }
-        wanted = {name: value for name, value in wanted.items() if name not in os.environ}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    return before
-
-
-def restore_environment(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        owns_ray = join_or_start_ray(
+            num_cpus=options.num_cpus, namespace="serve", logging_level=logging.WARNING
+        )
+    except BaseException:
+        if environment is not None:
+            environment.restore()
+        raise
+    return owns_ray
 
 
 def _deploy(server: Server, args: Mapping[str, Any], options: ServeOptions, report: Report) -> None:
@@ -246,6 +223,7 @@ def _deploy(server: Server, args: Mapping[str, Any], options: ServeOptions, repo
     from ..actors.replica import build_app
 
     app = build_app(args)
+    logging.getLogger(serve.__name__).setLevel(logging.WARNING)
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": options.host, "port": options.port},

@@ -18,7 +18,7 @@ from typing import Any
 
 from manta.actors.executor import make_executor
 from manta.cluster.config import EngineConfig
-from manta.cluster.executor import Executor, ExecutorInfo
+from manta.cluster.executor import DrafterHealth, Executor, ExecutorInfo
 from manta.cluster.plan import SchedulerOutput, StepResult
 from manta.cluster.pool_size import Concurrency
 from manta.cluster.simulator import LinearCost, SimulatedExecutor
@@ -42,6 +42,10 @@ class CountingExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._inner.info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        return self._inner.drafter_health
 
     def submit(self, plan: SchedulerOutput) -> None:
         if any(request.token_ids.tolist()[: len(KILLER)] == KILLER for request in plan.admitted):

@@ -45,7 +45,7 @@ def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) 
     """A request; keywords of `SamplingParams` are sorted out from those of `Request`."""
     own = {
         name: fields.pop(name)
-        for name in ("priority", "cache_salt", "speculate", "background")
+        for name in ("priority", "cache_salt", "speculate", "background", "output_token_ids")
         if name in fields
     }
     params = SamplingParams(**{"seed": sum(map(ord, request_id)), **fields})
@@ -71,7 +71,15 @@ class CheckingExecutor(SimulatedExecutor):
         self.requests: dict[str, Request] = {}
         self.slots: dict[int, _Slot] = {}
         self.held: dict[tuple[int, int, int], tuple[int, int]] = {}  # (pool, page, offset) -> group, digest
+        self.seen: dict[tuple[int, int, int], int] = {}  # place -> the drafter that has its context, if any
         self.num_steps = 0
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        if self.info.halves:
+            new = {request.slot for request in plan.admitted}
+            under_way = {slot for _, slots in self._times._under_way for slot in slots.tolist()}
+            assert not under_way & set(plan.slots.tolist()) - new, "plans in flight have a request in common"
+        super().submit(plan)
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
         self._check_form(plan)
@@ -89,6 +97,10 @@ class CheckingExecutor(SimulatedExecutor):
                 for position in range(begin, len(chain)):
                     held = self.held.get(self._place(slot, g, position))
                     assert held == (g, chain[position]), f"row {r}, group {g}: wrong at {position}"
+                if plan.num_drafts[r]:
+                    places = [self._place(slot, g, position) for position in range(begin, first_R[r])]
+                    known = {self.seen[place] for place in places}
+                    assert known <= {self.drafter_health.generation}, "drafts without context"
         self._advance(plan, first_R, result)
         return result
 
@@ -104,6 +116,7 @@ class CheckingExecutor(SimulatedExecutor):
         assert len(set(slots)) == count and all(0 <= s < self.max_slots for s in slots)
         assert {a.slot for a in plan.admitted} <= set(slots) and set(plan.page_slots.tolist()) <= set(slots)
         assert plan.num_batched_tokens <= self.max_rows and (plan.num_rows >= 1).all()
+        assert self.drafter_health.ready or not plan.num_drafts.any()
         assert (plan.num_drafts >= 0).all() and (plan.num_drafts <= self.info.num_speculative_tokens).all()
         self.num_steps += 1
 
@@ -169,6 +182,7 @@ class CheckingExecutor(SimulatedExecutor):
                 assert place not in written, "two rows write the same place"
                 written.add(place)
                 self.held[place] = g, chain[position + 1]
+                self.seen[place] = self.drafter_health.generation if self.drafter_health.ready else -1
         return chain[1:]
 
     def _advance(self, plan: SchedulerOutput, first_R: list[int], result: StepResult) -> None:
@@ -229,6 +243,12 @@ def vary_background(engine: Engine, seed: int) -> None:
     scheduler._pace.beside = lambda online, num_decoding: portion(0)
     if chunks:
         scheduler._pace.alone = lambda num_decoding, idle_s: portion(1)
+
+
+def vary_halves(engine: Engine, seed: int) -> None:
+    """Change between the two ways at any time, whatever is learned of costs."""
+    random = np.random.default_rng(seed)
+    engine._scheduler._pace.in_halves = lambda num_requests: bool(random.random() < 0.7)
 
 
 def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:

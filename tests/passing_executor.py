@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manta.cluster.executor import Executor, ExecutorInfo
+from manta.cluster.executor import DrafterHealth, Executor, ExecutorInfo
 from manta.cluster.plan import SchedulerOutput, StepResult
 
 
@@ -15,6 +15,10 @@ class PassingExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._inner.info
+
+    @property
+    def drafter_health(self) -> DrafterHealth:
+        return self._inner.drafter_health
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._inner.submit(plan)

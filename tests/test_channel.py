@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manta.actors.workers.channel import PeerLostError, StepChannel, WorkerChannel, knock
+from manta.actors.workers.channel import StepChannel, WorkerChannel, knock
+from manta.actors.workers.ends import PeerLostError
 from manta.actors.workers.rings import Layout
 from manta.cluster.plan import SchedulerOutput, StepResult
 
 WORKER = """
 import os, sys, time
-from manta.actors.workers.channel import PeerLostError, WorkerChannel, knock
+from manta.actors.workers.channel import WorkerChannel, knock
+from manta.actors.workers.ends import PeerLostError
 address, rank, behaviour = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 answers = behaviour == "all answer" or rank == 0
 try:

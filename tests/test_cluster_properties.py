@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from cluster_checker import (
@@ -15,6 +15,7 @@ from cluster_checker import (
     make_request,
     open_engine,
     vary_background,
+    vary_halves,
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -31,16 +32,27 @@ LAYOUTS = {
     "two pools": (PageGroup(), PageGroup(window=7), PageGroup(1, window=13), PageGroup(1)),
 }
 STEMS = tuple(tuple((7 * i + j) % (VOCAB - 2) + 2 for j in range(24)) for i in range(2))
+# What becomes of the drafter, before which steps.
+DRAFTERS = (
+    {},
+    {5: ("start_drafter",)},
+    {4: ("lose_drafter",), 9: ("start_drafter",)},
+    {3: ("start_drafter",), 8: ("lose_drafter", "start_drafter"), 10: ("lose_drafter",)},
+)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, when it arrives, and when (if ever) it is aborted: before a step or within it."""
+    """A request, when it arrives, and when (if ever) it is aborted: before a step or within it.
+
+    Another engine has generated its first `num_known` tokens, if there are more.
+    """
 
     request: Request
     step: int
     abort_step: int | None
     abort_in_flight: bool
+    num_known: int
 
 
 @st.composite
@@ -62,12 +74,13 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
         background=draw(st.sampled_from((False, False, True))),
     )
     abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
-    return Arrival(request, draw(st.integers(0, 6)), abort, draw(st.booleans()))
+    num_known = draw(st.sampled_from((0, 0, 1, 5, 12)))
+    return Arrival(request, draw(st.integers(0, 6)), abort, draw(st.booleans()), num_known)
 
 
 @st.composite
 def workloads(draw: st.DrawFn, groups: tuple[PageGroup, ...]) -> tuple[ExecutorInfo, Engine, list[Arrival]]:
-    page_size = draw(st.sampled_from((1, 2, 4)))
+    page_size, halves = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((False, False, True)))
     info = make_info(
         page_size=page_size,
         num_pages=tuple(
@@ -77,7 +90,8 @@ def workloads(draw: st.DrawFn, groups: tuple[PageGroup, ...]) -> tuple[ExecutorI
         page_groups=groups,
         max_model_len=draw(st.integers(30, 60)),
         num_speculative_tokens=draw(st.integers(0, 6)),
-        max_in_flight=draw(st.sampled_from((1, 1, 2, 3))),
+        max_in_flight=2 if halves else draw(st.sampled_from((1, 1, 2, 3))),
+        halves=halves,
     )
     survival = sorted(draw(st.lists(st.floats(0, 1), max_size=6)), reverse=True)
     chunked = draw(st.booleans())
@@ -91,6 +105,7 @@ def workloads(draw: st.DrawFn, groups: tuple[PageGroup, ...]) -> tuple[ExecutorI
         scheduling_policy=draw(st.sampled_from(("fcfs", "priority"))),
     )
     vary_background(engine, draw(st.integers(0, 999)))
+    vary_halves(engine, draw(st.integers(0, 999)))
     count = draw(st.integers(1, 10))
     return info, engine, [draw(arrivals(i)) for i in range(count)]
 
@@ -100,23 +115,27 @@ def workloads(draw: st.DrawFn, groups: tuple[PageGroup, ...]) -> tuple[ExecutorI
 @given(data=st.data())
 def test_every_request_gets_its_own_tokens_and_nothing_is_lost(layout: str, data: st.DataObject) -> None:
     info, engine, todo = data.draw(workloads(LAYOUTS[layout]))
-    outputs, served, aborted, now = Outputs(), {}, set(), 0
-    max_rows = engine._executor.max_rows
+    outputs, served, known, aborted, now = Outputs(), {}, {}, set(), 0
+    max_rows, drafters = engine._executor.max_rows, data.draw(st.sampled_from(DRAFTERS))
     waiting = sorted(todo, key=lambda a: a.step)
     while waiting or engine.has_unfinished:
         while waiting and waiting[0].step <= now:
-            request = waiting.pop(0).request
+            arrival = waiting.pop(0)
+            request, request_id = arrival.request, arrival.request.request_id
+            known[request_id] = expected(request, info, max_rows)[0][:-1][: arrival.num_known]
             try:
-                add(engine, request)
-                served[request.request_id] = request
+                add(engine, replace(request, output_token_ids=tuple(known[request_id])))
+                served[request_id] = request
             except UnprocessableError:
                 event("too long for the pages")
+        for change in drafters.get(now, ()):
+            getattr(engine._executor, change)()
         step(engine, outputs, {a.request.request_id: a for a in todo if a.abort_step == now}, aborted)
         now += 1
         assert now < 3000, "no progress"
     for request_id, request in served.items():
         tokens, *end = expected(request, info, max_rows)
-        mine = outputs.tokens.get(request_id, [])
+        mine = known[request_id] + outputs.tokens.get(request_id, [])
         if request_id in aborted:
             assert mine == tokens[: len(mine)] and request_id not in outputs.ends
         else:

@@ -151,7 +151,7 @@ def test_uploads_that_cannot_be_used_are_refused(server: LiveServer, client: ope
 
 
 def test_a_batch_answers_each_line_as_http_does(server: LiveServer, client: openai.OpenAI) -> None:
-    prompts = [f"def f{i}(" for i in range(12)]
+    prompts = [f"# a beginning that all rows have in common\ndef f{i}(" for i in range(12)]
     lines = [line(f"row-{i}", prompt, COMPLETIONS) for i, prompt in enumerate(prompts)]
     lines += [line("bad", "x", COMPLETIONS, temperature=-1), line("long", "x" * 8000, COMPLETIONS)]
     batch = submit(client, lines, COMPLETIONS, metadata={"for": "a test"})
@@ -175,6 +175,9 @@ def test_a_batch_answers_each_line_as_http_does(server: LiveServer, client: open
     response = found["row-3"]["response"]
     assert response["status_code"] == 200 and found["row-3"]["id"].startswith("batch_req_")
     assert response["body"]["model"] == NAME and response["body"]["usage"]["completion_tokens"] == 12
+    usages = [one["response"]["body"]["usage"] for one in found.values()]
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert batch.usage.input_tokens_details.cached_tokens == cached > 0
     errors = results(client, batch.error_file_id)
     assert set(errors) == {"bad", "long"} and len(found) == 12
     assert "temperature" in errors["bad"]["error"]["message"] and errors["bad"]["response"] is None

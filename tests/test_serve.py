@@ -21,7 +21,8 @@ import yaml
 from manta.actors.replica import build_app
 from manta.cluster.engine import EngineStats
 from manta.cluster.errors import CheckpointError, ConfigError
-from manta.jobs.serve import ServeOptions, Server, free_port, start_server
+from manta.jobs.serve import ServeOptions, Server, start_server
+from manta.jobs.serve_checks import free_port
 from ray.serve.schema import ServeDeploySchema
 from text_pair import make_text_pair
 

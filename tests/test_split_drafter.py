@@ -1,13 +1,10 @@
-"""A split drafter that the device drives, beside its target: both are threads here, and speak through queues.
-
-One of them runs at a time, for Triton's interpreter is not made for two.
-"""
+"""A split drafter that the device drives, beside its target: two threads here, that speak as processes do."""
 
 from __future__ import annotations
 
-import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,83 +15,99 @@ import torch
 
 pytest.importorskip("triton")
 
-from manta.actors.targets.loading.plan import plan_load
+from devices import watch_launches
+from manta.actors.targets.loading.plan import LoadPlan, plan_load
 from manta.actors.targets.loading.rank import Checkpoints, start_runner
 from manta.actors.targets.model.parallel import SingleRank
-from manta.actors.targets.runners.device import DeviceRunner
-from manta.actors.workers.device_drafter import DeviceDrafter
-from manta.actors.workers.process_group import ProcessGroups
-from manta.actors.workers.split_drafter import RemoteDrafts, start_drafter, tell_num_pages
+from manta.actors.workers import drafter_link
+from manta.actors.workers.device_drafter import DeviceSeat
+from manta.actors.workers.drafter_seat import LoadedDrafter, Seat
+from manta.actors.workers.drafter_server import DrafterServer
+from manta.actors.workers.ends import Waiter
+from manta.actors.workers.link_messages import Hello
+from manta.actors.workers.split_drafter import RemoteDrafts, SplitRunner
 from manta.cluster.plan import SchedulerOutput, StepResult
+from manta.drafter.compute.backend import Backend
 from steps import GREEDY, Steps, open_runner, settings
 
 
-class Wire:
-    """A group of two ranks, as one of them sees it; what is said is kept in `said`."""
+class Listener(DeviceSeat):
+    """A seat; its drafts are kept in `said`."""
 
-    world_size = 2
-    device = torch.device("cpu")
+    said: list[torch.Tensor]
 
-    def __init__(self, rank: int, mail: queue.Queue[torch.Tensor], turn: threading.Lock) -> None:
-        self.rank, self._mail, self._turn = rank, mail, turn
-        self.said: list[torch.Tensor] = []
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        if self.rank == source:
-            self.said.append(tensor.clone())
-            self._mail.put(self.said[-1])
-            return tensor
-        self._turn.release()
-        try:
-            heard = self._mail.get(timeout=60)
-        finally:
-            self._turn.acquire()
-        assert heard.shape == tensor.shape and heard.dtype is tensor.dtype, "both know what is said"
-        return tensor.copy_(heard)
+    def draft(self, plan: SchedulerOutput) -> torch.Tensor:
+        self.said.append(super().draft(plan).clone())
+        return self.said[-1]
 
 
 class Pair:
-    """Target and drafter, loaded as their workers load them."""
+    """Target and drafter, loaded as their workers load them; they speak over a real link."""
 
     def __init__(self, target: Path, spec: dict[str, object], **small: object) -> None:
         spec = {**spec, "placement": "split"}
         config = settings(target, attention_backend="triton", speculative_config=spec, **small)
-        self._turn, self._pool = threading.Lock(), ThreadPoolExecutor(1)
-        joint, link = queue.Queue[torch.Tensor](), queue.Queue[torch.Tensor]()
-        mine, theirs = (
-            ProcessGroups(*(Wire(rank, mail, self._turn) if mail else None for mail in (joint, None, link)))
-            for rank in (0, 1)
-        )
-        self.drafts = theirs.joint.said
-        drafter = self._pool.submit(self._in_turn, start_drafter, config, theirs)
-        with self._turn:
-            self.target, self.info = start_runner(
-                plan_load(config),
-                Checkpoints(),
-                SingleRank(),
-                remote_drafts=lambda plan, backend: RemoteDrafts(plan, backend, mine),
-            )
-            tell_num_pages(self.info.num_pages, mine)
-        self.drafter = drafter.result(timeout=60)
+        plan = plan_load(config)
+        drafter = LoadedDrafter(plan)
+        self.drafts: list[torch.Tensor] = []
+
+        def seat(hello: Hello) -> Seat:
+            made = drafter.seat(plan, hello.num_pages)
+            made.__class__, made.said = Listener, self.drafts
+            return made
+
+        self.server = DrafterServer(seat)
+        remotes: list[RemoteDrafts] = []
+
+        def remote(plan: LoadPlan, backend: Backend) -> RemoteDrafts:
+            remotes.append(RemoteDrafts(plan, backend, SingleRank()))
+            return remotes[-1]
+
+        runner, self.info = start_runner(plan, Checkpoints(), SingleRank(), remote_drafts=remote)
+        self.remote, self.runner = remotes[-1], SplitRunner(runner, remotes[-1], plan)
+        self._thread = threading.Thread(target=self.server.serve, args=[0.1])
+        self.remote.connect(self.server.address, "target", self.info, Waiter(0.0))
+        self._thread.start()
+        self.remote.wait_for_seat()
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
-        step = self._pool.submit(self._in_turn, self._draft, plan)
-        with self._turn:
-            result = self.target.execute(plan)
-        step.result(timeout=60)
+        self.runner.submit(plan)
+        result = self.runner.collect()
+        self.settle()
         return result
 
+    def settle(self) -> None:
+        """Until the drafter has taken in what it was told."""
+        link = self.remote.link
+        assert link is not None
+
+        def done() -> bool:
+            link.hear()
+            return link.is_lost or not link.num_open
+
+        deadline = time.monotonic() + 60
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+
     def close(self) -> None:
-        self._pool.shutdown()
+        self.remote.disconnect()
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive(), "it ends when nobody needs it"
 
-    def _draft(self, plan: SchedulerOutput) -> None:
-        self.drafter.submit(plan)
-        assert self.drafter.is_ready()
-        self.drafter.collect()
 
-    def _in_turn(self, work, *args):
-        with self._turn:
-            return work(*args)
+@pytest.fixture(autouse=True)
+def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter is not made for two threads, and slow."""
+    turn = threading.Lock()
+
+    def launch_alone(name: str, arguments: object, launch: Callable[[], object]) -> object:
+        with turn:
+            return launch()
+
+    watch_launches(monkeypatch, launch_alone)
+    monkeypatch.setattr(drafter_link, "LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr(drafter_link, "MOST_WAIT_S", 60.0)
 
 
 def test_a_drafter_split_off_drafts_what_a_colocated_one_drafts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
@@ -111,24 +124,41 @@ def test_a_drafter_split_off_drafts_what_a_colocated_one_drafts(tiny_qwen3: Path
         return drafts_RK
 
     host.drafts.propose = listen
-    pair = Pair(tiny_qwen3, spec, **small, async_scheduling=True)
-    assert isinstance(pair.target, DeviceRunner) and isinstance(pair.drafter, DeviceDrafter)
-    assert pair.info.max_in_flight == pair.drafter.max_in_flight == 2
+    pair = Pair(tiny_qwen3, spec, **small)
+    assert pair.info.halves and pair.info.max_in_flight == 2
     steps, known = Steps(2, 48), np.array([3, 6])  # tokens of each
     narrow = replace(GREEDY, temperature=1.0, top_k=4, seed=9)
     enter = [steps.admit(0, [5, 6, 7]), steps.admit(1, [9, 8, 9, 8, 9, 8], narrow)]
 
-    def run(computed: np.ndarray | list[int], rows: list[int], drafts: list[int], **how: Any) -> None:
+    def run(
+        computed: np.ndarray | list[int],
+        rows: list[int],
+        drafts: list[int],
+        *,
+        late: bool = False,
+        **how: Any,
+    ) -> None:
         plan = steps.plan([0, 1], computed, rows, drafts, **how)
         theirs = host.execute(plan)
         unknown = np.where(plan.num_drafts > 0, np.int32(-1), plan.num_computed)
         mine = pair.execute(replace(plan, num_computed=unknown))
-        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        for got, count, best in zip(mine.token_ids, mine.num_tokens, theirs.token_ids, strict=True):
+            assert got[:count].tolist() == best[:count].tolist()
+        assert late or mine.num_tokens.tolist() == theirs.num_tokens.tolist()
         known[:] += mine.num_tokens
 
     run([0, 0], [3, 4], [0, 0], admitted=enter, samples=[True, False])
     run([3, 4], [4, 2], [3, 0])
     run(known - 1, [2, 3], [1, 2])
-    alone, both = (drafts_N.tolist() for drafts_N in pair.drafts)  # a block's first row drafts nothing
-    assert [alone[1:4], both[1:2] + both[3:5]] == expected[1:]
+    link = pair.remote.link
+    assert link is not None
+    link.drafts = lambda step, shape: None  # too late: both sides judge zeros in their place
+    run(known - 1, [3, 2], [2, 1], late=True)
+    del link.drafts
+    run(known - 1, [2, 3], [1, 2])
+    alone, both, _, again = (
+        drafts_N.tolist() for drafts_N in pair.drafts
+    )  # a block's first row drafts nothing
+    assert [alone[1:4], both[1:2] + both[3:5]] == expected[1:3]
+    assert again[1:2] + again[3:5] == expected[4]
     pair.close()

@@ -55,7 +55,8 @@ RESULT_SCHEMA = pa.schema(
 )
 # What is known of it besides: its number, the OpenAI response; when the row was worked on (Unix time); what
 # is counted and kept nowhere else (`figures.py`): how often it was begun, the category that it is counted
-# in, verified blocks by accepted drafts, what its engine spent. Names that a user's columns will hardly have.
+# in, prompt tokens that the prefix cache had, verified blocks by accepted drafts, what its engine spent.
+# Names that a user's columns will hardly have.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -65,6 +66,7 @@ WIRE_SCHEMA = pa.schema(
         ("begin_s", pa.float64()),
         ("end_s", pa.float64()),
         ("counted_as", pa.string()),
+        ("cached_prompt_tokens", pa.int64()),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("engine_spent", pa.struct([(name, pa.float64()) for name in SPENT])),
     ]
@@ -168,6 +170,7 @@ class RowAnswerer:
             "num_steps": metrics.num_steps,
             "num_draft_tokens": metrics.num_draft_tokens,
             "num_accepted_tokens": metrics.num_accepted_tokens,
+            "cached_prompt_tokens": metrics.num_cached_tokens,
             "acceptance_histogram": metrics.acceptance_histogram,
         }
         if self._layout.kind == "openai":
@@ -183,6 +186,7 @@ class RowAnswerer:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.metrics.num_cached_tokens},
         }
         return {
             "id": shape.prefix + content_id(row).removeprefix("row-"),
@@ -211,6 +215,15 @@ def failure(
         "input": row.record["text"] if text else json.dumps(row.record, default=str, ensure_ascii=False),
         **kept,
     }
+
+
+def unanswered(
+    row: Row, kind: str, message: str, layout: Layout, columns: pa.Schema = NO_COLUMNS, *, attempts: int = 0
+) -> Result:
+    """The result, whole, of a row that no engine is going to answer; `kind` is its error's type."""
+    result = failure(row, MantaError(message), layout, columns, attempts=attempts)
+    now_s = time.time()
+    return result | {"error": result["error"] | {"type": kind}, "begin_s": now_s, "end_s": now_s}
 
 
 def _completion_tokens(answer: RequestOutput) -> int:

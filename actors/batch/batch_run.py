@@ -21,11 +21,12 @@ from typing import Literal, ParamSpec, TypeVar
 from ...cluster.errors import EngineDeadError, OutputError
 from ...cluster.row_ranges import RowRanges, count, minus, of_rows, split_off, union
 from ...cluster.trials import ATTEMPTS, Trials
-from .answering import Result, RowAnswerer
+from .answering import Result, RowAnswerer, unanswered
 from .batch_store import Batch, BatchStore
+from .figures import RowFigures
 from .file_store import FileStore, JsonObject, derived_id
 from .opening import FORM, LAYOUT, OpenBatch
-from .reading import Row, id_of
+from .reading import Row
 from .writer import RowWriter, flush_interval_s
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class BatchRun:
         self._trials, poison = self._batches.trials(self.batch.id).after_death(self._done)
         if poison:
             rows = self._read(poison)
-            self._write([_refused(row, "engine_died", POISON, attempts=ATTEMPTS) for row in rows])
+            self._write([unanswered(row, "engine_died", POISON, LAYOUT, attempts=ATTEMPTS) for row in rows])
 
     @property
     def _left(self) -> RowRanges:
@@ -223,7 +224,7 @@ class BatchRun:
                 output_file_id=self._put("output", "part-"),
                 error_file_id=self._put("error", "errors-"),
                 errors=self._opened.given_up if end == "failed" else None,
-                usage=_usage(ledger.figures.prompt_tokens, ledger.figures.completion_tokens),
+                usage=_usage(ledger.figures),
             )
         )
 
@@ -241,7 +242,7 @@ class BatchRun:
         left = self._left
         while left:
             some, left = split_off(left, ROWS_PER_READ)
-            self._write([_refused(row, f"batch_{end}", REASONS[end]) for row in self._read(some)])
+            self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
 
     def _put(self, kind: str, prefix: str) -> str | None:
         """A file of the parts that the ledger counted; None where there are none."""
@@ -283,25 +284,11 @@ async def whole(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise
 
 
-def _refused(row: Row, code: str, reason: str, *, attempts: int = 0) -> Result:
-    """The result of a line that was not answered."""
-    now_s = time.time()
+def _usage(figures: RowFigures) -> JsonObject:
     return {
-        "row": row.number,
-        "id": id_of(row, LAYOUT),
-        "attempts": attempts,
-        "error": {"type": code, "message": reason, "attempts": attempts},
-        "input": row.record["text"],
-        "begin_s": now_s,
-        "end_s": now_s,
-    }
-
-
-def _usage(input_tokens: int, output_tokens: int) -> JsonObject:
-    return {
-        "input_tokens": input_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": input_tokens + output_tokens,
+        "input_tokens": figures.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": figures.cached_prompt_tokens},
+        "output_tokens": figures.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},  # no answer is split into reasoning and rest
+        "total_tokens": figures.prompt_tokens + figures.completion_tokens,
     }

@@ -26,7 +26,10 @@ SPENT = (
     *("device_s", "open_s", "busy_s"),
     *("plain_tokens", "plain_s", "drafted_tokens", "drafted_s"),
 )
-SUMMED = ("prompt_tokens", "completion_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
+SUMMED = (
+    *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+    *("num_steps", "num_draft_tokens", "num_accepted_tokens"),
+)
 MAX_MESSAGE = 400  # characters of an error that is shown as an example
 
 
@@ -57,6 +60,7 @@ class RowFigures(Compared):
         rows, failed: all rows, and those of them that failed.
         retried: rows that were begun more than once.
         errors: by the error's type, how many rows failed with it, and the message of one of them.
+        cached_prompt_tokens: of prompt_tokens, those whose K/V were there already.
         num_steps: blocks that were verified; `num_draft_tokens`, `num_accepted_tokens`: drafts in them.
         acceptance: in how many of them so many drafts were accepted, by that number.
         prompt_lengths, output_lengths: histograms (`tallies.lengths`) of rows' tokens; failed rows have none.
@@ -69,6 +73,7 @@ class RowFigures(Compared):
     retried: int = 0
     errors: dict[str, ErrorCount] = field(default_factory=dict)
     prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     completion_tokens: int = 0
     num_steps: int = 0
     num_draft_tokens: int = 0

@@ -29,6 +29,7 @@ from .models import model_routes
 from .operations import operation_routes
 from .settings import ServerSettings
 from .tokenization import tokenization_routes
+from .traffic import Traffic
 
 
 def create_app(
@@ -37,6 +38,7 @@ def create_app(
     *,
     replica: str = "0",
     mirror: StatsMirror | None = None,
+    traffic: Traffic | None = None,
     echo_request_id: bool = True,
 ) -> FastAPI:
     """Wire the routes to a started engine.
@@ -46,19 +48,28 @@ def create_app(
         settings: of the front.
         replica: named in log lines and metrics.
         mirror: also gets the engine's figures now and then.
+        traffic: counts the requests under way, for whoever must know.
         echo_request_id: send X-Request-Id back; off where something in front does.
     """
+    traffic = traffic or Traffic()
     telemetry = Telemetry(engine, settings.model_names(engine.config.model)[0], replica, mirror)
     frontend = Frontend(engine, settings, _defaults(engine, settings), telemetry)
     batches = _batches(frontend)
     forever = [telemetry.report_forever, *([batches.work_forever] if batches else [])]
     app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(forever))
-    for routes in (completion_routes, chat_routes, model_routes, tokenization_routes, operation_routes):
+    for routes in (completion_routes, chat_routes, model_routes, tokenization_routes):
         app.include_router(routes(frontend))
+    app.include_router(operation_routes(frontend, traffic))
     for routes in (file_routes, batch_routes):
         app.include_router(routes(batches))
     install_handlers(app)
-    app.add_middleware(Gate, settings=settings, telemetry=telemetry, echo_request_id=echo_request_id)
+    app.add_middleware(
+        Gate,
+        settings=settings,
+        telemetry=telemetry,
+        traffic=traffic,
+        echo_request_id=echo_request_id,
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

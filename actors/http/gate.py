@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..telemetry import Telemetry
 from .errors import INTERNAL, json_error
 from .protocol import REQUEST_ID
 from .settings import ServerSettings
+from .traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,15 @@ class Gate:
     """Wraps the application; see the module. `echo_request_id` is off where Serve's proxy does it."""
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, telemetry: Telemetry, echo_request_id: bool
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        telemetry: Telemetry,
+        traffic: Traffic,
+        echo_request_id: bool,
     ) -> None:
         self._app = app
+        self._traffic = traffic
         self.echo_request_id = echo_request_id
         self._keys = [_digest(key) for key in settings.api_keys]
         self._limit = _Limit.of(settings, "max_request_bytes")
@@ -63,7 +71,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await _Exchange(self, scope, receive, send).run()
+        with nullcontext() if scope["path"] in OPEN_PATHS else self._traffic.request():
+            await _Exchange(self, scope, receive, send).run()
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

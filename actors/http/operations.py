@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ping, /version and /metrics."""
+"""What operators ask: /health, /ping, /version and /metrics. Open to all, counted as nobody's traffic."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ... import __version__
+from ...cluster.errors import DrainingError
 from .frontend import Frontend
+from .traffic import Traffic
 from .wire import json_response
 
 
-def operation_routes(frontend: Frontend) -> APIRouter:
+def operation_routes(frontend: Frontend, traffic: Traffic) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -18,6 +20,8 @@ def operation_routes(frontend: Frontend) -> APIRouter:
     @router.post("/ping")
     async def health() -> Response:
         frontend.engine.check_health()
+        if traffic.draining:
+            raise DrainingError("This server is stopping. Use another, or come back.")
         return Response(status_code=200)
 
     @router.get("/version")

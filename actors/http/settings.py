@@ -42,6 +42,8 @@ class ServerSettings:
             routes answer 501.
         max_batch_file_bytes: larger uploads are refused with 413.
         max_batch_lines: batches of files with more lines fail.
+        shutdown_timeout: seconds that requests may go on once their replica is to go (at the server's end,
+            when fewer replicas are wanted, in an update); what runs then gets an error event and `[DONE]`.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -55,6 +57,7 @@ class ServerSettings:
     batch_storage: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
     max_batch_lines: int = 50_000
+    shutdown_timeout: float = 900.0
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -67,11 +70,11 @@ class ServerSettings:
             ("per_request_metrics", MetricsLevel),
         ):
             one_of(name, getattr(self, name), get_args(kind))
-        if self.sse_keep_alive_interval < 0:
-            raise ConfigError(
-                f"sse_keep_alive_interval={self.sse_keep_alive_interval!r} must be 0 (off) or seconds.",
-                param="sse_keep_alive_interval",
-            )
+        for name, at_zero in (("sse_keep_alive_interval", "off"), ("shutdown_timeout", "at once")):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} must be 0 ({at_zero}) or seconds.", param=name
+                )
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)

@@ -1,34 +1,54 @@
-"""A split drafter whose steps the device drives: the twin of `HostDrafter`, over request state on the device.
+"""A drafter's seat whose steps the device drives: the twin of `HostSeat`, over request states on the device.
 
 It takes the plans that the target takes, so it has the same passes with the same rows, padding included, and
 all sizes of what is said are known. The target's choices come as they are, and the same kernel judges the
-drafts by them on both sides: nothing waits for the host, and a step may start before the last one's end.
-What is said goes by NCCL or gloo as the passes are launched, so none of it is in a CUDA graph yet. Loaded by
-`split_drafter.py`.
+drafts by them on both sides; where drafts came too late, both judge the zeros that took their place. None of
+it is in a CUDA graph yet. Made by `drafter_seat.py`.
 
-Legend: N rows of a pass, X sampled rows, H hidden.
+Legend: N rows of a pass, X sampled rows, H hidden, R requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from ...cluster.plan import SchedulerOutput
 from ...drafter.compute.kv_cache import PagedKVCache
 from ...drafter.dflash.model import DFlashDrafter
-from ...drafter.step.device.rows import StepRequests, lay_out_block, lay_out_rows, place_drafts
+from ...drafter.step.device.rows import (
+    NUM_LISTS,
+    Ints,
+    StepRequests,
+    lay_out_block,
+    lay_out_rows,
+    pack,
+    place_drafts,
+)
 from ...drafter.step.device.sampling import SamplingWorkspace, sample_rows
 from ...drafter.step.device.states import DeviceStates
+from ...drafter.step.device.upload import Upload
 from ...drafter.step.device.verification import accept_and_advance
 from ..targets.loading.plan import LoadPlan
-from ..targets.loading.rank import device_room, runs_ahead
-from ..targets.runners.device import DeviceSteps
-from ..targets.runners.outcome import Outcome
-from .process_group import Communicator, ProcessGroups
+from ..targets.loading.rank import device_room
+from ..targets.runners.graphs import StepKinds
+from .drafter_seat import Kinds
 
 
-class DeviceDrafter(DeviceSteps):
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A plan that is begun: who takes part in the passes that the target makes of it, in their order."""
+
+    plan: SchedulerOutput
+    passes: Sequence[StepRequests]
+    filters: bool
+
+
+class DeviceSeat:
     """See the module's text.
 
     Args:
@@ -36,87 +56,84 @@ class DeviceDrafter(DeviceSteps):
     """
 
     def __init__(
-        self,
-        plan: LoadPlan,
-        drafter: DFlashDrafter,
-        cache: PagedKVCache,
-        num_pages: tuple[int, ...],
-        groups: ProcessGroups,
+        self, plan: LoadPlan, drafter: DFlashDrafter, cache: PagedKVCache, num_pages: tuple[int, ...]
     ) -> None:
         config, (max_requests, num_rows) = plan.config, device_room(plan)
         size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-        models = _DrafterModels(
-            drafter=drafter,
-            cache=cache,
-            states=DeviceStates(*size, plan.device, plan.pages),
-            workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
-            groups=groups,
-        )
-        super().__init__(models, max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
-        self.max_in_flight = 2 if runs_ahead(plan) else 1
+        self._drafter, self._cache = drafter, cache
+        self._states = DeviceStates(*size, plan.device, plan.pages)
+        self._workspace = SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device)
+        self._kinds = StepKinds(max_requests, plan.num_speculative_tokens, config.max_num_batched_tokens)
+        self._room = StepRequests.room(max_requests)
+        num_values = 2 * NUM_LISTS * self._room
+        self._upload = Upload(self._states.arena, num_values, self._states.most_changes)
+        self._open: dict[int, _Open] = {}
 
+    def begin(self, plan: SchedulerOutput) -> None:
+        decodes_R = _decodes(plan)
+        decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
+        lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
+        self._upload.send(np.concatenate(lists, axis=None), self._states.changes(plan))
+        # Another plan may arrive there before this one is over.
+        of_decoding, of_prompts = self._upload.values.clone().view(2, NUM_LISTS, self._room).unbind(0)
+        passes: list[StepRequests] = []
+        filters = bool(len(decoding)) and self._states.filters(plan.slots[decoding])
+        if len(decoding):
+            kind = self._kinds.find(len(decoding), 1 + int(plan.num_drafts.max()), filters=filters)
+            shape = (kind.num_requests, kind.width, kind.num_rows)
+            passes.append(StepRequests.decoding(of_decoding, *shape))
+        if len(prompts):
+            rows_G, sampled = plan.num_rows[prompts], int(plan.samples[prompts].sum())
+            shape = (len(prompts), int(rows_G.sum()), int(rows_G.max()), sampled)
+            passes.append(StepRequests.prompts(of_prompts, *shape))
+        self._open[plan.step] = _Open(plan, passes, filters)
 
-@dataclass(frozen=True, slots=True)
-class _DrafterModels:
-    """What a drafter's passes run on."""
-
-    drafter: DFlashDrafter
-    cache: PagedKVCache
-    states: DeviceStates
-    workspace: SamplingWorkspace
-    groups: ProcessGroups
-
-    @property
-    def link(self) -> Communicator:
-        assert self.groups.link is not None, "the drafter speaks with target rank 0"
-        return self.groups.link
-
-    @property
-    def device(self) -> torch.device:
-        return self.drafter.device
-
-    def iteration(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> _DrafterIteration:
-        return _DrafterIteration(self, requests, outcome, filters=filters)
-
-
-class _DrafterIteration:
-    """The other side of an `Iteration` over the same inputs."""
-
-    parts = ()  # the target's times are the step's
-
-    def __init__(
-        self, models: _DrafterModels, requests: StepRequests, outcome: Outcome, *, filters: bool
-    ) -> None:
-        self._models, self._requests, self._outcome, self._filters = models, requests, outcome, filters
-
-    def run(self) -> None:
-        """Propose, judge the proposals by what the target chose, make context of its features."""
-        models, requests = self._models, self._requests
-        if requests.max_drafts:
-            self._draft()
-        tables, sampled_X = models.states.tables, requests.sampled_X
-        rows = lay_out_rows(requests, tables)
-        num_chosen = requests.num_rows if sampled_X is None else len(sampled_X)
-        chosen_X = torch.empty(num_chosen, dtype=torch.int64, device=models.device)
-        if num_chosen:  # chunks of prompts may choose nothing
-            models.link.broadcast(chosen_X)
-        accept_and_advance(chosen_X, requests, tables, self._outcome.rows_RW1)
-        drafter = models.drafter
-        size = (requests.num_rows, drafter.config.hidden_size)
-        c_NH = torch.empty(size, dtype=drafter.dtype, device=models.device)
-        drafter.write_context(models.link.broadcast(c_NH), rows, models.cache)
-
-    def _draft(self) -> None:
-        models, drafter = self._models, self._models.drafter
-        rows = lay_out_block(self._requests, models.states.tables, drafter.config.mask_token_id)
-        hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, models.cache)
+    def draft(self, plan: SchedulerOutput) -> Tensor:
+        """[N]: a token per row of the blocks that `lay_out_block` makes of those that decode."""
+        step, drafter, tables = self._open[plan.step], self._drafter, self._states.tables
+        rows = lay_out_block(step.passes[0], tables, drafter.config.mask_token_id)
+        hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, self._cache)
         chosen_N, _ = sample_rows(
             drafter.logits(hidden_NH),
             rows.slots_N,
             rows.positions_N,
-            models.states.sampling,
-            filters=self._filters,
-            workspace=models.workspace,
+            self._states.sampling,
+            filters=step.filters,
+            workspace=self._workspace,
         )
-        models.groups.joint.broadcast(chosen_N, models.groups.drafter_rank)
-        place_drafts(chosen_N, rows, models.states.tables)
+        place_drafts(chosen_N, rows, tables)
+        return chosen_N
+
+    def num_parts(self, plan: SchedulerOutput) -> int:
+        return len(self._open[plan.step].passes)
+
+    def told_kinds(self, plan: SchedulerOutput, part: int) -> Kinds:
+        """The target's choices [X], and features [N, H]."""
+        requests, drafter = self._open[plan.step].passes[part], self._drafter
+        num_chosen = requests.num_rows if requests.sampled_X is None else len(requests.sampled_X)
+        features = (requests.num_rows, drafter.config.hidden_size)
+        return [((num_chosen,), torch.int64), (features, drafter.dtype)]
+
+    def take_in(self, plan: SchedulerOutput, part: int, values: Sequence[Tensor], *, followed: bool) -> None:
+        step, tables = self._open[plan.step], self._states.tables
+        requests, device = step.passes[part], self._drafter.device
+        chosen_X, c_NH = (value.to(device) for value in values)
+        if requests.max_drafts and not followed:
+            block = lay_out_block(requests, tables, mask_id=0)
+            place_drafts(torch.zeros_like(block.token_ids_N), block, tables)
+        rows = lay_out_rows(requests, tables)
+        outcome = torch.empty(
+            len(requests.slots_R), requests.max_drafts + 2, dtype=torch.int32, device=device
+        )
+        accept_and_advance(chosen_X, requests, tables, outcome)
+        self._drafter.write_context(c_NH, rows, self._cache)
+        if part == len(step.passes) - 1:
+            del self._open[plan.step]
+
+    def _pack(self, plan: SchedulerOutput, requests_G: np.ndarray) -> Ints:
+        slots_G, rows_G, drafts_G = (x[requests_G] for x in (plan.slots, plan.num_rows, plan.num_drafts))
+        return pack(slots_G, rows_G, drafts_G, plan.samples[requests_G], self._room)
+
+
+def _decodes(plan: SchedulerOutput) -> np.ndarray:
+    return (plan.num_rows == plan.num_drafts + 1) & plan.samples

@@ -1,34 +1,111 @@
-"""The drafter as a process of its own. Wrapped by `ray_executor.py`; the work is `split_drafter.py`'s."""
+"""The drafter as a process of its own. Wrapped by `drafter_process.py`; the work is `drafter_server.py`'s.
+
+Ray calls it with several threads: `start` and `watch` wait, the questions do not. All computing is done by
+one thread, which loads the drafter and then serves.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...cluster.plan import SchedulerOutput
-from .worker import Worker
+from ...cluster.config import EngineConfig
+from ...cluster.placement import Topology
+from .worker import open_device
 
 if TYPE_CHECKING:
-    from .split_drafter import DrafterRunner
+    from .drafter_server import DrafterServer, GuestBooks
+
+logger = logging.getLogger(__name__)
 
 
-class DrafterWorker(Worker):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSetup:
+    """All that a drafter is told before it loads.
+
+    Attributes:
+        config: of the engine that starts it, with absolute paths and the topology's device.
+        topology: of that engine.
+        environment: settings of libraries, taken over where this process has none of its own.
+        linger_s: it leaves when it has had no engine for so long; infinite for one that belongs to an engine.
+    """
+
+    config: EngineConfig
+    topology: Topology
+    environment: Mapping[str, str] = field(default_factory=dict)
+    linger_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """What a drafter says when it has loaded. `address` is of its door (`doors.knock`)."""
+
+    pid: int
+    address: str
+
+
+class DrafterWorker:
     """Holds the whole drafter, and copies of the target's embedding and head."""
 
-    _runner: DrafterRunner
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._facts: Future[DrafterFacts] = Future()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._server: DrafterServer | None = None
 
-    def _load(self) -> None:
-        from .split_drafter import start_drafter
+    def pid(self) -> int:
+        """Answers as soon as the process has its place."""
+        return os.getpid()
 
-        self._runner = start_drafter(self.setting.config, self.groups)
-        self.max_in_flight = self._runner.max_in_flight
+    def start(self, setting: DrafterSetup) -> DrafterFacts:
+        """Load, or wait until what somebody else asked for is loaded. Raises CheckpointError, ConfigError."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._live, args=[setting], name="manta-drafter", daemon=True
+                )
+                self._thread.start()
+        return self._facts.result()
 
-    def submit(self, plan: SchedulerOutput) -> None:
-        """Draft, and learn what became of it."""
-        self._runner.submit(plan)
+    def watch(self) -> str:
+        """Does not return while the drafter serves."""
+        self._ended.wait()
+        return "The drafter has ended."
 
-    def is_ready(self) -> bool:
-        return self._runner.is_ready()
+    def books(self) -> dict[str, GuestBooks]:
+        """What the queue has been to those who are there."""
+        return self._server.books() if self._server is not None else {}
 
-    def collect(self) -> None:
-        """The result comes from the target."""
-        self._runner.collect()
+    def _live(self, setting: DrafterSetup) -> None:
+        """The thread that computes."""
+        try:
+            self._server = server = self._load(setting)
+        except BaseException as error:  # a thread's edge: whoever waits for `start` is told
+            self._facts.set_exception(error)
+            return
+        self._facts.set_result(DrafterFacts(os.getpid(), server.address))
+        try:
+            server.serve(setting.linger_s)
+            logger.info("no engine has needed this drafter for %g s", setting.linger_s)
+        finally:
+            self._ended.set()
+            os._exit(0)  # Ray would keep the process of a detached actor
+
+    def _load(self, setting: DrafterSetup) -> DrafterServer:
+        for name, value in setting.environment.items():
+            os.environ.setdefault(name, value)
+        open_device(setting.topology, setting.config)
+        from ..targets.loading.plan import plan_load
+        from .drafter_seat import LoadedDrafter
+        from .drafter_server import DrafterServer
+
+        drafter = LoadedDrafter(plan_load(setting.config))
+        drafter.warm_up()
+        return DrafterServer(lambda hello: drafter.seat(plan_load(hello.config), hello.num_pages))

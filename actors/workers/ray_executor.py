@@ -2,8 +2,9 @@
 
 Ray places, starts, watches and ends them; no Ray call is made for a step. Plans go out and results come back
 through `channel.py`. Each worker's `run` never returns while all is well, so a thread that waits on those
-calls is told of every death. Whatever fails, the whole engine does: it is marked, all workers are
-killed, and `submit`, `collect` and `check_health` raise from then on; a new engine takes its place.
+calls is told of every death. Whatever fails of the target, the whole engine does: it is marked, all workers
+are killed, and `submit`, `collect` and `check_health` raise from then on; a new engine takes its place. A
+drafter in a process of its own is none of them: its end costs drafts, and `drafter_keeper.py` finds another.
 
 Used by `executor.make_executor`, and directly by what has a placement group to offer.
 """
@@ -14,10 +15,11 @@ import atexit
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -25,15 +27,21 @@ from ray.util.placement_group import PlacementGroup
 
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError, PlacementError
-from ...cluster.executor import ExecutorInfo
+from ...cluster.executor import DrafterHealth, ExecutorInfo
 from ...cluster.placement import Topology
 from ...cluster.plan import SchedulerOutput, StepResult
-from ..checkpoints import with_absolute_paths
-from .channel import PeerLostError, StepChannel
-from .drafter_worker import DrafterWorker
+from ..checkpoints import with_absolute_paths, with_drafter
+from .channel import StepChannel
+from .drafter_keeper import DrafterKeeper
+from .drafter_process import DrafterSource
+from .ends import PeerLostError
+from .orders import DrafterAt, DrafterLoaded, DrafterReport, LoadDrafter, UseDrafter
 from .placement import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
 from .target_worker import TargetWorker
 from .worker import StepFailure, WorkerFacts, WorkerSetup, forwarded_environment
+
+if TYPE_CHECKING:
+    from .drafter_server import GuestBooks
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +50,7 @@ LOAD_TIMEOUT_S = 3600.0  # downloads and large checkpoints
 STEP_TIMEOUT_S = 300.0
 FAREWELL_S = 2.0  # workers leave by themselves when the channel closes; then they are killed
 
+T = TypeVar("T")
 Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
 
 
@@ -73,9 +82,13 @@ class RayExecutor:
         self._actors: list[Actor] = []
         self._runs: list[ray.ObjectRef] = []
         self._watcher: threading.Thread | None = None
+        self._keeper: DrafterKeeper | None = None
+        self._config = with_absolute_paths(config)
+        self._num_swaps = 0  # of drafters beside the target
+        self._results: deque[StepResult] = deque()  # that came while something else was waited for
         atexit.register(self.close)
         try:
-            self._info, self.worker_pids = self._start(config, placement_group, placement_timeout_s)
+            self._info, self.worker_pids = self._start(placement_group, placement_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -85,6 +98,22 @@ class RayExecutor:
         return self._info
 
     @property
+    def drafter_health(self) -> DrafterHealth:
+        """Of a drafter beside the target, which lives and dies with it, only swaps are counted."""
+        return self._keeper.health if self._keeper is not None else DrafterHealth(generation=self._num_swaps)
+
+    @property
+    def drafter_pid(self) -> int | None:
+        """Of the drafter's process, where it has one of its own."""
+        return self._keeper.pid if self._keeper is not None else None
+
+    @property
+    def drafter_books(self) -> dict[str, GuestBooks]:
+        """What the drafter's queue has been to the engines that use it, by name."""
+        process = self._keeper.process if self._keeper is not None else None
+        return ray.get(process.actor.books.remote(), timeout=START_TIMEOUT_S) if process is not None else {}
+
+    @property
     def owns_placement(self) -> bool:
         """Whether the workers' placement group was made here, and ends with this executor."""
         return self._placement is not None and self._placement.owned
@@ -92,16 +121,57 @@ class RayExecutor:
     def submit(self, plan: SchedulerOutput) -> None:
         """Give the workers a step. Raises EngineDeadError when one has died."""
         with self._stepping, self._failing_with_peers() as channel:
+            offer = self._keeper.take_offer() if self._keeper is not None else None
+            if offer is not None:
+                channel.send(offer, STEP_TIMEOUT_S, self.check_health)
             channel.send(plan, STEP_TIMEOUT_S, self.check_health)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step. Raises EngineDeadError when a worker has died."""
         with self._stepping, self._failing_with_peers() as channel:
-            rank, reply = channel.receive(STEP_TIMEOUT_S, self.check_health)
+            while not self._results:
+                self._results.append(self._receive(channel, StepResult))
+            return self._results.popleft()
+
+    def swap_drafter(self, model: str) -> None:
+        """Draft with another checkpoint from now on; between steps, on the engine's thread.
+
+        Beside the target it is there when this returns; in a process of its own it loads meanwhile, and
+        decoding goes on plainly. Then the drafter's generation is one higher.
+
+        Raises:
+            CheckpointError, ConfigError: it does not fit this engine. The old one stays.
+        """
+        config = with_drafter(self._config, model)
+        assert config.speculative_config is not None
+        with self._stepping, self._failing_with_peers() as channel:
+            channel.send(LoadDrafter(config.speculative_config.model), LOAD_TIMEOUT_S, self.check_health)
+            loaded = [self._receive(channel, DrafterLoaded, LOAD_TIMEOUT_S) for _ in self._actors]
+            errors = [reply.error for reply in loaded if reply.error is not None]
+            channel.send(UseDrafter(accepted=not errors), STEP_TIMEOUT_S, self.check_health)
+        if errors:
+            raise errors[0]
+        self._config = config
+        if self._keeper is not None:
+            self._keeper.use(config)
+        else:
+            self._num_swaps += 1
+
+    def _receive(self, channel: StepChannel, wanted: type[T], timeout_s: float = STEP_TIMEOUT_S) -> T:
+        """The next message of this kind; others are taken in."""
+        while True:
+            rank, reply = channel.receive(timeout_s, self.check_health)
             if isinstance(reply, StepFailure):
                 self._fail(f"a step failed on rank {rank} ({reply.message})")
                 raise self._dead()
-            return reply
+            if isinstance(reply, wanted):
+                return reply
+            if isinstance(reply, DrafterReport):
+                assert self._keeper is not None, "reported where there is one"
+                self._keeper.report(reply)
+            else:
+                assert isinstance(reply, StepResult), "a step that ended meanwhile"
+                self._results.append(reply)
 
     @contextmanager
     def _failing_with_peers(self) -> Iterator[StepChannel]:
@@ -135,35 +205,50 @@ class RayExecutor:
             if self._runs:
                 ray.wait(self._runs, num_returns=len(self._runs), timeout=FAREWELL_S)
             self._kill_all()
+            if self._keeper is not None:
+                self._keeper.close()
             if self._placement is not None:
                 self._placement.release()
         if self._watcher is not None:
             self._watcher.join(timeout=10.0)
         atexit.unregister(self.close)
 
-    def _start(
-        self, config: EngineConfig, group: PlacementGroup | None, timeout_s: float
-    ) -> tuple[ExecutorInfo, tuple[int, ...]]:
+    def _start(self, group: PlacementGroup | None, timeout_s: float) -> tuple[ExecutorInfo, tuple[int, ...]]:
         if not ray.is_initialized():
             ray.init(include_dashboard=False)
-        topology = Topology.of(config, node_resources())
+        topology = Topology.of(self._config, node_resources())
         self._placement = place(topology, group, timeout_s)
-        self._channel = StepChannel(topology.num_workers)
+        self._config = replace(self._config, device=topology.device)
+        self._channel = StepChannel(topology.tensor_parallel_size)
         self._actors = [
-            _start_worker(topology, rank, self._placement) for rank in range(topology.num_workers)
+            _start_worker(topology, rank, self._placement) for rank in range(topology.tensor_parallel_size)
         ]
-        facts = self._set_up(config, topology)
+        facts = self._set_up(topology)
         self._channel.accept()
-        infos = _gather([actor.load.remote(facts[0].store_port) for actor in self._actors], LOAD_TIMEOUT_S)
+        loads = [actor.load.remote(facts[0].store_port) for actor in self._actors]
+        first = self._first_drafter(topology)
+        infos = _gather(loads, LOAD_TIMEOUT_S)
+        if first is not None:
+            _gather([self._actors[0].take_seat.remote(first)], START_TIMEOUT_S)
         self._runs = [actor.run.remote() for actor in self._actors]
         self._watcher = threading.Thread(target=self._watch, name="manta-watcher", daemon=True)
         self._watcher.start()
+        if self._keeper is not None:
+            self._keeper.begin()
         return infos[0], tuple(fact.pid for fact in facts)
 
-    def _set_up(self, config: EngineConfig, topology: Topology) -> list[WorkerFacts]:
+    def _first_drafter(self, topology: Topology) -> DrafterAt | None:
+        """The one in a process of its own, if that is where it is; loads beside the target."""
+        if not (topology.split_drafter or topology.shared_drafter):
+            return None
+        assert self._placement is not None
+        self._keeper = DrafterKeeper(DrafterSource(topology, self._placement), self._config)
+        return self._keeper.start()
+
+    def _set_up(self, topology: Topology) -> list[WorkerFacts]:
         assert self._channel is not None
         common = WorkerSetup(
-            config=replace(with_absolute_paths(config), device=topology.device),
+            config=self._config,
             topology=topology,
             rank=0,
             channel=self._channel.address,
@@ -205,7 +290,6 @@ class RayExecutor:
 
 
 def _start_worker(topology: Topology, rank: int, placement: Placement) -> Actor:
-    worker = DrafterWorker if rank == topology.drafter_rank else TargetWorker
     options: dict[str, Any] = {
         "num_cpus": topology.worker_resources.get("CPU", 0.0),
         "num_gpus": topology.worker_resources.get("GPU", 0.0),
@@ -215,7 +299,7 @@ def _start_worker(topology: Topology, rank: int, placement: Placement) -> Actor:
     if topology.device == "cuda":
         # Hidden devices break peer access between ranks (a 2400-fold slower all-reduce, or a hang).
         options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-    return ray.remote(worker).options(**options).remote()
+    return ray.remote(TargetWorker).options(**options).remote()
 
 
 def _gather(calls: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any]:  # Any: what workers return.

@@ -63,8 +63,18 @@ def waiting_for_room(application: str, deployment: str) -> str | None:
 
 def nodes(gives_back: Callable[[Group], bool] = lambda group: False) -> list[NodeRoom]:
     """The living nodes; what placement groups that `gives_back` names hold is counted as free."""
+    return list(_rooms(gives_back).values())
+
+
+def this_node() -> NodeRoom:
+    """The one that this process runs on."""
+    return _rooms(lambda group: False)[ray.get_runtime_context().get_node_id()]
+
+
+def _rooms(gives_back: Callable[[Group], bool]) -> dict[str, NodeRoom]:
+    """By the node's id."""
     free, groups = _free_by_node(), [group for group in _groups() if group["state"] == "CREATED"]
-    rooms: list[NodeRoom] = []
+    rooms: dict[str, NodeRoom] = {}
     for node in ray.nodes():
         node_id = node["NodeID"]
         if not node["Alive"] or node_id not in free:
@@ -80,7 +90,7 @@ def nodes(gives_back: Callable[[Group], bool] = lambda group: False) -> list[Nod
             else:
                 name = group["name"] or "a placement group without a name"
                 held[name] = total([held.get(name, {}), *here])
-        rooms.append(NodeRoom(node["Resources"], total(given), held))
+        rooms[node_id] = NodeRoom(node["Resources"], total(given), held)
     return rooms
 
 

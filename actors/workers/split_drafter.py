@@ -1,184 +1,193 @@
-"""A drafter split off from the target: both halves of the conversation that a step then is.
+"""The target's side of a drafter in another process: where a rank's drafts come from, and what it tells.
 
-A step as both sides see it, driven by the host (groups: `process_group.py`):
+Target rank 0 alone speaks with the drafter (`drafter_link.py`); the other ranks get the drafts from it
+through the target's own group. So no group spans target and drafter, and none breaks when the drafter dies
+([why](../../docs/decisions/split-drafter.md)). Where no drafts come in time, tokens of id 0 are verified in
+their place. Features are computed beside the target because they are num_taps times smaller than what they
+are made of.
 
-    target ranks (RemoteDrafts)                      drafter (HostDrafter)
-    apply the plan                                   apply the plan
-                        ◀── joint: drafts [R, K] ─── propose
-    verify
-    rank 0: fc + norm   ─── link: tokens, counts ──▶ append
-                        ─── link: features [N, H] ─▶ write context into its pages
+    plan comes   rank 0 asks
+    step         drafts, or zeros ─▶ all ranks ─▶ verify ─▶ rank 0 tells: verdict, features
 
-Driven by the device (`device_drafter.py`) drafts are a token per row of the blocks, [N], and what comes back
-are the target's choices [X]: the drafter judges its drafts by them as the target does.
+A step whose host drives it is run when its drafts are there (`SplitRunner`): until then the next plan may
+come and be asked for, so that one half of the requests is drafted while the other is verified. Used by
+`target_worker.py`.
 
-All sizes follow from the plan, which everybody has, so nothing else is said. Features are computed beside
-the target because they are num_taps times smaller than what they are made of. Page tables come with the plan.
-Used by `target_worker.py` and `drafter_worker.py`.
+Legend: N rows, R requests, K most drafts, X sampled rows, m taps, H hidden.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from collections import deque
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError
-from ...cluster.plan import SchedulerOutput
+from ...cluster.executor import ExecutorInfo
+from ...cluster.plan import SchedulerOutput, StepResult
 from ...drafter.compute.backend import Backend
 from ...drafter.compute.tensors import TensorFolder
 from ...drafter.dflash.model import ContextFeatures
-from ...drafter.dflash.propose import Proposer
 from ...drafter.step.rows import StepRows
 from ...drafter.step.states import RequestStates
-from ..targets.loading.memory import gpu_budget_bytes, page_bytes
-from ..targets.loading.operators import make_backend, make_step_operators
-from ..targets.loading.plan import LoadPlan, plan_load
-from ..targets.loading.rank import Checkpoints, lent_weights, pages_of, runs_on_device
-from .process_group import ProcessGroups
+from ..targets.loading.plan import LoadPlan
+from ..targets.loading.rank import runs_on_device
+from ..targets.model.parallel import Communicator
+from ..targets.runners.runner import Runner
+from .drafter_link import DrafterLink
+from .ends import Waiter
+from .link_messages import Hello, Sizes
+
+# After a result the engine's next plan comes about so soon; its drafting hides behind the step at hand.
+GRACE_S = 2e-3
+WELCOME_WITHIN_S = 60.0
 
 
 class RemoteDrafts:
-    """A target rank's source of drafts: a `host.DraftSource`, and a `runner.RemoteDrafter`."""
+    """A target rank's source of drafts: a `host.DraftSource`, and a `runner.RemoteDrafter`.
 
-    def __init__(self, plan: LoadPlan, backend: Backend, groups: ProcessGroups) -> None:
-        self._joint, self._drafter_rank = groups.joint, groups.drafter_rank
-        self._link = groups.link  # target rank 0 alone speaks with the drafter
-        if self._link is not None:
-            self._features = _context_features(plan, backend)
+    Args:
+        communicator: of the target's ranks.
+    """
 
-    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
-        """Wait for the drafter's proposals."""
-        most = int(plan.num_drafts.max(initial=0))
-        drafts_RK = torch.empty(plan.num_requests, most, dtype=torch.int64, device=states.device)
-        return self._joint.broadcast(drafts_RK, self._drafter_rank) if most else drafts_RK
-
-    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
-        """Tell the drafter what stood, and give it what its context is made of."""
-        if self._link is None:
-            return
-        self._link.broadcast(torch.cat((token_ids_RW, num_tokens_R.unsqueeze(1)), dim=1))
-        self._link.broadcast(self._features(taps_NmH))
-
-    def receive(self, num_rows: int) -> Tensor:
-        """Wait for the drafter's proposals, where the device does the waiting."""
-        drafts_N = torch.empty(num_rows, dtype=torch.int64, device=self._joint.device)
-        return self._joint.broadcast(drafts_N, self._drafter_rank)
-
-    def send(self, chosen_X: Tensor, taps_NmH: Tensor) -> None:
-        """Tell the drafter what the target chose, and give it what its context is made of."""
-        if self._link is None:
-            return
-        if len(chosen_X):
-            self._link.broadcast(chosen_X)
-        self._link.broadcast(self._features(taps_NmH))
-
-
-def tell_num_pages(num_pages: tuple[int, ...], groups: ProcessGroups) -> None:
-    """The end of a target rank's loading: the drafter waits for the pools' sizes, which are the same."""
-    if groups.link is not None:
-        groups.link.broadcast(torch.tensor(num_pages, device=groups.link.device))
-
-
-class DrafterRunner(Protocol):
-    """The drafter's side of every step. Steps run in the order of submission."""
+    def __init__(self, plan: LoadPlan, backend: Backend, communicator: Communicator) -> None:
+        self._plan, self._backend, self._communicator = plan, backend, communicator
+        self._device = plan.device
+        self._features = _context_features(plan, backend) if communicator.rank == 0 else None
+        self._link: DrafterLink | None = None
+        self._loaded: tuple[LoadPlan, ContextFeatures | None] | None = None
+        self._step, self._part, self._num_parts = -1, 0, 1  # under way
+        self._followed = False
 
     @property
-    def max_in_flight(self) -> int:
-        """Steps that may be under way."""
-        ...
+    def link(self) -> DrafterLink | None:
+        """Rank 0's way to the drafter; None before there is one, and when it is lost."""
+        return self._link
 
-    def submit(self, plan: SchedulerOutput) -> None: ...
+    def connect(self, address: str, name: str, info: ExecutorInfo, waiter: Waiter) -> None:
+        """Take a seat at a drafter; the old one's is left. PeerLostError if it is not there (any more)."""
+        if self._features is None:
+            return
+        self.disconnect()
+        plan, drafter = self._plan, self._plan.drafter
+        assert drafter is not None, "whoever speculates has a drafter"
+        config = replace(plan.config, max_model_len=plan.max_model_len, page_size=plan.page_size)
+        sizes = Sizes.of(config, plan.num_speculative_tokens, drafter.hidden_size, plan.dtype)
+        hello = Hello(name, config, info.num_pages, sizes, mailbox=None)
+        self._link = DrafterLink(address, hello, plan.device, waiter)
 
-    def is_ready(self) -> bool: ...
+    def load(self, plan: LoadPlan) -> None:
+        """What this rank keeps of another drafter, beside that of the one in use."""
+        features = _context_features(plan, self._backend) if self._features is not None else None
+        self._loaded = plan, features
 
-    def collect(self) -> object:
-        """Wait for the oldest step; what comes of it the target tells."""
-        ...
+    def use(self) -> None:
+        """Take what was loaded; the old drafter's seat is left."""
+        assert self._loaded is not None, "loaded before"
+        (self._plan, self._features), self._loaded = self._loaded, None
+        self.disconnect()
+
+    def wait_for_seat(self) -> None:
+        """At start. Raises what the drafter refuses with, PeerLostError, TimeoutError."""
+        if self._link is not None:
+            self._link.wait_for_welcome(WELCOME_WITHIN_S)
+
+    def disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def ask(self, plan: SchedulerOutput) -> None:
+        """A plan has come."""
+        if self._link is not None:
+            self._link.ask(plan)
+
+    def is_answered(self, plan: SchedulerOutput) -> bool:
+        """Whether its step would not wait for drafts."""
+        return self._link is None or self._link.is_answered(plan.step)
+
+    def begin(self, plan: SchedulerOutput, num_parts: int) -> None:
+        """Its step is run next; how it goes is told in so many parts."""
+        self._step, self._part, self._num_parts = plan.step, 0, num_parts
+        self._followed = False
+
+    # Driven by the host.
+
+    def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
+        most = int(plan.num_drafts.max(initial=0))
+        if self._step != plan.step:
+            self.begin(plan, 1)
+        if not most:
+            return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self._device)
+        return self._received((plan.num_requests, most))
+
+    def inject(self, taps_NmH: Tensor, rows: StepRows, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
+        self._tell(taps_NmH, token_ids_RW, num_tokens_R)
+
+    # Driven by the device.
+
+    def receive(self, num_rows: int) -> Tensor:
+        return self._received((num_rows,))
+
+    def send(self, chosen_X: Tensor, taps_NmH: Tensor) -> None:
+        self._tell(taps_NmH, chosen_X)
+
+    def _received(self, shape: tuple[int, ...]) -> Tensor:
+        """Drafts, or zeros; the same on all ranks."""
+        drafts = self._link.drafts(self._step, shape) if self._link is not None else None
+        self._followed = drafts is not None
+        mine = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        if drafts is not None:
+            mine.copy_(drafts)
+        return self._communicator.broadcast(mine)
+
+    def _tell(self, taps_NmH: Tensor, *verdict: Tensor) -> None:
+        part, self._part = self._part, self._part + 1
+        if self._link is None or self._features is None:
+            return
+        values = [*(value.contiguous() for value in verdict), self._features(taps_NmH)]
+        is_last = self._part == self._num_parts
+        self._link.tell(self._step, part, values, followed=self._followed, is_last=is_last)
 
 
-@torch.inference_mode()
-def start_drafter(config: EngineConfig, groups: ProcessGroups) -> DrafterRunner:
-    """Load the drafter beside copies of the target's embedding and head.
+class SplitRunner:
+    """A rank's runner, with drafts from another process; in all else the `runner.Runner` it is given."""
 
-    Raises:
-        CheckpointError, ConfigError: from loading.
-    """
-    plan = plan_load(config)
-    assert groups.link is not None, "the drafter speaks with target rank 0"
-    backend = make_backend(plan)
-    drafter = Checkpoints().drafter(plan, lent_weights(plan, backend), backend)
-    told = torch.zeros(plan.pages.num_pools, dtype=torch.int64, device=plan.device)
-    num_pages = tuple(groups.link.broadcast(told).tolist())
-    _check_pages_fit(plan, num_pages)
-    cache = drafter.new_cache(pages_of(plan.pages, plan.pages.drafter, num_pages), plan.page_size)
-    if runs_on_device(plan):
-        from .device_drafter import DeviceDrafter
+    def __init__(self, runner: Runner, drafts: RemoteDrafts, plan: LoadPlan) -> None:
+        self._runner, self._drafts = runner, drafts
+        self._on_device = runs_on_device(plan)
+        self._waiting: deque[SchedulerOutput] = deque()  # plans that were asked for, on the host
+        self._grace_until_s = 0.0
 
-        return DeviceDrafter(plan, drafter, cache, num_pages, groups)
-    operators = make_step_operators(plan)
-    size = (config.max_num_seqs, plan.max_model_len, num_pages, plan.page_size)
-    states = RequestStates(*size, plan.device, backend.attention_batch, operators, plan.pages)
-    return HostDrafter(Proposer(drafter, cache, operators), states, groups)
-
-
-class HostDrafter:
-    """A drafter whose steps the host drives."""
-
-    max_in_flight = 1
-
-    def __init__(self, proposer: Proposer, states: RequestStates, groups: ProcessGroups) -> None:
-        assert groups.link is not None, "the drafter speaks with target rank 0"
-        self._proposer, self._states = proposer, states
-        self._joint, self._link, self._drafter_rank = groups.joint, groups.link, groups.drafter_rank
-
-    @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
-        """Propose, then learn what became of it."""
-        states = self._states
-        states.apply(plan)
-        drafts_RK = self._proposer.propose(plan, states)
-        if drafts_RK.shape[1]:
-            self._joint.broadcast(drafts_RK, self._drafter_rank)
-        rows = states.lay_out_rows(plan)
-        verdict = torch.empty(
-            plan.num_requests, drafts_RK.shape[1] + 2, dtype=torch.int64, device=states.device
-        )
-        self._link.broadcast(verdict)
-        token_ids_RW, num_tokens_R = verdict[:, :-1], verdict[:, -1]
-        states.advance(plan, token_ids_RW, num_tokens_R)
-        drafter = self._proposer.drafter
-        c_NH = torch.empty(
-            plan.num_batched_tokens, drafter.config.hidden_size, dtype=drafter.dtype, device=drafter.device
-        )
-        self._proposer.inject_features(self._link.broadcast(c_NH), rows)
+        self._drafts.ask(plan)
+        if self._on_device:
+            decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
+            self._drafts.begin(plan, int(decodes_R.any()) + int(not decodes_R.all()))
+            self._runner.submit(plan)
+        else:
+            self._waiting.append(plan)
 
     def is_ready(self) -> bool:
-        """A step that was submitted has ended."""
-        return True
+        """Whether the oldest step has ended, or, on the host, should be run now."""
+        if self._drafts.link is not None:
+            self._drafts.link.hear()  # what the device has written may be told
+        if self._on_device:
+            return self._runner.is_ready()
+        return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0])
 
-    def collect(self) -> None:
-        """The result comes from the target."""
-
-
-def _check_pages_fit(plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """The target has chosen how many pages there are; the drafter's GPU must hold them beside its weights.
-
-    A rank of a wide tensor-parallel target may hold less of a token than the drafter does.
-    """
-    if plan.device.type != "cuda":
-        return
-    needed = sum(count * size for count, size in zip(num_pages, page_bytes(plan, target=False), strict=True))
-    room = gpu_budget_bytes(plan.device, plan.config.gpu_memory_utilization, step_bytes=0)
-    if needed > room:
-        fitting = max(num_pages[0] * room // needed, 0)
-        raise ConfigError(
-            f"The target's GPUs hold {num_pages[0]} K/V pages, the split drafter's only {fitting}. Set "
-            "num_pages to at most that.",
-            param="num_pages",
-        )
+    def collect(self) -> StepResult:
+        if self._on_device:
+            return self._runner.collect()
+        plan = self._waiting.popleft()
+        self._drafts.begin(plan, 1)
+        self._runner.submit(plan)
+        result = self._runner.collect()
+        if self._waiting:
+            self._grace_until_s = time.monotonic() + GRACE_S
+        return result
 
 
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:

@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING
 
+from ...cluster.errors import ConfigError, MantaError
 from ...cluster.executor import ExecutorInfo
 from ...cluster.plan import SchedulerOutput, StepResult
+from .ends import PeerLostError
+from .orders import DrafterAt, DrafterLoaded, DrafterReport, LoadDrafter, Order, UseDrafter
 from .worker import Worker
 
 if TYPE_CHECKING:
+    from ..targets.loading.swap import DrafterExchange
     from ..targets.runners.runner import Runner
+    from .split_drafter import RemoteDrafts, SplitRunner
+
+logger = logging.getLogger(__name__)
 
 
 class TargetWorker(Worker):
-    """Holds one shard of the target, and the drafter beside it unless that is split off."""
+    """Holds one shard of the target, and the drafter beside it unless that has a process of its own."""
 
-    _runner: Runner
+    _runner: Runner | SplitRunner
+    _info: ExecutorInfo
+    _drafts: RemoteDrafts | None
+    _exchange: DrafterExchange
 
     def _load(self) -> ExecutorInfo:
         from ..targets.loading.plan import plan_load
         from ..targets.loading.rank import Checkpoints, start_runner
-        from .split_drafter import RemoteDrafts, tell_num_pages
+        from ..targets.loading.swap import DrafterExchange
+        from .split_drafter import RemoteDrafts, SplitRunner
 
-        groups, split = self.groups, self.setting.topology.split_drafter
-        assert groups.target is not None, "a rank of the target"
         plan = plan_load(self.setting.config)
-        groups.target.use_peer_memory(plan.dtype)
-        self._runner, info = start_runner(
-            plan,
-            Checkpoints(),
-            groups.target,
-            remote_drafts=(lambda plan, backend: RemoteDrafts(plan, backend, groups)) if split else None,
+        self.ranks.use_peer_memory(plan.dtype)
+        made: list[RemoteDrafts] = []
+
+        def remote(plan, backend):
+            made.append(RemoteDrafts(plan, backend, self.ranks))
+            return made[-1]
+
+        runner, info = start_runner(
+            plan, Checkpoints(), self.ranks, remote_drafts=remote if plan.split else None
         )
-        tell_num_pages(info.num_pages, groups)
+        self._drafts = made[-1] if made else None
+        self._runner = SplitRunner(runner, self._drafts, plan) if self._drafts else runner
+        self._exchange = DrafterExchange(plan, runner, self._drafts)
+        self._info, self._report = info, DrafterReport(0, ready=True, lost=False)
         self.max_in_flight = info.max_in_flight
         return info
+
+    def take_seat(self, drafter: DrafterAt) -> None:
+        """At start: at the first drafter. Raises what it refuses with."""
+        assert self._drafts is not None
+        self._drafts.connect(drafter.address, f"engine-{os.getpid()}", self._info, self.waiter)
+        self._drafts.wait_for_seat()
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._runner.submit(plan)
@@ -46,3 +69,50 @@ class TargetWorker(Worker):
         """Every rank computes; what rank 0 found is the result."""
         result = self._runner.collect()
         return result if self.setting.rank == 0 else None
+
+    def news(self) -> DrafterReport | None:
+        """How the drafter is, where that has changed."""
+        if self._drafts is None or self.setting.rank > 0:
+            return None
+        link = self._drafts.link
+        ready, lost = (False, True) if link is None else (link.is_ready, link.is_lost)
+        report = DrafterReport(self._report.generation, ready, lost)
+        if report == self._report:
+            return None
+        self._report = report
+        return report
+
+    def obey(self, order: Order) -> DrafterLoaded | None:
+        match order:
+            case DrafterAt(generation, address):
+                self._meet_drafter(generation, address)
+            case LoadDrafter(model):
+                return DrafterLoaded(self._load_beside(model))
+            case UseDrafter(accepted):
+                self._use_loaded(accepted)
+        return None
+
+    def _meet_drafter(self, generation: int, address: str) -> None:
+        assert self._drafts is not None, "told of a drafter of its own"
+        self._report = DrafterReport(generation, ready=True, lost=False)
+        try:
+            self._drafts.connect(address, f"engine-{os.getpid()}", self._info, self.waiter)
+        except PeerLostError:
+            self._drafts.disconnect()
+
+    def _load_beside(self, model: str) -> MantaError | None:
+        """What keeps another drafter from the old one's place, if anything."""
+        try:
+            self._exchange.load(model)
+        except MantaError as error:
+            return error
+        except Exception as error:  # another rank may have loaded it: all must say something
+            logger.exception("rank %d: the drafter %s cannot be loaded", self.setting.rank, model)
+            return ConfigError(f"The drafter {model!r} cannot be loaded ({type(error).__name__}: {error}).")
+        return None
+
+    def _use_loaded(self, accepted: bool) -> None:
+        if accepted:
+            self._exchange.use()
+        else:
+            self._exchange.forget()

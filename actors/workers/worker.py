@@ -1,8 +1,9 @@
-"""What target ranks and a split drafter share: setting up a process, and the loop that runs steps.
+"""A rank as a process of its own: setting it up, and the loop that runs steps. What it runs is its child's.
 
-A plain class; `ray_executor.py` wraps its children with `ray.remote(...)`. In order: `__init__` (light: no
-torch), `setup`, `load`, and one `run` that never returns while all is well: its end is how Ray tells that
-the worker is gone. The process also ends when the engine does: its socket closes, and Ray kills it.
+A plain class; `ray_executor.py` wraps `target_worker.TargetWorker` with `ray.remote(...)`. In order:
+`__init__` (light: no torch), `setup`, `load`, and one `run` that never returns while all is well: its end is
+how Ray tells that the worker is gone. The process also ends when the engine does: its socket closes, and Ray
+kills it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from ...cluster.errors import PlacementError
 from ...cluster.executor import ExecutorInfo
 from ...cluster.placement import Topology
 from ...cluster.plan import SchedulerOutput, StepResult
-from .channel import PeerLostError, WorkerChannel, knock
+from .channel import WorkerChannel, knock
+from .ends import PeerLostError, Waiter, spin_budget_s
+from .orders import Order
 
 if TYPE_CHECKING:
     import torch
 
     from ..torch_threads import TorchThreads
-    from .process_group import ProcessGroups, Store
+    from .process_group import Communicator, Store
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,8 @@ class WorkerSetup:
 
     Attributes:
         config: the engine's, with absolute paths and the topology's device.
-        topology: of all workers.
-        rank: of this one.
+        topology: of the engine.
+        rank: of this worker among the target's.
         channel: address of the engine's step channel.
         environment: settings of libraries, taken over where the worker has none of its own.
     """
@@ -54,7 +57,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker says after `setup`. `store_port` is where the groups meet; rank 0 serves it."""
+    """What a worker says after `setup`. `store_port` is where the ranks meet; rank 0 serves it."""
 
     pid: int
     store_port: int | None
@@ -72,13 +75,14 @@ class Worker:
 
     setting: WorkerSetup
     device: torch.device
-    groups: ProcessGroups
+    ranks: Communicator
     _threads: TorchThreads
     max_in_flight = 1
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._store: Store | None = None
+        self.waiter = Waiter(spin_budget_s(2))
 
     def setup(self, setting: WorkerSetup) -> WorkerFacts:
         """Fit the process to its place: environment, threads, device, connection to the engine."""
@@ -96,41 +100,39 @@ class Worker:
 
     def _open(self) -> int | None:
         """Import torch, take the device, open the store (rank 0)."""
-        import torch
-
-        from ..machine import owned_cores
         from . import process_group
 
         topology = self.setting.topology
-        if topology.device == "cuda":
-            self.device = torch.device("cuda", _own_gpu())
-            torch.cuda.set_device(self.device)
-        else:
-            self.device = torch.device("cpu")
-            # Ray has set OMP_NUM_THREADS to the CPUs on its books; this overrules it.
-            torch.set_num_threads(topology.num_threads(self.setting.config, owned_cores()))
-        if self.setting.rank > 0 or topology.num_workers == 1:
+        self.device = open_device(topology, self.setting.config)
+        if self.setting.rank > 0 or topology.tensor_parallel_size == 1:
             return None
-        self._store = process_group.open_store(topology.num_workers)
+        self._store = process_group.open_store(topology.tensor_parallel_size)
         return self._store.port
 
-    def load(self, store_port: int | None) -> ExecutorInfo | None:
-        """Join the groups and load the model. Target ranks return what the engine must know."""
+    def load(self, store_port: int | None) -> ExecutorInfo:
+        """Join the other ranks and load the model; returns what the engine must know."""
         from ..torch_threads import TorchThreads
         from . import process_group
 
-        self.groups = process_group.connect(
+        self.ranks = process_group.connect(
             rank=self.setting.rank,
-            num_targets=self.setting.topology.tensor_parallel_size,
-            split_drafter=self.setting.topology.split_drafter,
+            world_size=self.setting.topology.tensor_parallel_size,
             device=self.device,
             store=self._store or store_port or 0,
         )
         info = self._load()
-        self._threads = TorchThreads.of(info) if info else TorchThreads(adapts=self.device.type == "cpu")
+        self._threads = TorchThreads.of(info)
         return info
 
-    def _load(self) -> ExecutorInfo | None:
+    def _load(self) -> ExecutorInfo:
+        raise NotImplementedError
+
+    def obey(self, order: Order) -> object | None:
+        """What is told between steps; the answer, if there is one."""
+        raise NotImplementedError
+
+    def news(self) -> object | None:
+        """What the engine must hear before the next result, if anything."""
         raise NotImplementedError
 
     def submit(self, plan: SchedulerOutput) -> None:
@@ -150,7 +152,7 @@ class Worker:
         assert self._socket is not None, "setup comes first"
         channel: WorkerChannel | None = None
         try:
-            channel = WorkerChannel(self._socket, self.setting.rank)
+            channel = WorkerChannel(self._socket, self.setting.rank, self.waiter)
             self._run_steps(channel)
         except PeerLostError:
             return "The engine has left."
@@ -163,19 +165,39 @@ class Worker:
     def _run_steps(self, channel: WorkerChannel) -> NoReturn:
         """Until the engine leaves (PeerLostError). A step is started as soon as it comes, even while the last
         one runs, if the device computes by itself."""
-        in_flight = 0
+        in_flight, spins = 0, self.device.type == "cuda"
         while True:
             may_start = in_flight < self.max_in_flight
-            if not in_flight or (may_start and channel.has_mail_before(self.is_ready)):
-                plan = channel.receive()
-                self._threads.use()
-                self.submit(plan)
-                in_flight += 1
+            if not in_flight or (may_start and channel.has_mail_before(self.is_ready, spins=spins)):
+                order = channel.receive()
+                if isinstance(order, SchedulerOutput):
+                    self._threads.use()
+                    self.submit(order)
+                    in_flight += 1
+                elif (answer := self.obey(order)) is not None:
+                    channel.send(answer)
             else:
                 result = self.collect()
                 in_flight -= 1
+                if (news := self.news()) is not None:
+                    channel.send(news)
                 if result is not None:
                     channel.send(result)
+
+
+def open_device(topology: Topology, config: EngineConfig) -> torch.device:
+    """Import torch, and make the calling thread compute on the device that this process has."""
+    import torch
+
+    from ..machine import owned_cores
+
+    if topology.device == "cuda":
+        device = torch.device("cuda", _own_gpu())
+        torch.cuda.set_device(device)
+        return device
+    # Ray has set OMP_NUM_THREADS to the CPUs on its books; this overrules it.
+    torch.set_num_threads(topology.num_threads(config, owned_cores()))
+    return torch.device("cpu")
 
 
 def forwarded_environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Drafting for a step: proposals before the target's pass, context after it.
 
 A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
-the drafter's logits. Used by target ranks (colocated) and by the split drafter's worker.
+the drafter's logits. Used by target ranks (colocated) and by a drafter in a process of its own.
 
 Legend: N target rows, R requests of the step, K most drafts, m taps, H hidden.
 """
@@ -29,6 +29,10 @@ class Proposer:
         self.drafter = drafter
         self.cache = cache
         self._operators = operators
+
+    def with_drafter(self, drafter: DFlashDrafter) -> Proposer:
+        """The same with another drafter of the same shape, over the same pages."""
+        return Proposer(drafter, self.cache, self._operators)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
         """Drafts [R, K] (int64), -1 where a request drafts fewer than K; K = 0 if nobody drafts."""

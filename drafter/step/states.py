@@ -62,7 +62,8 @@ class RequestStates:
         self.token_ids = torch.zeros(num_slots, max_model_len + 1, dtype=torch.int64, device=self.device)
         self._no_page_G = np.array([num_pages[group.pool] for group in pages.groups], dtype=np.int64)
         shape = (len(pages.groups), num_slots, pages_for(max_model_len, page_size))
-        self.page_tables_GSP = np.zeros(shape, dtype=np.int64)
+        # Rows of a slot that nobody was admitted to go nowhere: a drafter may be newer than the requests.
+        self.page_tables_GSP = np.broadcast_to(self._no_page_G[:, None, None], shape).copy()
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int64)
         self._top_p = np.ones(num_slots, dtype=np.float32)

@@ -7,7 +7,6 @@ Done by light tasks on the cluster, without a CPU of their own: the driver write
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from ...actors.batch.answering import Result, failure
+from ...actors.batch.answering import Result, unanswered
 from ...actors.batch.ledger import Ledger
 from ...actors.batch.reading import Row, RowReader, Work
 from ...actors.batch.rows import Layout
@@ -93,14 +92,11 @@ def _explain(
 
 def _killer(row: Row, layout: Layout, columns: pa.Schema, deaths: int) -> Result:
     """The result of a row that killed the engine which had nothing but it."""
-    error = EngineDeadError(
+    message = (
         f"An engine died whenever it had this row: {deaths} times, the last time with this row alone. All "
         "other rows go on without it."
     )
-    result = failure(row, error, layout, columns, attempts=deaths)
-    now_s = time.time()
-    result["error"]["type"] = EngineDeadError.__name__
-    return result | {"begin_s": now_s, "end_s": now_s}
+    return unanswered(row, EngineDeadError.__name__, message, layout, columns, attempts=deaths)
 
 
 def _writer(setup: EngineSetup, terms: Terms) -> RowWriter:

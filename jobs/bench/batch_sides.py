@@ -29,7 +29,7 @@ from ...cluster.request import SamplingParams
 from ..demo_commands import serving
 from ..generate import open_llm
 from ..ray_session import join_or_start_ray
-from ..serve import free_port
+from ..serve_checks import free_port
 from .contender_server import OpenAIServer
 from .contenders import HuggingFaceGenerate, TransformersTarget, Way
 from .passes import Pass, Prompt, run_engine, say, tried_dtypes

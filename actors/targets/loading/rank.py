@@ -54,7 +54,7 @@ class RemoteSource(DraftSource, RemoteDrafter, Protocol):
     """Drafts from another process, for steps driven by the host or by the device."""
 
 
-# Makes a rank's source of drafts where the drafter is split off.
+# Makes a rank's source of drafts where the drafter has a process of its own.
 RemoteDrafts = Callable[[LoadPlan, Backend], RemoteSource]
 
 
@@ -116,11 +116,10 @@ def start_runner(
 ) -> tuple[Runner, ExecutorInfo]:
     """The same from a plan; `models` says where weights come from."""
     assert plan.split == (remote_drafts is not None), "a split drafter, and only that, needs a way to it"
-    rank = _Rank(plan, models, communicator or SingleRank())
+    rank = _Rank(plan, models, communicator or SingleRank(), remote_drafts)
     num_pages = rank.affordable_pages()
-    runner = rank.runner(num_pages, remote_drafts)
-    if not plan.split:  # else the drafter's process would have to step along
-        warm_up(runner, plan, num_pages)
+    runner = rank.runner(num_pages)
+    warm_up(runner, plan, num_pages)
     runner.prepare()
     info = _info(plan, num_pages)
     logger.info("%s; backend %s", info, plan.attention_backend)
@@ -148,7 +147,8 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
         num_speculative_tokens=plan.num_speculative_tokens,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=plan.device.type,
-        max_in_flight=2 if runs_ahead(plan) else 1,
+        max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
+        halves=plan.split,
         max_stop_token_ids=_max_stop_token_ids(plan),
     )
 
@@ -184,8 +184,14 @@ def runs_ahead(plan: LoadPlan) -> bool:
 class _Rank:
     """A rank's models, on the way to a runner: what is missing are pages."""
 
-    def __init__(self, plan: LoadPlan, models: ModelSource, communicator: Communicator) -> None:
-        self._plan, self._communicator = plan, communicator
+    def __init__(
+        self,
+        plan: LoadPlan,
+        models: ModelSource,
+        communicator: Communicator,
+        remote_drafts: RemoteDrafts | None,
+    ) -> None:
+        self._plan, self._communicator, self._remote_drafts = plan, communicator, remote_drafts
         sharding = Sharding(plan.target, communicator.rank, communicator.world_size)
         weights = models.target(plan, sharding)
         self.backend = backend = make_backend(plan)
@@ -205,12 +211,16 @@ class _Rank:
         mine = affordable_pages(plan, sizes, budget)
         return tuple(smallest(pages, self._communicator, plan.device) for pages in mine)
 
-    def runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None = None) -> Runner:
+    def runner(self, num_pages: tuple[int, ...]) -> Runner:
         if runs_on_device(self._plan):
-            return self._device_runner(num_pages, remote_drafts)
-        return self._step_runner(num_pages, remote_drafts)
+            return self._device_runner(num_pages)
+        return self._step_runner(num_pages)
 
-    def _device_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> Runner:
+    def _remote(self) -> RemoteSource | None:
+        """The way to a drafter in a process of its own."""
+        return self._remote_drafts(self._plan, self.backend) if self._remote_drafts is not None else None
+
+    def _device_runner(self, num_pages: tuple[int, ...]) -> Runner:
         from ....drafter.step.device.sampling import SamplingWorkspace
         from ....drafter.step.device.states import DeviceStates
         from ..runners.device import DeviceRunner
@@ -227,7 +237,7 @@ class _Rank:
             states=DeviceStates(*size, plan.device, plan.pages),
             workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
             communicator=self._communicator,
-            remote=remote_drafts(plan, self.backend) if remote_drafts is not None else None,
+            remote=self._remote(),
         )
         return DeviceRunner(
             models,
@@ -237,13 +247,11 @@ class _Rank:
             captures=plan.device.type == "cuda" and not plan.split,  # the drafter's part would be in them
         )
 
-    def _step_runner(self, num_pages: tuple[int, ...], remote_drafts: RemoteDrafts | None) -> StepRunner:
+    def _step_runner(self, num_pages: tuple[int, ...]) -> StepRunner:
         plan, page_size = self._plan, self._plan.page_size
         operators = make_step_operators(plan)
-        drafts: DraftSource | None = None
-        if remote_drafts is not None:
-            drafts = remote_drafts(plan, self.backend)
-        elif self._drafter is not None:
+        drafts: DraftSource | None = self._remote()
+        if self._drafter is not None:
             cache = self._draft_cache(num_pages)
             assert cache is not None, "a drafter has pages"
             proposer = Proposer(self._drafter, cache, operators)

@@ -72,9 +72,9 @@ def _most_prompts(plan: LoadPlan) -> list[int]:
 
 
 def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
-    """Of the prompts above; a drafter that is split off does not step along."""
+    """Of the prompts above."""
     config = plan.config
-    drafts = 0 if plan.split else max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
+    drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
     count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
     return made_up_plan([1] * count, [1 + drafts] * count, [drafts] * count)
 

@@ -35,6 +35,9 @@ class Decoder:
         max_positions: positions that may occur.
         backend: computes what is no matrix product; PyTorch's own by default.
         places: of each layer's K and V; all in one page group by default.
+
+    Attributes:
+        backend: of its passes, and of a drafter's beside it.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Decoder:
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         head_UH = embedding_UH if spec.tied_head else weights.head()
         self._embedding = VocabEmbedding(embedding_UH, sharding, communicator)
-        backend = backend or TorchBackend()
+        self.backend = backend = backend or TorchBackend()
         self._head = VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator)
         ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from ....cluster.plan import IntArray, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.device.rows import NUM_LISTS, StepRequests, pack
 from ....drafter.step.device.upload import Upload
 from ..model.decoder import Decoder
@@ -187,6 +188,15 @@ class DeviceRunner(DeviceSteps):
         """Capture the graphs."""
         if self._captures:
             self._graphs.capture(self._kinds.all())
+
+    @torch.inference_mode()
+    def exchange(self, drafter: DFlashDrafter) -> None:
+        """Graphs know the old one's weights: they are made anew."""
+        if self.models.device.type == "cuda":
+            torch.cuda.synchronize(self.models.device)
+        self._models = self.models = replace(self.models, drafter=drafter)
+        self._graphs.renew(self.models)
+        self.prepare()
 
     @torch.inference_mode()
     def rehearse(self, largest: SchedulerOutput) -> int:

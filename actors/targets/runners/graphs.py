@@ -116,6 +116,12 @@ class StepGraphs:
         self._iterations: dict[StepKind, Pass] = {}
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
 
+    def renew(self, models: StepModels) -> None:
+        """Forget what was made with other models."""
+        self._models = models
+        self._iterations.clear()
+        self._graphs.clear()
+
     def parts(self, kind: StepKind) -> tuple[str, ...]:
         """Of such a step; see `iteration.Iteration.parts`."""
         return self._iteration(kind).parts

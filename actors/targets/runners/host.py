@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.propose import Proposer
 from ....drafter.step.operators import StepOperators
 from ....drafter.step.rows import StepRows
@@ -50,6 +51,9 @@ class LocalDrafts:
     def __init__(self, proposer: Proposer, communicator: Communicator) -> None:
         self._proposer = proposer
         self._communicator = communicator
+
+    def exchange(self, drafter: DFlashDrafter) -> None:
+        self._proposer = self._proposer.with_drafter(drafter)
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Tensor:
         drafts_RK = self._proposer.propose(plan, states)
@@ -92,6 +96,10 @@ class StepRunner:
         """Run such a step; there are no graphs."""
         self.execute(largest)
         return 0
+
+    def exchange(self, drafter: DFlashDrafter) -> None:
+        assert isinstance(self.drafts, LocalDrafts), "a drafter beside this target"
+        self.drafts.exchange(drafter)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Run one step; its result waits to be collected."""

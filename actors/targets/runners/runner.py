@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ....cluster.plan import SchedulerOutput, StepResult
 from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.dflash.model import DFlashDrafter
 from ..model.decoder import Decoder
 
 
@@ -45,6 +46,10 @@ class Runner(Protocol):
     def rehearse(self, largest: SchedulerOutput) -> int:
         """Take the memory of the largest decoding step, and of what `prepare` makes for it; returns how many
         graphs `prepare` makes besides."""
+        ...
+
+    def exchange(self, drafter: DFlashDrafter) -> None:
+        """Draft with another one of the same shape from now on, over the same pages; of those beside it."""
         ...
 
 

@@ -1,0 +1,72 @@
+"""The folder of one server's HAProxies: where their files are, and how they are told that the server stops.
+
+Made by `manta serve` before Ray starts, for its eyes only, and removed at its end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from .front import DRAINING_ENTRY
+from .supervisor import ask_haproxy, find_haproxy
+
+_PACKAGE, *_ = __name__.split(".")
+_ABOVE = Path(__file__).parents[3]
+_SCRIPT = """#!/bin/sh
+export PYTHONPATH={path}
+exec {python} -m {package}.actors.haproxy --haproxy {haproxy} --folder {folder} --owner {owner} "$@"
+"""
+
+
+class HAProxyFolder:
+    """Its files. Raises ConfigError when HAProxy is not installed.
+
+    Attributes:
+        path: readable by its owner alone; short, since sockets are below it.
+    """
+
+    def __init__(self) -> None:
+        haproxy = find_haproxy()
+        self.path = Path(tempfile.mkdtemp(prefix="manta-ha-", dir="/tmp"))
+        self._script = self.path / "haproxy"
+        self._draining = self.path / "draining.list"
+        self._draining.touch()
+        above = [str(_ABOVE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._script.write_text(
+            _SCRIPT.format(
+                path=":".join(above),
+                python=sys.executable,
+                package=_PACKAGE,
+                haproxy=haproxy,
+                folder=self.path,
+                owner=os.getpid(),
+            )
+        )
+        self._script.chmod(0o700)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the Ray whose Serve is to use it."""
+        names = {
+            "CONFIG_FILE_LOC": "haproxy.cfg",
+            "SOCKET_PATH": "admin.sock",
+            "METRICS_SOCKET_PATH": "metrics.sock",
+            "SERVER_STATE_BASE": "",
+            "SERVER_STATE_FILE": "server-state",
+            "BINARY_PATH": "haproxy",
+        }
+        return {f"RAY_SERVE_HAPROXY_{name}": str(self.path / file) for name, file in names.items()}
+
+    def refuse_requests(self) -> None:
+        """From now on every new request gets a 503; those that run go on."""
+        self._draining.write_text(f"{DRAINING_ENTRY}\n")  # for HAProxies that start from now on
+        command = f"add acl {self._draining} {DRAINING_ENTRY}\n".encode()
+        for admin in self.path.glob("*/admin.sock"):
+            ask_haproxy(admin, command)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""HAProxy's configuration as Serve writes it, changed where operators need something else. Text in, text out.
+
+* Statistics and metrics listen on loopback, the admin socket is its owner's alone.
+* /health and /ping are 503 while no replica is there or all are to go; else one answers, ahead of its queue.
+* /metrics of several replicas is one answer (`scrape.py`).
+* What HAProxy itself refuses, it refuses as OpenAI's clients read it, with Retry-After.
+* A replica that is dead or to go refuses with a status of its own, for which another one is tried; nothing of
+  such a request has been done. A client sees it only if there is no other, as a 503.
+
+Serve's lines are found by what they say; if one is not there, Ray is another version than this was made for,
+and that is an error, not a silence. Called by `supervisor.py` before every start of HAProxy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+RETRY_HEADER = "x-manta-retry-status"
+RETRY_STATUS = 425
+# For Serve's `retry-on`: no connection, one that ends without an answer, or that status.
+RETRY_ON = f"conn-failure empty-response {RETRY_STATUS}"
+NOT_READY = "The server is loading its models. Retry."
+DRAINING = "The server is stopping. Retry elsewhere, or later."
+LOST = "The replica that had this request is gone. Retry."
+RETRY_AFTER_S = 1
+BODY_TIME_S = 10
+
+_SOCKET = re.compile(r"^(\s*stats socket )(\S+) mode \S+ (.*)$", re.M)
+_METRICS = re.compile(r"^(\s*bind )(:\d+)$", re.M)
+_STATISTICS = re.compile(r"^(\s*bind )\*(:\d+)$", re.M)
+_ERROR_FILE = re.compile(r"^(\s*errorfile 50[234] )\S+$", re.M)
+_SERVER = re.compile(r"^    server (\S+) (\S+):(\d+) (.*)$", re.M)
+_BACKEND = re.compile(r"^backend (http-\S+)$", re.M)
+_NOT_FOUND = re.compile(r"^    http-request return status 404 .*$", re.M)
+_ROUTES = "    # Static routing based on path prefixes"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Files of one HAProxy.
+
+    Attributes:
+        admin: socket on which HAProxy takes commands.
+        scrape: socket on which the joined metrics are.
+        error: what HAProxy sends where it has no answer of a replica.
+        draining: list that says that the server is stopping, by having an entry (`DRAINING_ENTRY`).
+    """
+
+    admin: Path
+    scrape: Path
+    error: Path
+    draining: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What a configuration says.
+
+    Attributes:
+        text: the configuration, changed.
+        admin: the socket that Serve asks.
+        replicas: (host, port) of each.
+    """
+
+    text: str
+    admin: Path
+    replicas: tuple[tuple[str, int], ...]
+
+
+DRAINING_ENTRY = "draining"
+
+
+def rewritten(text: str, places: Places) -> Front:
+    """Serve's configuration, changed as the module says.
+
+    Raises:
+        ValueError: a line that must be changed is not there.
+    """
+    found = _SOCKET.search(text)
+    if found is None:
+        raise ValueError("Serve's HAProxy configuration has no line 'stats socket ...'")
+    servers = [
+        (backend, name, host, int(port))
+        for backend, section in _backends(text)
+        for name, host, port, options in _SERVER.findall(section)
+        if not options.endswith("backup")
+    ]
+    text = _changed(_SOCKET, rf"\1{places.admin} mode 600 \3", text)
+    text = _changed(_METRICS, r"\g<1>127.0.0.1\2", text)
+    text = _changed(_STATISTICS, r"\g<1>127.0.0.1\2", text)
+    text = _changed(_ERROR_FILE, rf"\g<1>{places.error}", text)
+    if not _BACKEND.search(text):
+        text = _changed(_NOT_FOUND, f"    {_returning(NOT_READY)}", text)
+    if _ROUTES not in text:
+        raise ValueError(f"Serve's HAProxy configuration has no line {_ROUTES.strip()!r}")
+    rules = _rules([f"{backend}/{name}" for backend, name, _, _ in servers], places)
+    text = text.replace(_ROUTES, f"{rules}\n{_ROUTES}", 1) + _scrape_backend(places)
+    replicas = tuple(dict.fromkeys((host, port) for _, _, host, port in servers))
+    return Front(text, Path(found[2]), replicas)
+
+
+def error_file() -> bytes:
+    """What HAProxy sends, as it stands, where no replica answered."""
+    body = _body(LOST)
+    head = (
+        "HTTP/1.1 503 Service Unavailable",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        f"Retry-After: {RETRY_AFTER_S}",
+        "Connection: close",
+    )
+    return "\r\n".join([*head, "", body]).encode()
+
+
+def _backends(text: str) -> list[tuple[str, str]]:
+    """(name, section) of each application's."""
+    pieces = _BACKEND.split(text)[1:]
+    return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
+def _rules(servers: list[str], places: Places) -> str:
+    ready = [f"acl manta_ready srv_is_up({server})" for server in servers] or ["acl manta_ready always_false"]
+    lines = [
+        "acl manta_probe path /health /ping",
+        "acl manta_metrics path /metrics",
+        *ready,
+        f"acl manta_draining str({DRAINING_ENTRY}) -m str -f {places.draining}",
+        f"http-request set-header {RETRY_HEADER} {RETRY_STATUS}",
+        # What is kept must not be made twice; all else can be sent again if all of it is here, and fits.
+        "acl manta_kept path_beg /v1/files /v1/batches",
+        "http-request disable-l7-retry if manta_kept",
+        f"http-request wait-for-body time {BODY_TIME_S}s if METH_POST !manta_kept",
+        f"http-response set-status 503 if {{ status {RETRY_STATUS} }}",
+        "http-request set-log-level silent if manta_probe or manta_metrics",
+        f"{_returning(DRAINING)} if manta_draining !manta_metrics",
+        f"{_returning(NOT_READY)} if manta_probe !manta_ready",
+    ]
+    if len(servers) > 1:
+        lines.append("use_backend manta_scrape if manta_metrics")
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _scrape_backend(places: Places) -> str:
+    return f"\nbackend manta_scrape\n    server scrape unix@{places.scrape}\n"
+
+
+def _returning(message: str) -> str:
+    return (
+        f"http-request return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} "
+        f"string '{_body(message)}'"
+    )
+
+
+def _body(message: str) -> str:
+    """In OpenAI's shape, as `http/errors.py` has it, which would load a web framework here."""
+    error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
+    return json.dumps({"error": error}, separators=(",", ":"))
+
+
+def _changed(pattern: re.Pattern[str], by: str, text: str) -> str:
+    text, count = pattern.subn(by, text)
+    if count == 0:
+        raise ValueError(f"Serve's HAProxy configuration has no line like {pattern.pattern}")
+    return text

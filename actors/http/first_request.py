@@ -1,0 +1,67 @@
+"""The first request of a replica, its own: a completion through the whole application, before any other's.
+
+It is an ordinary one: logged as `ready-check`, counted in the metrics. Asked by `replica.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from starlette.types import ASGIApp, Message, Scope
+
+from ...cluster.errors import EngineDeadError
+
+PATH = "/v1/completions"
+NAME = "ready-check"
+
+
+async def ask_first(app: ASGIApp, api_key: str | None, max_tokens: int) -> None:
+    """Stream one short completion. Raises EngineDeadError if it does not come to its end."""
+    body = {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    exchange = _Exchange(orjson.dumps(body))
+    await app(_scope(api_key), exchange.receive, exchange.send)
+    if exchange.status != 200 or b'"error"' in exchange.answer or b"[DONE]" not in exchange.answer:
+        said = exchange.answer[:500].decode(errors="replace")
+        raise EngineDeadError(f"The first request failed with status {exchange.status}: {said}")
+
+
+class _Exchange:
+    """The client of one request."""
+
+    def __init__(self, body: bytes) -> None:
+        self._request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self.status = 0
+        self.answer = b""
+
+    async def receive(self) -> Message:
+        if self._request:
+            return self._request.pop()
+        await asyncio.Event().wait()  # this client stays
+        raise AssertionError("nobody sets it")
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.answer += message.get("body", b"")
+
+
+def _scope(api_key: str | None) -> Scope:
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", NAME.encode())]
+    if api_key is not None:
+        headers.append((b"authorization", f"Bearer {api_key}".encode()))
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": PATH,
+        "raw_path": PATH.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }

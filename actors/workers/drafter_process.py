@@ -1,0 +1,166 @@
+"""Where a drafter's process comes from: one of the engine's own, or one that all engines of the node share.
+
+An own one sits in the engine's placement group and dies with the engine's process. A shared one is a detached
+actor with a name made of what its weights depend on: whoever comes first starts it on the engine's node,
+beside all groups, and it leaves by itself when nobody has needed it for a while. Asked for by
+`drafter_keeper.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ...cluster.config import EngineConfig
+from ...cluster.errors import MantaError, PlacementError
+from ...cluster.placement import Topology
+from .drafter_worker import DrafterFacts, DrafterSetup, DrafterWorker
+from .placement import PLACEMENT_TIMEOUT_S, Placement
+from .room import this_node
+from .worker import forwarded_environment
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "manta"
+LINGER_S = 10.0  # that a shared drafter waits for an engine
+LOAD_TIMEOUT_S = 3600.0  # downloads and large checkpoints
+_THREADS = 64  # of the actor's calls: one per engine watches, and some ask
+
+Actor = Any  # ray.actor.ActorHandle of a dynamically wrapped class has no static methods
+
+
+class DrafterGoneError(Exception):
+    """The process died, or does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterProcess:
+    """One that has loaded; `ended` is done when it has ended."""
+
+    actor: Actor
+    facts: DrafterFacts
+    ended: ray.ObjectRef
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Wait for its end for at most so long."""
+        return bool(ray.wait([self.ended], timeout=timeout_s)[0])
+
+    def answers(self, timeout_s: float) -> bool:
+        with contextlib.suppress(RayError, GetTimeoutError):
+            return ray.get(self.actor.pid.remote(), timeout=timeout_s) == self.facts.pid
+        return False
+
+    def kill(self) -> None:
+        """At once, also one that is stopped."""
+        with contextlib.suppress(Exception):  # Ray itself may be gone
+            ray.kill(self.actor)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.facts.pid, signal.SIGKILL)
+
+
+class DrafterSource:
+    """Starts drafters for one engine.
+
+    Args:
+        topology, placement: of the engine.
+    """
+
+    def __init__(self, topology: Topology, placement: Placement) -> None:
+        self._topology, self._placement = topology, placement
+
+    @property
+    def is_shared(self) -> bool:
+        return self._topology.shared_drafter
+
+    def start(self, config: EngineConfig) -> DrafterProcess:
+        """A drafter that has loaded; takes as long as that takes.
+
+        Raises:
+            PlacementError: there is no room.
+            CheckpointError, ConfigError: from loading.
+            DrafterGoneError: it died meanwhile.
+        """
+        actor = self._shared(config) if self.is_shared else self._own()
+        setting = DrafterSetup(
+            config=config,
+            topology=self._topology,
+            environment=forwarded_environment(),
+            linger_s=LINGER_S if self.is_shared else math.inf,
+        )
+        try:
+            self._await_place(actor)
+            facts: DrafterFacts = ray.get(actor.start.remote(setting), timeout=LOAD_TIMEOUT_S)
+            return DrafterProcess(actor, facts, actor.watch.remote())
+        except RayTaskError as error:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            if isinstance(error.cause, MantaError):
+                raise error.cause from None
+            raise
+        except (RayError, GetTimeoutError) as error:
+            raise DrafterGoneError(str(error)) from None
+
+    def _own(self) -> Actor:
+        rank = self._topology.drafter_rank
+        assert rank is not None, "a split drafter has a bundle"
+        return _actor(self._topology, scheduling_strategy=self._placement.strategy(rank))
+
+    def _shared(self, config: EngineConfig) -> Actor:
+        name = shared_name(config)
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, namespace=NAMESPACE)
+        self._topology.check_drafter(this_node())
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        named = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+        return _actor(self._topology, scheduling_strategy=here, **named)
+
+    def _await_place(self, actor: Actor) -> None:
+        try:
+            ray.get(actor.pid.remote(), timeout=PLACEMENT_TIMEOUT_S)
+        except GetTimeoutError:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+            raise PlacementError(
+                f"The drafter's process did not start within {PLACEMENT_TIMEOUT_S:g} s: its place is taken. "
+                "End what else runs there, or colocate the drafter.",
+                param="speculative_config.placement",
+            ) from None
+
+
+def shared_name(config: EngineConfig) -> str:
+    """Of the drafter that engines of such settings share on this node."""
+    spec = config.speculative_config
+    assert spec is not None, "only who speculates shares a drafter"
+    alike = (
+        *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
+        *(config.attention_backend, config.batch_invariant),
+    )
+    key = hashlib.sha256(repr(alike).encode()).hexdigest()[:16]
+    return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"
+
+
+def _actor(topology: Topology, **options: Any) -> Actor:  # Any: Ray's options
+    if topology.device == "cuda":
+        # Hidden devices could not be mapped by the target's process, nor its memory here.
+        options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    return (
+        ray.remote(DrafterWorker)
+        .options(
+            num_cpus=topology.worker_resources.get("CPU", 0.0),
+            num_gpus=topology.worker_resources.get("GPU", 0.0),
+            max_restarts=0,
+            max_concurrency=_THREADS,
+            **options,
+        )
+        .remote()
+    )

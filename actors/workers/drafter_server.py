@@ -1,0 +1,268 @@
+"""A drafter as a server: engines take seats at it, and it works for one after the other.
+
+Each engine (a *guest*) has a connection, a seat of its own (`drafter_seat.py`) and a place in a fair queue:
+who has had least of the drafter's time comes next, among those who have something to do. A guest who goes
+takes its seat along; nothing that a guest does or leaves undone keeps another waiting. What is said is in
+`link_messages.py`, the other side is `drafter_link.py`. Run by `drafter_worker.py`; no Ray in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...cluster.errors import EngineDeadError, MantaError
+from ...cluster.plan import SchedulerOutput
+from . import doors
+from .drafter_seat import Seat
+from .ends import End, PeerLostError, Waiter, nothing, spin_budget_s
+from .link_messages import LAYOUT, Ask, Done, Drafted, Hello, Refusal, Told, Welcome
+from .mailbox import Mailbox
+from .rings import Ring, SharedMemory
+
+logger = logging.getLogger(__name__)
+
+_HELLO_BYTES, _HELLO_WITHIN_S = 256 * 1024, 1.0
+_ANSWER_WITHIN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan that is begun and not over."""
+
+    plan: SchedulerOutput
+    num_told: int = 0
+
+
+@dataclass(slots=True)
+class GuestBooks:
+    """What the queue was to a guest.
+
+    Attributes:
+        num_drafted: steps with drafts.
+        waited_s: from the asking until their drafting began.
+        served_s: of the drafter's time, all work for it.
+    """
+
+    num_drafted: int = 0
+    waited_s: float = 0.0
+    served_s: float = 0.0
+
+
+class Guest(End):
+    """An engine's seat and what it wants, in order."""
+
+    def __init__(self, sock: socket.socket, hello: Hello, files: list[int], waiter: Waiter) -> None:
+        memory = SharedMemory(files[0], LAYOUT.size_bytes)
+        super().__init__(memory, LAYOUT.line(0, 0), waiter)
+        self._down, self._up = Ring.down(memory, LAYOUT), Ring.up(memory, LAYOUT, 0)
+        self._meet(0, sock, 0)
+        ticket = files[1] if len(files) > 1 else hello.mailbox
+        self._mailbox, self._sizes = Mailbox.open(ticket, hello.sizes.total_bytes), hello.sizes
+        self.name, self.books = hello.name, GuestBooks()
+        self.rank_s = 0.0  # in the queue: time it was served, no less than others had when it came
+        self._seat: Seat | None = None
+        self._asked: deque[Ask] = deque()
+        self._told: dict[int, deque[Told]] = {}
+        self._open: deque[_Step] = deque()
+        self._pages_of_slot: dict[int, set[int]] = {}
+
+    def sit(self, seat: Seat) -> None:
+        self._seat = seat
+
+    @property
+    def seat(self) -> Seat:
+        assert self._seat is not None, "work comes after sitting down"
+        return self._seat
+
+    def answer(self, message: object) -> None:
+        self._write(self._up, message, _ANSWER_WITHIN_S, nothing)
+
+    @property
+    def has_gone(self) -> bool:
+        return bool(self._lost)
+
+    def take_mail(self) -> None:
+        while self._down.has_next(0):
+            message = self._read(self._down, 0, _ANSWER_WITHIN_S, nothing)
+            if isinstance(message, Ask):
+                self._asked.append(message)
+            else:
+                self._told.setdefault(message.step, deque()).append(message)
+
+    def has_mail(self) -> bool:
+        return self._down.has_next(0)
+
+    def has_work(self) -> bool:
+        """Whether `work` would do something."""
+        if self._open and self._told.get(self._open[0].plan.step):
+            return True
+        return bool(self._asked) and not any(self._meets(step.plan) for step in self._open)
+
+    def work(self) -> None:
+        """The next thing that it wants: take in what it told of the oldest step, else draft for a new one."""
+        begin_s = time.monotonic()
+        if self._open and (told := self._told.get(self._open[0].plan.step)):
+            self._take_in(self._open[0], told.popleft())
+        else:
+            self._begin(self._asked.popleft(), begin_s)
+        self.books.served_s += (spent_s := time.monotonic() - begin_s)
+        self.rank_s += spent_s
+
+    @torch.inference_mode()
+    def _begin(self, ask: Ask, now_s: float) -> None:
+        plan = ask.plan
+        self.seat.begin(plan)
+        self._note_pages(plan)
+        self._open.append(_Step(plan))
+        if plan.step in self._told or not plan.num_drafts.any():
+            return  # the target could not wait, or wants none
+        drafts = self.seat.draft(plan)
+        (view,) = self._mailbox.views(
+            ask.place * self._sizes.drafts_bytes, [(tuple(drafts.shape), torch.int64)]
+        )
+        view.copy_(drafts)
+        self._mailbox.finish()
+        self.books.num_drafted += 1
+        self.books.waited_s += now_s - ask.sent_s
+        self.answer(Drafted(plan.step, time.monotonic()))
+
+    @torch.inference_mode()
+    def _take_in(self, step: _Step, told: Told) -> None:
+        plan = step.plan
+        num_parts = self.seat.num_parts(plan)
+        values = self._mailbox.views(told.offset, self.seat.told_kinds(plan, told.part))
+        self.seat.take_in(plan, told.part, values, followed=told.followed)
+        self._mailbox.finish()
+        step.num_told += 1
+        if step.num_told == num_parts:
+            self._open.popleft()
+            self._told.pop(plan.step)
+        self.answer(Done(plan.step, told.part))
+
+    def _meets(self, plan: SchedulerOutput) -> bool:
+        """Whether the next plan has to do with requests of this one: their slots, or pages that they had."""
+        asked = self._asked[0].plan
+        slots = set(plan.slots.tolist())
+        if not slots.isdisjoint(asked.slots.tolist()):
+            return True
+        theirs: set[int] = set().union(*(self._pages_of_slot.get(slot, set()) for slot in slots))
+        return not theirs.isdisjoint(asked.page_ids.tolist())
+
+    def _note_pages(self, plan: SchedulerOutput) -> None:
+        for request in plan.admitted:
+            self._pages_of_slot[request.slot] = set()
+        for slot, page in zip(plan.page_slots.tolist(), plan.page_ids.tolist(), strict=True):
+            self._pages_of_slot.setdefault(slot, set()).add(page)
+
+
+class DrafterServer:
+    """See the module's text. Make it, give `address` away, then `serve` in one thread.
+
+    Args:
+        make_seat: for who says hello; raises a MantaError where there is no seat for it.
+    """
+
+    def __init__(self, make_seat: Callable[[Hello], Seat]) -> None:
+        self._make_seat = make_seat
+        self._listener, self.address = doors.open_door(backlog=64)
+        self._waiter = Waiter(spin_budget_s(4))  # engine, target and drafter have work of their own
+        self._waiter.listen(self._listener)
+        self._guests: list[Guest] = []
+
+    def books(self) -> dict[str, GuestBooks]:
+        """Of those who are there, by name; from any thread."""
+        return {guest.name: guest.books for guest in list(self._guests)}
+
+    def serve(self, linger_s: float = math.inf) -> None:
+        """Until nobody has been there for so long."""
+        while True:
+            self._let_in()
+            self._see_off()
+            for guest in self._guests:
+                self._safely(guest, guest.take_mail)
+            wanting = [guest for guest in self._guests if guest.has_work()]
+            if wanting:
+                guest = min(wanting, key=lambda guest: guest.rank_s)
+                self._safely(guest, guest.work)
+                continue
+            try:
+                self._waiter.wait(self._has_news, math.inf if self._guests else linger_s)
+            except TimeoutError:
+                return
+
+    def _has_news(self) -> bool:
+        return any(guest.has_mail() or guest.has_gone for guest in self._guests) or self._door_rings()
+
+    def _door_rings(self) -> bool:
+        return bool(select.select([self._listener], [], [], 0)[0])
+
+    def _let_in(self) -> None:
+        while self._door_rings():
+            sock = doors.let_in(self._listener)
+            if sock is not None:
+                self._seat_guest(sock)
+
+    def _seat_guest(self, sock: socket.socket) -> None:
+        sock.settimeout(_HELLO_WITHIN_S)
+        try:
+            said, files, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
+        except OSError:
+            said, files = b"", []
+        if not said or not files:
+            sock.close()
+            return
+        hello: Hello = pickle.loads(said)
+        guest = Guest(sock, hello, files, self._waiter)
+        os.close(files[0])
+        try:
+            guest.sit(self._make_seat(hello))
+        except MantaError as error:
+            self._dismiss(guest, Refusal(error))
+        except Exception as error:  # a process's edge: no engine's seat may end the others'
+            logger.exception("no seat for %s", hello.name)
+            self._dismiss(
+                guest, Refusal(EngineDeadError(f"The drafter failed ({type(error).__name__}: {error})."))
+            )
+        else:
+            guest.rank_s = min((other.rank_s for other in self._guests), default=0.0)
+            self._guests.append(guest)
+            self._safely(guest, lambda: guest.answer(Welcome()))
+            logger.info("%s has a seat; there are %d", hello.name, len(self._guests))
+
+    def _dismiss(self, guest: Guest, refusal: Refusal) -> None:
+        with contextlib.suppress(PeerLostError, TimeoutError):
+            guest.answer(refusal)
+        guest.close()
+
+    def _safely(self, guest: Guest, work: Callable[[], None]) -> None:
+        """Whatever breaks with one guest is the end of that guest alone."""
+        try:
+            work()
+        except (PeerLostError, TimeoutError) as error:
+            self._part_with(guest, str(error))
+        except Exception as error:
+            logger.exception("work for %s failed", guest.name)
+            self._part_with(guest, type(error).__name__)
+
+    def _see_off(self) -> None:
+        for guest in self._guests[:]:
+            if guest.has_gone:
+                self._part_with(guest, "it has gone")
+
+    def _part_with(self, guest: Guest, why: str) -> None:
+        if guest in self._guests:
+            self._guests.remove(guest)
+            guest.close()
+            logger.info("%s has left its seat (%s); there are %d", guest.name, why, len(self._guests))

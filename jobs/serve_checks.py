@@ -1,0 +1,48 @@
+"""What can be found wrong before `manta serve` starts anything: the port, the place for batches."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+from ..cluster.errors import ConfigError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError unless host:port can be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port={port} on {host} cannot be used ({error}). Stop what listens there, or choose another "
+                "with --port.",
+                param="port",
+            ) from None
+
+
+def check_storage(where: str) -> None:
+    """A folder of this machine must be there to be written, or to be made. Raises ConfigError."""
+    from ..actors.batch.storage import Storage
+
+    storage = Storage.open(where, field="batch_storage")
+    if not storage.local:
+        return
+    try:
+        Path(storage.root).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=storage.root).close()
+    except OSError as error:
+        raise ConfigError(
+            f"batch_storage: {where} cannot be written ({error.strerror}). Choose another folder with "
+            "--batch-storage.",
+            param="batch_storage",
+        ) from None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,83 @@
+"""The environment of a Ray that `manta serve` starts: which proxy, where its files are, what it says.
+
+Serve reads all of it from environment variables, in processes that Ray starts: it must be there before Ray
+is, and is put back when Ray has ended. What the user has set stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..actors.haproxy.folder import HAProxyFolder
+from ..actors.haproxy.front import RETRY_ON
+from .serve_checks import free_port
+
+# Above the longest generation: a reload of HAProxy ends older streams after so long.
+HAPROXY_HARD_STOP_S = 3600
+# A request can be sent again to another replica if it fits.
+BUFFER_BYTES = 65536
+_OF_ALL = {
+    # Around what listens: probes pass the queue, and Serve's own failures are in OpenAI's shape.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "manta.actors.serve_place:middlewares",
+    # Serve's own lines are in its log files, for those who look for a fault there. Ours have no need of Ray's
+    # "(ServeReplica pid=1)" in colours before them; they say which replica it is.
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_DEDUP_LOGS": "0",  # a request's line is nobody else's
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do one day; else it warns
+    # A proxy that does not answer is replaced after three such periods.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+}
+
+
+class ServeEnvironment:
+    """Set until `restore`.
+
+    Args:
+        plain_proxy: Serve's own proxy instead of HAProxy.
+
+    Attributes:
+        haproxy: its files, if it is used.
+    """
+
+    def __init__(self, *, plain_proxy: bool) -> None:
+        self.haproxy = None if plain_proxy else HAProxyFolder()
+        wanted = _OF_ALL | (
+            _with_haproxy(self.haproxy) if self.haproxy else {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+        )
+        wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+        self._before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+
+    def restore(self) -> None:
+        """Put back what was there, and remove HAProxy's files. Idempotent."""
+        _restore(self._before)
+        if self.haproxy:
+            self.haproxy.remove()
+
+
+def _with_haproxy(folder: HAProxyFolder) -> dict[str, str]:
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+        "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",  # of replicas, by their own word
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # no other node's proxy must hear of it
+        **folder.environment,
+        # Ports of their own, so that two clusters get along on one machine.
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+    }
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,215 @@
+"""A drafter that fails, comes back or is replaced: tokens stay, drafts return, and little is spent on it."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.plan import SchedulerOutput
+from manta.cluster.refill import Refill
+from manta.cluster.request import Request
+from manta.cluster.sequence import Sequence, SlotTable
+from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+
+LONG = {"ignore_eos": True, "max_tokens": 400}
+INFO = make_info(max_model_len=512, num_pages=(1024,))
+
+
+def plans_of(engine: Engine, outputs: Outputs, steps: int) -> list[SchedulerOutput]:
+    """Steps, and what was planned in each."""
+    plans: list[SchedulerOutput] = []
+    for _ in range(steps):
+        plan = engine.plan()
+        if plan is None:
+            break
+        plans.append(plan)
+        engine._executor.submit(plan)
+        for update in engine.commit(engine._executor.collect()):
+            outputs.put(update)
+        engine.check_invariants()
+    return plans
+
+
+def opened(
+    count: int, info: ExecutorInfo = INFO, **settings: object
+) -> tuple[Engine, list[Request], Outputs]:
+    """An engine in the middle of so many requests."""
+    engine, outputs = open_engine(info, **settings), Outputs()
+    requests = [make_request(f"r{i}", range(2 + i, 12 + 2 * i), **LONG) for i in range(count)]
+    for request in requests:
+        add(engine, request)
+    plans_of(engine, outputs, 10)
+    return engine, requests, outputs
+
+
+def finish(engine: Engine, requests: list[Request], outputs: Outputs) -> None:
+    plans_of(engine, outputs, 2000)
+    assert all(outputs.tokens[r.request_id] == expected(r, engine._executor.info)[0] for r in requests)
+
+
+def test_without_a_drafter_all_decode_plainly_and_with_the_same_one_as_before() -> None:
+    engine, requests, outputs = opened(3)
+    engine._executor.lose_drafter()
+    assert not any(plan.num_drafts.any() for plan in plans_of(engine, outputs, 5))
+    stats = engine.stats()
+    assert (stats.drafter_up, stats.drafter_losses, stats.drafter_refilled_tokens) == (False, 1, 0)
+    engine._executor.start_drafter()
+    plans_of(engine, outputs, 1)
+    assert engine.stats().drafter_up and engine.stats().drafter_losses == 1
+    finish(engine, requests, outputs)
+
+
+def test_who_runs_when_a_drafter_comes_is_computed_anew_one_after_the_other_and_drafts_again() -> None:
+    engine, requests, outputs = opened(4)
+    lengths = sorted(int(engine._scheduler.table.num_tokens_S[slot]) for slot in range(4))
+    engine._executor.start_drafter()
+    plans = plans_of(engine, outputs, 100)
+    entered = [(i, len(a.token_ids)) for i, plan in enumerate(plans) for a in plan.admitted]
+    assert len(entered) == 4 and len({step for step, _ in entered}) == 4
+    assert entered[0] == (0, lengths[0]), "the shortest first"
+    assert all((plan.num_drafts == 4).all() for plan in plans[entered[-1][0] + 10 : -20])
+    stats = engine.stats()
+    assert stats.drafter_refilled_tokens == sum(count for _, count in entered)
+    assert (stats.drafter_losses, stats.preemptions) == (1, 0)
+    finish(engine, requests, outputs)
+
+
+def test_a_step_has_hardly_more_rows_than_if_all_drafted() -> None:
+    engine, requests, outputs = opened(8, max_num_batched_tokens=256)
+    plans_of(engine, outputs, 30)
+    engine._executor.start_drafter()
+    plans = plans_of(engine, outputs, 60)
+    assert max(plan.num_batched_tokens for plan in plans) <= 7 * 5 + 16
+    assert plans[0].num_batched_tokens <= 8 * 5
+    assert max(plan.num_rows.max() for plan in plans) >= 24, "and those of the missing drafts are used"
+    finish(engine, requests, outputs)
+
+
+def test_the_only_request_is_computed_anew_in_one_step() -> None:
+    engine, requests, outputs = opened(1, max_num_batched_tokens=256)
+    plans_of(engine, outputs, 20)
+    engine._executor.start_drafter()
+    first, second = plans_of(engine, outputs, 2)
+    assert first.samples.all() and first.num_rows[0] == len(first.admitted[0].token_ids)
+    assert second.num_drafts.tolist() == [4]
+    finish(engine, requests, outputs)
+
+
+def test_who_is_about_to_end_or_has_no_room_beside_itself_goes_on_plainly() -> None:
+    for changes in ({"num_pages": (24,)}, {"max_model_len": 88}):
+        info = make_info(**{"max_model_len": 96, "num_pages": (1024,), **changes})
+        engine, requests, outputs = opened(1, info)
+        while max(engine._scheduler.table.num_tokens_S) < 80:
+            plans_of(engine, outputs, 1)
+        engine._executor.start_drafter()
+        plans = plans_of(engine, outputs, 1000)
+        assert not any(plan.admitted or plan.num_drafts.any() for plan in plans)
+        assert engine.stats().drafter_refilled_tokens == 0
+        finish(engine, requests, outputs)
+
+
+def test_who_asks_for_no_drafts_is_not_computed_anew() -> None:
+    engine, outputs = open_engine(INFO), Outputs()
+    add(engine, make_request("r", speculate=False, **LONG))
+    plans_of(engine, outputs, 5)
+    engine._executor.start_drafter()
+    assert not any(plan.admitted for plan in plans_of(engine, outputs, 20))
+
+
+def test_background_requests_are_computed_anew_when_nobody_else_runs() -> None:
+    engine, outputs = open_engine(INFO), Outputs()
+    requests = [make_request(f"b{i}", background=True, seed=i, **LONG) for i in range(2)]
+    for request in requests:
+        add(engine, request)
+    plans_of(engine, outputs, 5)
+    engine._executor.start_drafter()
+    plans = plans_of(engine, outputs, 20)
+    assert sum(len(plan.admitted) for plan in plans) == 2 and plans[-1].num_drafts.tolist() == [4, 4]
+    finish(engine, requests, outputs)
+
+
+def test_nothing_computed_before_a_drafter_came_is_found_in_the_prefix_cache() -> None:
+    engine, requests, _ = opened(1)
+    engine._executor.start_drafter()
+    prompt = requests[0].prompt_token_ids
+    assert run(engine, make_request("again", prompt, max_tokens=3)).cached["again"] == 0
+    assert run(engine, make_request("third", prompt, max_tokens=3)).cached["third"] == 8, "what came since is"
+
+
+def test_an_abort_in_the_middle_of_being_computed_anew_leaves_the_turn_to_the_next() -> None:
+    engine, requests, outputs = opened(4, max_num_batched_tokens=64)
+    plans_of(engine, outputs, 40)
+    engine._executor.start_drafter()
+    (first,) = plans_of(engine, outputs, 1)
+    gone = first.admitted[0].request_id
+    assert not first.samples[-1] and engine.abort(gone)
+    (second,) = plans_of(engine, outputs, 1)
+    assert len(second.admitted) == 1
+    finish(engine, [r for r in requests if r.request_id != gone], outputs)
+
+
+def test_a_drafter_that_fails_again_meanwhile_changes_no_token() -> None:
+    engine, requests, outputs = opened(6)
+    for _ in range(5):
+        engine._executor.start_drafter()
+        plans_of(engine, outputs, 3)
+        engine._executor.lose_drafter()
+        plans_of(engine, outputs, 2)
+    assert engine.stats().drafter_losses == 6
+    engine._executor.start_drafter()
+    finish(engine, requests, outputs)
+
+
+def test_acceptance_returns_and_the_others_hardly_wait() -> None:
+    """32 requests of a machine on which each row costs."""
+    survival, drafts = [0.8, 0.6, 0.4, 0.2], 4
+    clock, lengths = VirtualClock(), []
+    info = make_info(vocab_size=1000, max_model_len=2048, num_pages=(40_000,), num_speculative_tokens=drafts)
+    cost = LinearCost(verify_floor_s=0.005, verify_row_s=0.0001, draft_floor_s=0.001)
+    executor = SimulatedExecutor(info, survival, cost, clock.advance)
+    config = EngineConfig(model="simulated", max_num_seqs=32, max_num_batched_tokens=2048)
+    engine = Engine(config, executor, clock)
+    for i in range(32):
+        engine.add_request(make_request(f"r{i}", range(2, 22), seed=i, max_tokens=1500, ignore_eos=True))
+
+    def acceptance(steps: int) -> float:
+        before = engine.stats()
+        for _ in range(steps):
+            begin_s = clock()
+            engine.step()
+            lengths.append(clock() - begin_s)
+        now = engine.stats()
+        return (now.num_accepted_tokens - before.num_accepted_tokens) / (now.num_drafts - before.num_drafts)
+
+    acceptance(5)
+    steady = acceptance(40)
+    most_s = max(lengths[5:])
+    executor.lose_drafter()
+    for _ in range(10):
+        engine.step()
+    executor.start_drafter()
+    lengths.clear()
+    acceptance(120)
+    assert acceptance(40) == pytest.approx(steady, rel=0.05)
+    assert engine._scheduler._refill.current is None
+    assert not engine._scheduler._refill.is_wanted(background=False)
+    assert max(lengths) <= 1.25 * most_s
+
+
+def test_the_choice_takes_the_shortest_of_those_that_pay() -> None:
+    table, refill = SlotTable(4, 4096, 100), Refill(2048, chunks=True)
+    running: list[Sequence] = []
+    for length, max_tokens in ((3000, 500), (900, 500), (500, 20), (1000, 500)):
+        request = make_request(f"{length}", (2,) * length, max_tokens=max_tokens)
+        running.append(Sequence.of(request, (0, 0, length), 4096, ()))
+        table.enter(running[-1], 0, 0)
+    refill.begin(running)
+    chosen: list[int] = []
+    while (sequence := refill.choose(table, 15, 3, background=False)) is not None:
+        chosen.append(len(sequence.token_ids))
+        refill.leave(sequence.slot)
+    assert chosen == [900, 1000], "the longest is too long, and the shortest about to end"
+    refill.begin(running)
+    assert refill.choose(table, 0, 3, background=False) is None, "drafts do not pay"

@@ -1,0 +1,266 @@
+"""HAProxy under its supervisor, with the configuration that the installed Serve writes. Processes, no Ray."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from manta.actors.haproxy.folder import HAProxyFolder
+from manta.actors.haproxy.front import Places, rewritten
+from manta.actors.haproxy.scrape import joined
+from manta.actors.haproxy.supervisor import ask_haproxy
+from manta.jobs.serve_checks import free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+WAIT_S = 30.0
+
+
+class Replica(ThreadingHTTPServer):
+    """Answers what it is told to, with its name."""
+
+    daemon_threads = True
+
+    def __init__(self, name: str) -> None:
+        replica = self
+        self.name, self.status, self.asked = name, 200, 0
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                status, body = replica.status, replica.metrics if self.path == "/metrics" else replica.name
+                if self.path == "/-/healthz":
+                    status = 200
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def do_POST(self) -> None:
+                replica.asked += 1
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def metrics(self) -> str:
+        return f'# HELP x_total A.\n# TYPE x_total counter\nx_total{{replica="{self.name}"}} 1.0\n'
+
+
+def serves_configuration(folder: Path, port: int, replicas: list[Replica]) -> Path:
+    """What Serve's manager would write for `replicas`."""
+    from ray.serve._private import haproxy
+    from ray.serve.config import HTTPOptions
+
+    folder.mkdir(exist_ok=True)
+    backend = haproxy.BackendConfig(
+        name="http-manta",
+        path_prefix="/",
+        app_name="manta",
+        servers=[haproxy.ServerConfig(r.name, "127.0.0.1", r.server_address[1], r.name) for r in replicas],
+        fallback_server=haproxy.ServerConfig("fallback", "127.0.0.1", 1),
+        health_check_inter="100ms",
+    )
+    config = haproxy.HAProxyConfig(
+        socket_path=str(folder / "admin.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "server-state"),
+        metrics_socket_path=str(folder / "metrics.sock"),
+        metrics_port=free_port(),
+        stats_port=free_port(),
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        retry_on="conn-failure empty-response 425",
+        nbthread=1,
+    )
+    path = folder / "haproxy.cfg"
+    backends = {backend.name: backend} if replicas else {}
+    haproxy.HAProxyApi(config, backends, str(path))._generate_config_file_internal()
+    return path
+
+
+class Front:
+    """A server's HAProxy: as Serve's manager starts it."""
+
+    def __init__(self, folder: HAProxyFolder) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self._node = folder.path / "node"
+        self._program = folder.environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, replicas: list[Replica]) -> None:
+        config = serves_configuration(self._node, self.port, replicas)
+        command = [self._program, "-db", "-f", str(config), "-dR"]
+        if self.processes:
+            command += ["-sf", str(self.processes[-1].pid), "-x", str(self._node / "admin.sock")]
+        with (self.folder.path / "log").open("ab") as log:
+            self.processes.append(subprocess.Popen(command, stderr=log))
+        until(lambda: self.told_pid() == self.processes[-1].pid)
+
+    def told_pid(self) -> int:
+        """What Serve's manager reads on the admin socket."""
+        try:
+            said = ask_haproxy(self._node / "admin.sock", b"show info\n").decode()
+        except OSError:
+            return 0
+        return next((int(line[4:]) for line in said.splitlines() if line.startswith("Pid:")), 0)
+
+    def haproxy_pid(self) -> int:
+        children = Path(f"/proc/{self.processes[-1].pid}/task/{self.processes[-1].pid}/children")
+        return int(children.read_text().split()[0])
+
+    def ask(self, path: str, method: str = "GET") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path, b"{}" if method == "POST" else None)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        except (OSError, http.client.HTTPException):
+            return 0, ""
+        finally:
+            connection.close()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.send_signal(signal.SIGTERM)
+            process.wait(WAIT_S)
+        self.folder.remove()
+
+
+def until(true: Callable[[], bool], within_s: float = WAIT_S) -> float:
+    began_s = time.monotonic()
+    while not true():
+        assert time.monotonic() - began_s < within_s, "it did not happen"
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    front = Front(HAProxyFolder())
+    yield front
+    front.end()
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[Replica]]:
+    made = [Replica("a"), Replica("b")]
+    yield made
+    for replica in made:
+        replica.shutdown()
+
+
+def test_haproxy_that_is_killed_is_back_at_once_and_serve_sees_no_other(
+    front: Front, replicas: list[Replica]
+) -> None:
+    front.start(replicas)
+    until(lambda: front.ask("/v1/models")[0] == 200)
+    before = front.haproxy_pid()
+    os.kill(before, signal.SIGKILL)
+    until(lambda: front.ask("/v1/models")[0] == 200, within_s=3.0)
+    assert front.haproxy_pid() != before
+    until(lambda: front.told_pid() == front.processes[-1].pid)
+    front.start(replicas[:1])  # a reload: the new one takes over, the old one ends, and stays so
+    assert front.processes[0].wait(WAIT_S) == 0
+    assert front.ask("/v1/models") == (200, "a")
+    front.processes[-1].kill()
+    until(lambda: front.ask("/v1/models")[0] == 0)  # nobody is left behind
+
+
+def test_probes_follow_the_replicas_and_a_server_that_stops_refuses_in_openais_shape(
+    front: Front, replicas: list[Replica]
+) -> None:
+    front.start([])
+    for path in ("/health", "/ping", "/v1/models"):
+        status, body = front.ask(path)
+        assert status == 503 and json.loads(body)["error"]["code"] == 503, path
+    front.start(replicas)
+    until(lambda: front.ask("/health")[0] == 200)
+    assert {line for line in front.ask("/metrics")[1].splitlines() if line.startswith("x_total")} == {
+        'x_total{replica="a"} 1.0',
+        'x_total{replica="b"} 1.0',
+    }
+    front.folder.refuse_requests()
+    status, body = front.ask("/v1/models")
+    assert status == 503 and "stopping" in json.loads(body)["error"]["message"]
+    assert front.ask("/health")[0] == 503 and front.ask("/metrics")[0] == 200
+    front.start(replicas)  # also after a reload
+    assert front.ask("/v1/models")[0] == 503
+
+
+def test_what_a_replica_refuses_because_it_goes_another_one_answers_unless_it_would_be_kept_twice(
+    front: Front, replicas: list[Replica]
+) -> None:
+    front.start(replicas)
+    until(lambda: front.ask("/health")[0] == 200)
+    replicas[0].status = 425
+    assert {front.ask("/v1/completions", "POST") for _ in range(6)} == {(200, "b")}
+    replicas[1].status = 425
+    assert front.ask("/v1/completions", "POST")[0] == 503
+    asked = sum(replica.asked for replica in replicas)
+    assert front.ask("/v1/batches", "POST")[0] == 503
+    assert sum(replica.asked for replica in replicas) == asked + 1
+
+
+def test_nothing_listens_beyond_this_machine_and_nothing_is_open_to_others(
+    front: Front, replicas: list[Replica]
+) -> None:
+    front.start(replicas)
+    until(lambda: front.ask("/health")[0] == 200)
+    links = [os.readlink(link) for link in Path(f"/proc/{front.haproxy_pid()}/fd").iterdir()]  # noqa: PTH115
+    inodes = {link[8:-1] for link in links if link.startswith("socket:")}
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    addresses = {row[1] for row in listening if row[3] == "0A" and row[9] in inodes}
+    assert len(addresses) == 3 and all(address.startswith("0100007F:") for address in addresses)
+    assert front.folder.path.stat().st_mode & 0o777 == 0o700
+    for name in ("admin.sock", "own.sock", "scrape.sock"):
+        assert (front.folder.path / "node" / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_server_that_was_killed_leaves_is_removed() -> None:
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from test_haproxy import Front, HAProxyFolder;"
+        "front = Front(HAProxyFolder()); front.start([]);"
+        "print(front.folder.path, front.haproxy_pid(), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        folder, pid = server.stdout.readline().split()
+        server.kill()
+    try:
+        until(lambda: not Path(folder).exists() and not Path(f"/proc/{pid}").exists())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_another_configuration_than_serves_is_refused(tmp_path: Path) -> None:
+    places = Places(tmp_path, tmp_path, tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="stats socket"):
+        rewritten("global\n", places)
+
+
+def test_joined_metrics_have_each_family_once_and_no_series_twice() -> None:
+    texts = [
+        f'# HELP t_total A b.\n# TYPE t_total counter\nt_total{{replica="{name}"}} {value}\n'
+        f'# HELP g C.\n# TYPE g gauge\ng{{replica="{name}",le="a b"}} 1.0\n'
+        for name, value in (("a", 3.0), ("b", 5.0), ("a", 4.0))
+    ]
+    families = {family.name: family for family in text_string_to_metric_families(joined(texts))}
+    assert [(s.labels["replica"], s.value) for s in families["t"].samples] == [("a", 3.0), ("b", 5.0)]
+    assert len(families["g"].samples) == 2
