@@ -14,7 +14,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -38,8 +37,6 @@ HEALTH_CHECK_PERIOD_S = 1.0  # a process that has died is seen at the next one
 FIRST_TOKENS = 24  # more than a block
 HEALTH_CHECK_TIMEOUT_S = 15.0
 RETRY_AFTER_S = 1
-QUEUED_BATCHES = 4  # of max_num_seqs, that may wait where the settings say nothing
-LET_IN = 16  # times what the engine takes: so many may come at once and be refused by it
 
 
 class Replica:
@@ -119,7 +116,6 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
     """
     config, settings = split_settings(args)
-    config = with_bounded_queue(config)
     topology = Topology.of(config, _largest_node())
     _check_place(topology)
     wrap = serve.deployment(
@@ -138,19 +134,14 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
 
 
 def max_ongoing_requests(config: EngineConfig) -> int:
-    """Requests that Serve lets into a replica: many times what the engine takes.
+    """Requests that Serve lets into a replica: a full engine and as many waiting.
 
-    The engine's limit must be met first: it refuses in OpenAI's shape, Serve in plain text. Health checks and
-    scrapes come through the same gate: some are reserved for them.
+    Where the engine has a limit of its own it must be met first: it answers in OpenAI's shape, Serve (beyond
+    `max_queued_requests`) in plain text. Health checks and scrapes come through the same gate: some are
+    reserved for them.
     """
-    return LET_IN * (config.max_num_seqs + (config.max_num_queued_reqs or 0)) + RESERVED_REQUESTS
-
-
-def with_bounded_queue(config: EngineConfig) -> EngineConfig:
-    """With a limit for requests that wait, also where the settings have none."""
-    if config.max_num_queued_reqs is not None:
-        return config
-    return replace(config, max_num_queued_reqs=QUEUED_BATCHES * config.max_num_seqs)
+    waiting = max(config.max_num_seqs, config.max_num_queued_reqs or 0)
+    return config.max_num_seqs + waiting + RESERVED_REQUESTS
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.

@@ -1,4 +1,4 @@
-"""A real server with a Ray of its own, to be killed piece by piece: `manta serve`, or `serve run`.
+"""A real server with a Ray of its own, to be killed piece by piece: `manta serve` on one node or several.
 
 Its processes are told from others on the machine by a folder that all of them have in their environment.
 What they are, their commands say; what Ray still holds, its books. Called by `serving_chaos.py` and tests.
@@ -21,11 +21,11 @@ from typing import Any
 
 from manta.actors.replica import DEPLOYMENT
 from manta.jobs.client import ServerClient
-from manta.jobs.serve import free_port, restore_environment, set_proxy_environment
+from manta.jobs.serve_checks import free_port
+from manta.jobs.serve_environment import ServeEnvironment
 
 START_S = 240.0
 END_S = 90.0
-SERVE = Path(sys.executable).with_name("serve")
 # Of a command's beginning, as Ray and HAProxy name their processes.
 ROLES = {
     "target worker": "ray::TargetWorker",
@@ -43,7 +43,7 @@ class Served:
 
     Args:
         settings: as under `args:` in ray_config.yaml.
-        replicas: more than one, or nodes, take `serve run`, which knows `deployments:`.
+        replicas: of the engine.
         nodes: CPUs of each further node of the cluster; the head then has none.
         storage: the head's books are kept on the disk, so that a GCS that is killed can come back.
         cpus: in Ray's books, of a single node.
@@ -65,16 +65,18 @@ class Served:
         self.log = log
         self.load_s = 0.0
         self.cluster: Any = None  # ray.cluster_utils.Cluster
+        self._of_nodes: ServeEnvironment | None = None
         self._shared_before = shared_memory()
         self._environment = {
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-            **self._of_its_own(cpus),
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus}),
         }
         self.process: subprocess.Popen[bytes] | None = None
         try:
             if nodes:
                 self._start_nodes(nodes, storage=storage)
-            command = self._manta(settings) if replicas == 1 else self._serve_run(settings, replicas)
+            command = self._command(settings if replicas == 1 else {**settings, "replicas": replicas})
             with log.open("wb") as output:
                 self.process = subprocess.Popen(
                     command, stdout=output, stderr=output, env=self._environment, start_new_session=True
@@ -146,19 +148,7 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _of_its_own(self, cpus: int) -> dict[str, str]:
-        """The environment that marks it, and keeps its Ray and HAProxy apart from others'."""
-        haproxy = self.folder / "haproxy"
-        return {
-            "RAY_TMPDIR": str(self.folder),
-            "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus}),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-        }
-
-    def _manta(self, settings: Mapping[str, Any]) -> list[str]:
+    def _command(self, settings: Mapping[str, Any]) -> list[str]:
         path = self.folder / "settings.json"
         path.write_text(json.dumps(settings))
         return [
@@ -166,29 +156,10 @@ class Served:
             *("--config", str(path), "--port", str(self.port)),
         ]
 
-    def _serve_run(self, settings: Mapping[str, Any], replicas: int) -> list[str]:
-        path = self.folder / "serve.json"  # JSON is YAML
-        application = {
-            "name": "manta",
-            "route_prefix": "/",
-            "import_path": "manta.actors.replica:build_app",
-            "args": settings,
-            "deployments": [{"name": DEPLOYMENT, "num_replicas": replicas}],
-        }
-        config = {
-            "proxy_location": "HeadOnly",
-            "http_options": {"host": "127.0.0.1", "port": self.port},
-            "applications": [application],
-        }
-        path.write_text(json.dumps(config))
-        self._environment |= proxy_environment()
-        return [str(SERVE), "run", str(path)]
-
     def _start_nodes(self, nodes: tuple[int, ...], *, storage: bool) -> None:
         """A head without CPUs, and nodes where replicas may live."""
         from ray.cluster_utils import Cluster
 
-        self._environment |= proxy_environment()
         self._environment.pop("RAY_OVERRIDE_RESOURCES")
         (self.folder / "ray").mkdir()  # where Ray notes the address
         if storage:
@@ -196,6 +167,7 @@ class Served:
             self._environment["RAY_gcs_storage"] = "rocksdb"
             self._environment["RAY_gcs_storage_path"] = str(self.folder / "gcs")
         common = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+        self._of_nodes = ServeEnvironment(plain_proxy=False)
         with environment(self._environment):
             self.cluster = Cluster(
                 initialize_head=True,
@@ -214,6 +186,8 @@ class Served:
         if self.cluster is not None:
             self.cluster.shutdown()
             self.cluster = None
+        if self._of_nodes is not None:
+            self._of_nodes.restore()
 
     def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
         begin_s = time.monotonic()
@@ -275,15 +249,6 @@ def forgotten_since(before: set[str]) -> set[str]:
             seen += " ".join(str(link.readlink()) for link in (folder / "fd").iterdir())
             new = {name for name in new if f"/dev/shm/{name}" not in seen}
     return new
-
-
-def proxy_environment() -> dict[str, str]:
-    """What `manta serve` sets before it starts a Ray of its own."""
-    before = set_proxy_environment(plain_proxy=False)
-    try:
-        return {name: os.environ[name] for name in before}
-    finally:
-        restore_environment(before)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from ...cluster.executor import Executor
 from ...cluster.request import SamplingParams
 from ..client import await_ready
 from ..ray_session import join_or_start_ray
-from ..serve import free_port
+from ..serve_checks import free_port
 from .process_clocks import SERVER_MODULE
 from .streams import StreamClient
 

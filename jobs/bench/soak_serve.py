@@ -24,7 +24,7 @@ import typer
 from ...actors.files import write_json
 from ...cluster.errors import MantaError
 from ..demo_commands import serving
-from ..serve import free_port
+from ..serve_checks import free_port
 from ..tables import print_table
 from .passes import Figures
 from .process_clocks import resident_bytes
