@@ -31,6 +31,7 @@ ROLES = {
     "target worker": "ray::TargetWorker",
     "drafter": "ray::DrafterWorker",
     "replica": f"ray::ServeReplica:manta:{DEPLOYMENT}",
+    "gateway": "ray::ServeReplica:manta:gateway",
     "controller": "ray::ServeController",
     "haproxy": "haproxy",
     "raylet": "raylet",

@@ -318,6 +318,7 @@ WORKER = Death("a target worker", any_of("target worker"))
 RANK = Death("a TP rank", any_of("target worker"))
 DRAFTER = Death("the split drafter", any_of("drafter"))
 REPLICA = Death("the replica", any_of("replica"))
+GATEWAY = Death("the gateway", any_of("gateway"))
 HAPROXY = Death("HAProxy", any_of("haproxy"))
 CONTROLLER = Death("Serve's controller", any_of("controller"))
 RAYLET = Death("the raylet of a replica's node", raylet_of_a_replica, watch_s=30.0)
@@ -327,7 +328,7 @@ GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, reviv
 SCHEDULE = (
     Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
     Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True),
-    Setup("two replicas", (WORKER, REPLICA, HAPROXY, CONTROLLER), replicas=2),
+    Setup("two replicas", (WORKER, REPLICA, GATEWAY, HAPROXY, CONTROLLER), replicas=2),
     Setup(
         "two replicas, two nodes, books on disk",
         (GCS_BACK, RAYLET),

@@ -151,16 +151,17 @@ def test_engines_of_every_topology_fill_their_nodes_and_change_no_token(
         "tensor_parallel_size=8 and a split drafter on cuda needs 9 GPU (there is 8) on one"
     )
 
-    on_one = [with_topology(config, 4), with_topology(config, 2, split=True), with_topology(config, 1)]
+    on_one = [with_topology(config, 4), with_topology(config, 1)]
     groups = [hold(each) for each in on_one]
-    assert len({node_of(group) for group in groups}) == 1
+    others = hold(with_topology(config, 2, split=True))
+    assert len({node_of(group) for group in [*groups, others]}) == 1
     assert "needs 1 GPU (there is 0) free on one node" in refusal(with_topology(config, 1))
 
     add_node(cluster, 4)
     add_node(cluster, 4)
     on_two = [with_topology(config, 2, split=True), with_topology(config, 2)]  # five GPUs
     groups += [hold(each) for each in on_two]
-    assert len({node_of(group) for group in groups}) == 3
+    assert len({node_of(group) for group in groups}) == 3  # each on one, these two not on the same
     assert "needs 4 GPU (there is 2) free on one node" in refusal(with_topology(config, 4))
 
     hosts = [host(each, group) for each, group in zip([*on_one, *on_two], groups, strict=True)]

@@ -44,9 +44,14 @@ LOOK_EVERY_S = 0.5
 REST_S = 60.0
 
 
-def run_soak(url: str, seconds: float, clients: int = CLIENTS) -> Figures:
-    """Keep `clients` streams open for so long. Processes of the server must be below this one."""
-    return asyncio.run(_soak(url, seconds, clients))
+def run_soak(url: str, seconds: float, clients: int = CLIENTS, pause_s: float = 0.0) -> Figures:
+    """Keep so many clients at it for so long, each with one stream after the other.
+
+    Args:
+        url: of a server whose processes are below this one.
+        pause_s: of a client between two streams, at most.
+    """
+    return asyncio.run(_soak(url, seconds, clients, pause_s))
 
 
 def overload(url: str, running: int, waiting: int) -> Figures:
@@ -91,7 +96,7 @@ def overload_complaints(found: Figures) -> list[str]:
     return said
 
 
-async def _soak(url: str, seconds: float, clients: int) -> Figures:
+async def _soak(url: str, seconds: float, clients: int, pause_s: float) -> Figures:
     ends: Counter[str] = Counter()
     memory: list[dict[str, int]] = []
     until_s = time.monotonic() + seconds
@@ -104,6 +109,7 @@ async def _soak(url: str, seconds: float, clients: int) -> Figures:
                 leave_after = chance.randint(1, 8) if chance.random() < LEAVING_SHARE else None
                 stream = await connection.ask(_body(chance.getrandbits(30), tokens), leave_after=leave_after)
                 ends[str(stream.end)] += 1
+                await asyncio.sleep(pause_s * chance.random())
 
     async def look() -> None:
         while time.monotonic() < until_s:
