@@ -60,8 +60,12 @@ pytest: install  ## the tests, in two processes; then those that want the machin
 	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --no-loadscope-reorder --durations=15
 	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
-chaos: install  ## batch jobs killed at 20 random points each: driver, engine, raylet (an hour or two)
+chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 random points each (an hour or two)
 	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/test_batch_chaos.py -q --timeout=0
+
+.PHONY: chaos-serve
+chaos-serve: install  ## every piece of a server killed under 32 streams; writes docs/operations-deaths.md
+	$(BIN)/python tests/serving_chaos.py docs/operations-deaths
 
 kernels: install  ## the GPU kernels' tests, in Triton's interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
@@ -82,6 +86,10 @@ bench: install  ## speculation on against off; writes docs/benchmarks/
 .PHONY: soak-batch
 soak-batch: install  ## 5 million rows through a batch job on a simulated executor; fails if memory grows
 	$(BIN)/python -m manta.jobs.bench.soak_batch -o docs/benchmarks/soak-batch.json
+
+.PHONY: soak-serve
+soak-serve: install  ## ten minutes of streams that come, go and leave, then overload; fails if memory grows
+	$(BIN)/python -m manta.jobs.bench.soak_serve -o docs/benchmarks/soak-serve.json
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

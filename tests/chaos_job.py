@@ -96,6 +96,7 @@ class ChaosJob:
     max_num_seqs: int = 4
     max_tokens: int = 8
     preserve_order: bool = False
+    tensor_parallel_size: int = 1
 
     @property
     def config(self) -> EngineConfig:
@@ -106,6 +107,7 @@ class ChaosJob:
             max_num_seqs=self.max_num_seqs,
             max_model_len=256,
             num_threads=1,
+            tensor_parallel_size=self.tensor_parallel_size,
         )
 
     @property

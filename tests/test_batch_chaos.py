@@ -1,4 +1,4 @@
-"""Batch jobs that are killed: driver, engine actor and raylet by SIGKILL at random points; rows that kill.
+"""Batch jobs that are killed: driver, engine, rank, raylet by SIGKILL at random points; rows that kill.
 
 Whatever dies, every row is answered once, as in a job that nobody disturbs, and little is computed twice.
 Here at one point each over an executor that only sleeps; `make chaos` takes many points and the real one.
@@ -7,6 +7,7 @@ Here at one point each over an executor that only sleeps; `make chaos` takes man
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -23,8 +24,11 @@ from typing import Any
 import chaos_job
 import pytest
 from chaos_job import ChaosJob, write_rows
+from manta import LLM
+from manta.actors.batch.rows import row_seed
 from manta.actors.batch.source import read_results
 from manta.cluster.errors import ConfigError
+from manta.cluster.request import SamplingParams
 from manta.jobs.batch import pool as engine_pool
 from manta.jobs.batch.job import run_batch
 from ray import cloudpickle
@@ -127,12 +131,12 @@ def processes(mark: str) -> list[tuple[int, str]]:
     return found
 
 
-def own_engines() -> list[int]:
-    """Engine actors below the raylet that this process has started."""
+def own_actors(kind: str) -> list[int]:
+    """Actors of a class below the raylet that this process has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (folder / "cmdline").read_bytes().startswith(b"ray::BatchEngine"):
+            if (folder / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
                 raylet = (folder / "stat").read_text().rpartition(")")[2].split()[1]
                 if Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
                     found.append(int(folder.name))
@@ -199,10 +203,43 @@ def test_an_engine_that_is_killed_is_replaced_while_another_goes_on(
     wait_for_tokens(this, point("engine", number))
     with pytest.raises(ConfigError, match="being written by another job"):
         this.run()
-    os.kill(random.Random(number).choice(own_engines()), signal.SIGKILL)
+    os.kill(random.Random(number).choice(own_actors("BatchEngine")), signal.SIGKILL)
     thread.join(WAIT_S)
     assert not thread.is_alive()
     check(tmp_path, undisturbed)
+    assert "died; its rows go to others" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", range(POINTS))
+def test_a_rank_that_is_killed_ends_its_engine_and_another_answers_the_same(
+    number: int,
+    model: str,
+    rows: Path,
+    ray_session: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A real engine of two ranks, also at one point: it is its workers' death that is tried."""
+    names = [f"r{i}" for i in range(NUM_ROWS)]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True, seed=row_seed(0, name))
+        for name in names
+    ]
+    with LLM(model, dtype="float32", device="cpu", max_model_len=256, num_threads=1) as llm:
+        prompts = [row["prompt"] for row in map(json.loads, rows.read_text().splitlines())]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    this = replace(job(model, rows, tmp_path, tensor_parallel_size=2), simulated=False)
+    thread = threading.Thread(target=this.run)
+    thread.start()
+    wait_for_tokens(this, point("rank", number))
+    ranks = own_actors("TargetWorker")
+    assert len(ranks) == 2
+    os.kill(random.Random(number).choice(ranks), signal.SIGKILL)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    found = {row["id"]: row["token_ids"] for row in read_results(tmp_path / "out")}
+    assert found == {name: out.outputs[0].token_ids for name, out in zip(names, outputs, strict=True)}
+    assert (tmp_path / "counter").stat().st_size <= (NUM_ROWS + MAX_ROWS_LOST) * MAX_TOKENS
     assert "died; its rows go to others" in capsys.readouterr().err
 
 

@@ -203,5 +203,47 @@ def batch(
     )
 
 
+@bench.command("serve-tax")
+@engine_options
+def serve_tax(
+    settings: dict[str, Any],
+    model_: Model = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    num_prompts: NumPrompts = 20,
+    concurrency: MaxConcurrency = None,
+    rounds: Rounds = 3,
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option("--temperature", "-t", help="0 is greedy; may be repeated (0 and 1)."),
+    ] = None,
+    side: Annotated[
+        list[str] | None,
+        typer.Option("--side", help="engine, actor, asgi or serve; may be repeated (all)."),
+    ] = None,
+    output: FiguresFile = None,
+) -> None:
+    """Measure what Ray, HTTP, Serve and HAProxy take of the bare engine's speed, and CPU time by process.
+
+    Streams at 1, 8 and 32 at once unless --max-concurrency says otherwise. Each side runs alone, in turns.
+    """
+    config = engine_config(settings)
+    from .serve_tax import SIDES, ServeTaxOptions, run_serve_tax
+
+    run_serve_tax(
+        config,
+        ServeTaxOptions(
+            prompts=prompts,
+            num_prompts=num_prompts,
+            concurrency=tuple(concurrency or (1, 8, 32)),
+            rounds=rounds,
+            max_tokens=max_tokens,
+            temperatures=tuple([0.0, 1.0] if temperature is None else temperature),
+            sides=tuple(side or SIDES),
+            output=output,
+        ),
+    )
+
+
 bench.command()(step)
 bench.command()(widen)

@@ -57,14 +57,14 @@ class Family:
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
-        self._members: dict[int, _Process] = {}
+        self._members: dict[int, CpuProcess] = {}
         self._lost_ticks = 0  # of those that ended without a parent
 
     def look(self) -> float:
         """CPU time of all of them so far, in seconds."""
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         own_s = sum(of.ru_utime + of.ru_stime for of in used)  # finer than the ticks below
-        processes = _processes(self._proc)
+        processes = read_processes(self._proc)
         for pid, process in self._members.items():
             counted = (
                 process.parent == os.getpid() or process.parent in self._members.keys() & processes.keys()
@@ -73,15 +73,16 @@ class Family:
                 self._lost_ticks += process.ticks
         self._members = _descendants(processes, self._members)
         ticks = sum(process.ticks for process in self._members.values()) + self._lost_ticks
-        return own_s + ticks / _ticks_per_s()
+        return own_s + ticks / ticks_per_s()
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
-    """`ticks` are of itself and of its children that have ended."""
+class CpuProcess:
+    """`ticks` are of itself and of its children that have ended; `own_ticks` of itself alone."""
 
     parent: int
     ticks: int
+    own_ticks: int
 
 
 def read_clocks(proc: Path, cores: Sequence[int], group: ControlGroup | None, family: Family) -> Clocks:
@@ -97,15 +98,15 @@ def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
     lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
     clocks = [[int(ticks) for ticks in line[1:]] for line in lines if line and line[0] in names]
     busy = sum(of_core[place] for of_core in clocks for place in _BUSY)
-    return busy / _ticks_per_s(), sum(of_core[_STEAL] for of_core in clocks) / _ticks_per_s()
+    return busy / ticks_per_s(), sum(of_core[_STEAL] for of_core in clocks) / ticks_per_s()
 
 
-def _descendants(processes: Mapping[int, _Process], members: Collection[int]) -> dict[int, _Process]:
+def _descendants(processes: Mapping[int, CpuProcess], members: Collection[int]) -> dict[int, CpuProcess]:
     """Of this process, and of those members that live."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
-    family: dict[int, _Process] = {}
+    family: dict[int, CpuProcess] = {}
     found = [*children.get(os.getpid(), ()), *(pid for pid in members if pid in processes)]
     while found:
         pid = found.pop()
@@ -115,8 +116,9 @@ def _descendants(processes: Mapping[int, _Process], members: Collection[int]) ->
     return family
 
 
-def _processes(proc: Path) -> dict[int, _Process]:
-    found: dict[int, _Process] = {}
+def read_processes(proc: Path) -> dict[int, CpuProcess]:
+    """All that live, by process id."""
+    found: dict[int, CpuProcess] = {}
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
@@ -125,7 +127,8 @@ def _processes(proc: Path) -> dict[int, _Process]:
         except OSError:  # it has ended
             continue
         fields = text.rpartition(")")[2].split()  # behind the name, which may hold anything
-        found[int(folder.name)] = _Process(int(fields[1]), sum(map(int, fields[11:15])))
+        ticks = list(map(int, fields[11:15]))  # user and system: its own, and of its children that have ended
+        found[int(folder.name)] = CpuProcess(int(fields[1]), sum(ticks), sum(ticks[:2]))
     return found
 
 
@@ -139,5 +142,6 @@ def _waited_s(proc: Path) -> float | None:
     return None if some is None else int(some.rpartition("total=")[2]) / 1e6
 
 
-def _ticks_per_s() -> int:
+def ticks_per_s() -> int:
+    """Of the clocks of processes."""
     return os.sysconf("SC_CLK_TCK")

