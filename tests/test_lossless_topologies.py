@@ -1,4 +1,4 @@
-"""The same promise over topologies: tensor parallel 1 and 2, drafter colocated and split, under real Ray."""
+"""The same promise over topologies: tensor parallel 1 and 2, drafter colocated, split or shared; real Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("ranks", "placement", "ahead"),
-    [(1, "split", False), (2, "colocated", True), (2, "split", True), (2, None, False)],
+    [
+        (1, "split", False),
+        (2, "colocated", True),
+        (2, "split", True),
+        (2, "shared", False),
+        (2, None, False),
+    ],
 )
 def test_the_topology_changes_no_token(
     ray_session: None,

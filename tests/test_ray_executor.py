@@ -154,16 +154,6 @@ def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, exp
     assert_killing_ends_it(engine, executor, rank=1)
 
 
-def test_two_target_ranks_and_a_split_drafter_too(speculative, expected) -> None:
-    config = replace(split(speculative), tensor_parallel_size=2)
-    executor = RayExecutor(config)
-    engine = Engine(config, executor)
-    assert run_all(engine) == expected
-    assert engine.stats().num_accepted_tokens > 0
-    assert run_all(engine, speculate=False) == expected
-    assert_killing_ends_it(engine, executor, rank=2)
-
-
 def test_a_split_drafter_wins_what_a_colocated_one_wins_and_a_given_group_stays(
     speculative, expected
 ) -> None:
@@ -213,7 +203,7 @@ def test_a_broken_checkpoint_arrives_as_what_it_is(plain, tiny_qwen3: Path, tmp_
     assert type(caught.value) is CheckpointError
 
 
-def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(plain) -> None:
+def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_it(speculative) -> None:
     """The shape of a Serve replica: the actor sits in bundle 0, beside the first worker."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -224,13 +214,14 @@ def test_an_engine_in_an_actor_uses_the_actors_group_and_takes_its_workers_with_
             from manta.actors.workers.ray_executor import RayExecutor
 
             self.executor = RayExecutor(config)
-            return self.executor.owns_placement, [os.getpid(), *self.executor.worker_pids]
+            pids = [os.getpid(), *self.executor.worker_pids, self.executor.drafter_pid]
+            return self.executor.owns_placement, pids
 
-    group = placement_group([{"CPU": 1.5}], strategy="STRICT_PACK")
+    group = placement_group([{"CPU": 1.5}, {"CPU": 0.5}], strategy="STRICT_PACK")
     place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
     replica = ray.remote(Replica).options(num_cpus=1, scheduling_strategy=place).remote()
-    owned, pids = ray.get(replica.start.remote(plain))
-    assert not owned
+    owned, pids = ray.get(replica.start.remote(split(speculative)))
+    assert not owned and all(map(alive, pids))
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not any(map(alive, pids)))
     remove_placement_group(group)

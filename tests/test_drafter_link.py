@@ -1,0 +1,224 @@
+"""The way to a drafter in another process, and its queue: both ends here, over real sockets and memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.workers.drafter_link import LEAST_WAIT_S, DrafterLink
+from manta.actors.workers.drafter_server import DrafterServer
+from manta.actors.workers.ends import PeerLostError, Waiter
+from manta.actors.workers.link_messages import MAX_OPEN, Hello, Sizes
+from manta.actors.workers.mailbox import Rounds, padded
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from manta.cluster.plan import SchedulerOutput
+from steps import Steps
+
+CPU = torch.device("cpu")
+DRAFTS = [7, 8]
+
+
+class Notebook:
+    """A seat that writes down what it is asked, and drafts the same for everybody; `gate` makes it wait."""
+
+    def __init__(self, name: str, notes: list[tuple[str, int]], gate: threading.Event) -> None:
+        self._name, self._notes, self._gate = name, notes, gate
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        self._gate.wait(30)
+        self._notes.append((f"{self._name} begins", plan.step))
+
+    def draft(self, plan: SchedulerOutput) -> torch.Tensor:
+        self._notes.append((f"{self._name} drafts", plan.step))
+        return torch.tensor([DRAFTS] * plan.num_requests)
+
+    def num_parts(self, plan: SchedulerOutput) -> int:
+        return 1
+
+    def told_kinds(self, plan: SchedulerOutput, part: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((plan.num_requests,), torch.int64), ((plan.num_requests, 4), torch.float32)]
+
+    def take_in(
+        self, plan: SchedulerOutput, part: int, values: Sequence[torch.Tensor], *, followed: bool
+    ) -> None:
+        verdict_R, c_R4 = values
+        assert verdict_R.tolist() == [plan.step] * plan.num_requests and (c_R4 == plan.step / 2).all()
+        self._notes.append((f"{self._name} learns", plan.step))
+
+
+class House:
+    """A server in a thread, and links to it."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.server = DrafterServer(self._seat)
+        self._thread = threading.Thread(target=self.server.serve, args=[0.2])
+        self._links: list[DrafterLink] = []
+
+    def _seat(self, hello: Hello) -> Notebook:
+        if not hello.num_pages[0]:
+            raise ConfigError("no pages", param="num_pages")
+        return Notebook(hello.name, self.notes, self.gate)
+
+    def guest(self, name: str, num_pages: int = 8) -> DrafterLink:
+        config = EngineConfig(model="t", max_num_seqs=4, max_num_batched_tokens=32)
+        sizes = Sizes.of(config, 2, 4, torch.float32)
+        hello = Hello(name, config, (num_pages,), sizes, None)
+        self._links.append(DrafterLink(self.server.address, hello, CPU, Waiter(0.0)))
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._links[-1].wait_for_welcome(10)
+        return self._links[-1]
+
+    def close(self) -> None:
+        self.gate.set()
+        for link in self._links:
+            link.close()
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "it ends when nobody is there"
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.close()
+
+
+def tell(link: DrafterLink, plan: SchedulerOutput) -> None:
+    values = [torch.full((plan.num_requests,), plan.step), torch.full((plan.num_requests, 4), plan.step / 2)]
+    link.tell(plan.step, 0, values, followed=True, is_last=True)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def settle(link: DrafterLink) -> None:
+    until(lambda: link.hear() or not link.num_open)
+
+
+@pytest.mark.parametrize("common", ["nothing", "a request", "pages"])
+def test_the_next_plan_is_drafted_ahead_where_it_has_nothing_in_common(house: House, common: str) -> None:
+    link, steps = house.guest("a"), Steps(4)
+    first = steps.plan([0, 1], [3, 3], [3, 3], [2, 2], admitted=[steps.admit(s, [1, 2, 3]) for s in (0, 1)])
+    slot = 1 if common == "a request" else 2
+    then = steps.plan([slot], [3], [3], [2], admitted=[steps.admit(slot, [1, 2, 3])])
+    if common == "pages":  # of a request that has left meanwhile
+        then.page_ids[:] = first.page_ids[: len(then.page_ids)]
+    link.ask(first)
+    link.ask(then)
+    drafts = link.drafts(first.step, (2, 2))
+    assert drafts is not None and drafts.tolist() == [DRAFTS] * 2
+    if common == "nothing":
+        until(lambda: ("a drafts", then.step) in house.notes)
+    else:
+        time.sleep(0.05)
+        assert house.notes[-1] == ("a drafts", first.step)
+    tell(link, first)
+    assert link.drafts(then.step, (1, 2)) is not None
+    tell(link, then)
+    settle(link)
+    learned = [step for note, step in house.notes if note == "a learns"]
+    assert learned == [first.step, then.step]
+
+
+def test_a_drafter_that_stops_is_waited_for_once_and_catches_up_without_confusion(house: House) -> None:
+    link, steps = house.guest("a"), Steps(4)
+    plans = [steps.plan([0], [3 + i], [3], [2]) for i in range(6)]
+    link.ask(plans[0])
+    assert link.drafts(plans[0].step, (1, 2)) is not None
+    tell(link, plans[0])
+    settle(link)
+    house.gate.clear()
+    link.ask(plans[1])
+    begin_s = time.monotonic()
+    assert link.drafts(plans[1].step, (1, 2)) is None
+    assert LEAST_WAIT_S <= time.monotonic() - begin_s < 2.0 and not link.is_ready and not link.is_lost
+    tell(link, plans[1])
+    begin_s = time.monotonic()
+    for plan in plans[2:4]:
+        link.ask(plan)
+        assert link.drafts(plan.step, (1, 2)) is None, "it is not waited for again"
+        tell(link, plan)
+    assert time.monotonic() - begin_s < LEAST_WAIT_S
+    house.gate.set()
+    settle(link)
+    assert link.is_ready
+    learned = [step for note, step in house.notes if note == "a learns"]
+    assert learned == [plan.step for plan in plans[:4]], "nothing is missing"
+    link.ask(plans[4])
+    assert link.drafts(plans[4].step, (1, 2)) is not None
+
+
+def test_one_that_lags_too_long_is_given_up_and_a_dead_one_is_noticed_at_once(house: House) -> None:
+    link, steps = house.guest("a"), Steps(4)
+    house.gate.clear()
+    for number in range(MAX_OPEN + 2):
+        plan = steps.plan([0], [3 + number], [3], [2])
+        link.ask(plan)
+        assert link.drafts(plan.step, (1, 2)) is None
+        tell(link, plan)
+    assert link.is_lost and not link.is_ready
+    house.gate.set()
+    again = house.guest("a")  # a seat of its own
+    plan = steps.plan([0], [3], [3], [2])
+    again.ask(plan)
+    assert again.drafts(plan.step, (1, 2)) is not None
+    with pytest.raises(PeerLostError):
+        DrafterLink(
+            "manta-nobody", Hello("b", EngineConfig(model="t"), (1,), Sizes(64, 64), None), CPU, Waiter(0.0)
+        )
+
+
+def test_who_is_refused_hears_why(house: House) -> None:
+    with pytest.raises(ConfigError, match="no pages") as caught:
+        house.guest("a", num_pages=0)
+    assert caught.value.param == "num_pages"
+
+
+def test_who_was_served_least_comes_first_and_everyone_has_books(house: House) -> None:
+    guests, steps = {name: house.guest(name) for name in ("a", "b")}, Steps(4)
+    house.gate.clear()
+    guests["b"].ask(steps.plan([0], [3], [3], [2]))
+    time.sleep(0.05)  # b is being served, at the gate
+    for slot in (1, 2):
+        guests["b"].ask(steps.plan([slot], [3], [3], [2]))
+    late = steps.plan([0], [3], [3], [2])
+    guests["a"].ask(late)
+    time.sleep(0.05)
+    house.gate.set()
+    until(lambda: ("a drafts", late.step) in house.notes)
+    order = [note for note, _ in house.notes if "drafts" in note]
+    assert order[:2] == ["b drafts", "a drafts"], "b wants more, and has had more"
+    until(lambda: house.server.books()["a"].num_drafted == 1)
+    books = house.server.books()
+    assert books["a"].waited_s > 0.02 and books["b"].served_s > books["a"].served_s
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 400)), max_size=60))
+def test_runs_of_the_mailbox_never_overlap(moves: list[tuple[bool, int]]) -> None:
+    rounds, taken = Rounds(128, 1024), []
+    for takes, size in moves:
+        if takes:
+            begin = rounds.take(size)
+            if begin is not None:
+                assert begin >= 128 and begin + padded(size) <= 128 + 1024
+                assert all(begin + padded(size) <= b or e <= begin for b, e in taken)
+                taken.append((begin, begin + padded(size)))
+            else:
+                assert taken, "an empty mailbox holds what fits"
+        elif taken:
+            rounds.give_back()
+            taken.pop(0)

@@ -1,0 +1,213 @@
+"""A drafter in a process of its own that dies, stops, comes back or is swapped: it costs no token."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from manta.actors.executor import InProcessExecutor
+from manta.actors.workers import drafter_process
+from manta.actors.workers.ray_executor import RayExecutor
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.engine import Engine
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.cluster.request import Request, SamplingParams
+from test_ray_executor import BASE, alive, wait_until
+from tiny import TINY_VOCAB, make_tiny_drafter
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+NUM_REQUESTS = 10
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_qwen3: Path) -> EngineConfig:
+    return replace(BASE, model=str(tiny_qwen3), num_pages=96)
+
+
+@pytest.fixture(scope="module")
+def split(plain: EngineConfig, tiny_drafter: Path) -> EngineConfig:
+    spec = SpeculativeConfig(model=str(tiny_drafter), placement="split", adaptive=False)
+    return replace(plain, speculative_config=spec)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: EngineConfig) -> list[list[int]]:
+    executor = InProcessExecutor(plain)
+    tokens = run_all(Engine(plain, executor))
+    executor.close()
+    return tokens
+
+
+@contextmanager
+def engine_of(config: EngineConfig) -> Iterator[tuple[Engine, RayExecutor]]:
+    executor = RayExecutor(config)
+    try:
+        yield Engine(config, executor), executor
+    finally:
+        pids = [*executor.worker_pids, *([] if shares(config) else [executor.drafter_pid])]
+        executor.close()
+        wait_until(lambda: not any(alive(pid) for pid in pids if pid is not None))
+
+
+def shares(config: EngineConfig) -> bool:
+    return config.speculative_config is not None and config.speculative_config.placement == "shared"
+
+
+def requests() -> list[Request]:
+    """Some greedy, some not; their end comes after different numbers of steps."""
+    source = np.random.default_rng(5)
+    return [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=tuple(source.integers(1, TINY_VOCAB - 1, 4 + 9 * (number % 4)).tolist()),
+            params=SamplingParams(
+                temperature=0.7 * (number % 2), max_tokens=20 + 5 * (number % 5), seed=number, ignore_eos=True
+            ),
+        )
+        for number in range(NUM_REQUESTS)
+    ]
+
+
+def run_all(engine: Engine, between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+    """Tokens by request; `between` is called after every step, with how many there were."""
+    tokens: dict[str, list[int]] = {}
+    for request in requests():
+        tokens[request.request_id] = []
+        engine.add_request(request)
+    steps = 0
+    while engine.has_unfinished:
+        for update in engine.step():
+            tokens[update.request_id] += update.token_ids
+        engine.check_invariants()
+        steps += 1
+        between(steps)
+    return list(tokens.values())
+
+
+def acceptance(engine: Engine) -> float:
+    """Of one run of all requests: tokens per step that drafted."""
+    before = engine.stats()
+    run_all(engine)
+    after = engine.stats()
+    drafts = after.num_drafts - before.num_drafts
+    assert drafts > 0, "nothing was drafted"
+    return 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / drafts
+
+
+@pytest.mark.parametrize(("ranks", "harms"), [(1, ["stop", "kill"]), (2, ["kill"])])
+def test_killed_stopped_and_restarted_at_random_steps_it_costs_no_token(
+    split, expected, ranks: int, harms: list[str]
+) -> None:
+    moves = random.Random(ranks)
+    with engine_of(replace(split, tensor_parallel_size=ranks)) as (engine, executor):
+        before = acceptance(engine)
+
+        for harm in harms:
+            generation = executor.drafter_health.generation
+            at, pid = moves.randrange(1, 6), executor.drafter_pid
+            assert pid is not None
+
+            def hurt(step: int, at=at, pid=pid, harm=harm) -> None:
+                if step == at:
+                    os.kill(pid, signal.SIGSTOP if harm == "stop" else signal.SIGKILL)
+
+            began = time.monotonic()
+            assert run_all(engine, hurt) == expected
+            assert time.monotonic() - began < 30.0
+            if harm == "stop":
+                assert not executor.drafter_health.ready, "it lags, or is lost"
+                os.kill(pid, signal.SIGCONT)
+                run_until(engine, lambda: executor.drafter_health.ready)
+                assert executor.drafter_pid == pid, "it is the same process"
+            else:
+                run_until(engine, lambda old=generation: executor.drafter_health.generation > old)
+                assert executor.drafter_pid != pid
+            assert run_all(engine) == expected
+        engine.reset_prefix_cache()
+        after = acceptance(engine)
+        assert abs(after / before - 1) < 0.05
+        assert engine.stats().drafter_losses >= 1
+
+
+def run_until(engine: Engine, is_so: Callable[[], bool]) -> None:
+    """One request after the other: what is known of a drafter is known by steps."""
+    deadline = time.monotonic() + 60.0
+    number = 0
+    while not is_so():
+        assert time.monotonic() < deadline, "the drafter did not come back"
+        number += 1
+        engine.add_request(replace(requests()[0], request_id=f"again-{number}"))
+        while engine.has_unfinished:
+            engine.step()
+        time.sleep(0.05)
+
+
+def test_it_is_swapped_while_requests_run_and_one_that_does_not_fit_changes_nothing(
+    split, expected, tmp_path: Path
+) -> None:
+    other = make_tiny_drafter(tmp_path / "other", seed=2)
+    shorter = make_tiny_drafter(tmp_path / "shorter", block_size=4)
+    for config in (
+        replace(split, speculative_config=replace(split.speculative_config, placement="colocated")),
+        split,
+    ):
+        executor = RayExecutor(config) if config is split else InProcessExecutor(config)
+        engine = Engine(config, executor)
+        for model, error in ((str(tmp_path / "nothing"), CheckpointError), (str(shorter), ConfigError)):
+            with pytest.raises(error, match=r"speculative_config\.model|num_speculative_tokens"):
+                executor.swap_drafter(model)
+        assert executor.drafter_health.generation == 0
+
+        def swap(step: int, executor=executor) -> None:
+            if step == 3:
+                executor.swap_drafter(str(other))
+
+        assert run_all(engine, swap) == expected
+        run_until(engine, lambda executor=executor: executor.drafter_health.generation == 1)
+        assert executor.drafter_health.ready
+        assert run_all(engine) == expected
+        assert engine.stats().num_accepted_tokens > 0
+        executor.close()
+
+
+def test_two_engines_share_a_drafter_which_leaves_when_both_are_gone(
+    split, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(drafter_process, "LINGER_S", 1.0)
+    spec = replace(split.speculative_config, placement="shared")
+    first = replace(split, speculative_config=spec)
+    second = replace(first, num_pages=48, max_num_seqs=3, page_size=8)
+    with engine_of(first) as (one, executor), engine_of(second) as (two, other):
+        pid = executor.drafter_pid
+        assert pid is not None and other.drafter_pid == pid, "one process for both"
+        for engine in (one, two):
+            for request in requests():
+                engine.add_request(request)
+        tokens = [{request.request_id: [] for request in requests()} for _ in range(2)]
+        while one.has_unfinished or two.has_unfinished:
+            for engine, theirs in zip((one, two), tokens, strict=True):
+                for update in engine.step():
+                    theirs[update.request_id] += update.token_ids
+        assert [list(theirs.values()) for theirs in tokens] == [expected, expected]
+        books = executor.drafter_books.values()
+        assert len(books) == 2 and all(mine.num_drafted and mine.served_s > 0 for mine in books)
+        assert all(engine.stats().num_accepted_tokens > 0 for engine in (one, two))
+        os.kill(pid, signal.SIGKILL)
+        assert run_all(two) == expected
+        for engine, one_of_both in ((one, executor), (two, other)):
+            run_until(engine, lambda one_of_both=one_of_both: one_of_both.drafter_health.generation == 1)
+        assert executor.drafter_pid == other.drafter_pid != pid, "they start one new drafter together"
+        pid = executor.drafter_pid
+    wait_until(lambda: not alive(pid))
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
