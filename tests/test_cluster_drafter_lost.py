@@ -37,7 +37,7 @@ def opened(
 ) -> tuple[Engine, list[Request], Outputs]:
     """An engine in the middle of so many requests."""
     engine, outputs = open_engine(info, **settings), Outputs()
-    requests = [make_request(f"r{i}", range(2 + i, 12 + 2 * i), **LONG) for i in range(count)]
+    requests = [make_request(f"r{i}", (2 + i,) * (10 + i), **LONG) for i in range(count)]
     for request in requests:
         add(engine, request)
     plans_of(engine, outputs, 10)
