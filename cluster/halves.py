@@ -18,7 +18,7 @@ Rates are tokens per second, of requests whose number is about the same (`load`)
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -30,7 +30,8 @@ _TIMES, _FEWEST = 8, 6  # rates of the last steps, by their median; fewer are no
 _UNSETTLED = 2  # first steps by turns: the drafts of the first were not hidden
 _MARGIN = 1.02  # what is not better by this is not changed for
 _BAD = 0.8  # who is this much worse is tried seldom
-_TRY_AFTER, _TRY_AT_LEAST = 256, 8192  # steps from one trial to the next
+_CHANGED = 0.75  # of the rate at the last trial, or its inverse: costs have changed
+_TRY_NEW, _TRY_CHANGED, _TRY_AFTER, _TRY_AT_LEAST = 32, 128, 256, 8192  # steps from one trial to the next
 
 
 class Turn(NamedTuple):
@@ -59,13 +60,23 @@ class _Load:
     interval: int = _TRY_AFTER
     num_steps: int = 0  # until the next trial
     trying: bool = False
+    tried_at: float = 0.0  # the better way's rate at the last trial
+
+    @classmethod
+    def like(cls, other: _Load) -> _Load:
+        return cls(halved=other.halved, gain=other.gain, interval=_TRY_NEW, num_steps=_TRY_NEW)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether steps bring much more or less than at the last trial."""
+        return not _CHANGED < median(self.rates[self.halved]) / self.tried_at < 1 / _CHANGED
 
 
 class Halves:
     """The choice for one engine."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = defaultdict(_Load)
+        self._loads: dict[int, _Load] = {}
         self._num_alike = 0  # plans made in the same way as the last one
         self._was_halved = False
 
@@ -73,7 +84,7 @@ class Halves:
         """Whether the next step of so many running requests has half of them."""
         if num_requests < 2:
             return False
-        known = self._loads[load_of(num_requests)]
+        known = self._at(load_of(num_requests))
         return known.halved != known.trying
 
     def plan(self, num_requests: int, *, halved: bool) -> Turn:
@@ -91,7 +102,7 @@ class Halves:
         """
         if not turn.settled or seconds <= 0:
             return
-        known = self._loads[turn.load]
+        known = self._at(turn.load)
         known.rates[turn.halved].append(num_tokens / seconds)
         if not turn.halved and timings.total_s > 0:
             verify_s = timings.total_s - timings.draft_s
@@ -101,11 +112,20 @@ class Halves:
         else:
             self._try(known)
 
+    def _at(self, load: int) -> _Load:
+        """What is known; to begin with, which way is better at the most similar load."""
+        if load not in self._loads:
+            nearest = min(self._loads, key=lambda other: abs(other - load), default=None)
+            self._loads[load] = _Load() if nearest is None else _Load.like(self._loads[nearest])
+        return self._loads[load]
+
     def _try(self, known: _Load) -> None:
         """Begin a trial of the other way, if it is time."""
         known.num_steps -= 1
-        is_known, may_pay = len(known.rates[known.halved]) >= _FEWEST, known.halved or known.gain > _MARGIN
-        if known.num_steps < 0 and is_known and may_pay:
+        rates, may_pay = known.rates[known.halved], known.halved or known.gain > _MARGIN
+        if len(rates) < _FEWEST or not may_pay:
+            return
+        if known.num_steps < 0 or (known.num_steps < known.interval - _TRY_CHANGED and known.has_changed):
             known.trying = True
             known.rates[not known.halved].clear()
 
@@ -119,5 +139,6 @@ class Halves:
         if ratio > _MARGIN:
             known.halved, known.interval = not known.halved, _TRY_AFTER
         else:
-            known.interval = min(known.interval * (4 if ratio < _BAD else 2), _TRY_AT_LEAST)
-        known.num_steps = known.interval
+            longer = known.interval * (4 if ratio < _BAD else 2)
+            known.interval = min(max(longer, _TRY_AFTER), _TRY_AT_LEAST)
+        known.num_steps, known.tried_at = known.interval, median(known.rates[known.halved])

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from .plan import IntArray
-from .sequence import Sequence, SlotTable
+from .sequence import WAITING, Sequence, SlotTable
 
 _FEWEST_ROWS = 16  # of a step
 _MOST_MORE = 1 / 4  # rows of a step beyond those of a step in which all draft
@@ -63,10 +63,6 @@ class Refill:
         for prompts in self._prompts:
             prompts.pop(slot, None)
 
-    def is_wanted(self, *, background: bool) -> bool:
-        """Whether the drafter lacks anybody's context."""
-        return bool(self._prompts[background])
-
     def rows(self, num_drafts: int, num_others: int) -> int:
         """Of a step, for who is computed anew.
 
@@ -76,17 +72,33 @@ class Refill:
         """
         return self._spare_rows(num_drafts, num_others) if self._chunks else self._max_rows
 
-    def choose(
+    def next(
         self, table: SlotTable, num_drafts: int, num_others: int, *, background: bool
     ) -> Sequence | None:
-        """Who is next; None if it pays for nobody. Arguments as of `rows`."""
-        slots_L = np.fromiter(self._prompts[background], np.int32)
+        """Who is to be taken out now: nobody while the last one lacks tokens, or if it pays for nobody.
+
+        Args:
+            num_drafts, num_others: as of `rows`.
+            background: of which kind.
+        """
+        if self.current is not None and not _lacks_tokens(self.current, table):
+            self.current = None
+        rows_left = self._max_rows - (1 + num_others) * (1 + num_drafts)
+        if self.current is not None or not self._prompts[background] or not num_drafts or rows_left <= 0:
+            return None
+        return self._choose(table, num_drafts, num_others, self._prompts[background])
+
+    def _choose(
+        self, table: SlotTable, num_drafts: int, num_others: int, prompts: dict[int, int]
+    ) -> Sequence | None:
+        """The shortest of those that it pays for."""
+        slots_L = np.fromiter(prompts, np.int32, len(prompts))
         slots_L = slots_L[table.go_on(slots_L)]
         tokens_L = table.num_tokens_S[slots_L]
         most = self._spare_rows(num_drafts, num_others) * (_MOST_STEPS if self._chunks else 1)
-        left_L = self._tokens_left(table, slots_L, self._prompts[background])
+        left_L = _tokens_left(table, slots_L, prompts)
         pays_L = tokens_L <= np.minimum(_ROWS_PER_TOKEN * left_L, most)
-        if not num_drafts or not pays_L.any():
+        if not pays_L.any():
             return None
         return table.sequences[int(slots_L[pays_L][tokens_L[pays_L].argmin()])]
 
@@ -97,9 +109,15 @@ class Refill:
         num_missing, num_more = num_drafts * sum(map(len, self._prompts)), num_others * (1 + num_drafts)
         return min(max(num_missing, int(num_more * _MOST_MORE), _FEWEST_ROWS), self._max_rows)
 
-    def _tokens_left(self, table: SlotTable, slots_L: IntArray, prompts: dict[int, int]) -> IntArray:
-        """That are expected of each."""
-        prompts_L = np.array([prompts[slot] for slot in slots_L.tolist()], dtype=np.int32)
-        tokens_L = table.num_tokens_S[slots_L]
-        expected_L = np.maximum(tokens_L - prompts_L, _FEWEST_LEFT)
-        return np.minimum(expected_L, table.max_length_S[slots_L] - tokens_L)
+
+def _lacks_tokens(sequence: Sequence, table: SlotTable) -> bool:
+    """Whether it runs, and lacks more than its newest token."""
+    return sequence.slot != WAITING and int(table.known_rows(np.array([sequence.slot]))[0]) > 1
+
+
+def _tokens_left(table: SlotTable, slots_L: IntArray, prompts: dict[int, int]) -> IntArray:
+    """That are expected of each."""
+    prompts_L = np.array([prompts[slot] for slot in slots_L.tolist()], dtype=np.int32)
+    tokens_L = table.num_tokens_S[slots_L]
+    expected_L = np.maximum(tokens_L - prompts_L, _FEWEST_LEFT)
+    return np.minimum(expected_L, table.max_length_S[slots_L] - tokens_L)

@@ -126,27 +126,17 @@ class Scheduler:
 
     def _refill_next(self) -> None:
         """Take somebody out to be computed anew, if that costs nobody a place: it enters in this plan."""
-        refill, table, background = self._refill, self.table, not self.num_online_running
-        if refill.current is not None and not self._is_behind(refill.current):
-            refill.current = None
-        if refill.current is not None or not (refill.is_wanted(background=background) and self.drafter.ready):
+        background = not self.num_online_running
+        num_drafts = self._pace.last_drafts(background=background)
+        sequence = self._refill.next(self.table, num_drafts, len(self.running) - 1, background=background)
+        if sequence is None or (self.waiting and self.waiting[0].rank < sequence.rank):
             return
-        num_drafts, num_others = self._pace.last_drafts(background=background), len(self.running) - 1
-        sequence = refill.choose(table, num_drafts, num_others, background=background)
-        if sequence is None or self.config.max_rows <= len(self.running) * (1 + num_drafts):
-            return
-        if self.waiting and self.waiting[0].rank < sequence.rank:
-            return
-        room = self.books.cache.no_hit, int(table.num_tokens_S[sequence.slot]), self._num_before(sequence)
-        if self.books.has_room_to_enter(*room):
+        num_tokens = int(self.table.num_tokens_S[sequence.slot])
+        if self.books.has_room_to_enter(self.books.cache.no_hit, num_tokens, self._num_before(sequence)):
             self.running.remove(sequence)
             self._release(sequence)
             insort(self.waiting, sequence, key=_by_rank)
-            refill.current = sequence
-
-    def _is_behind(self, sequence: Sequence) -> bool:
-        """Whether it runs, and lacks more than its newest token."""
-        return sequence.slot != WAITING and int(self.table.known_rows(np.array([sequence.slot]))[0]) > 1
+            self._refill.current = sequence
 
     # A step is planned.
 
@@ -156,7 +146,8 @@ class Scheduler:
         self._admitted = []
         if self.config.halves and not self._take_turns():
             return None
-        self._refill_next()
+        if self.drafter.ready:
+            self._refill_next()
         slots_R, rows_R = self._plan_online(now_s)
         num_online = len(slots_R)
         if num_online:

@@ -1,0 +1,178 @@
+"""By turns in two halves, or all together: what is faster on made-up machines, and the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.engine import Engine
+from manta.cluster.halves import Halves
+from manta.cluster.plan import StepTimings
+from manta.cluster.request import Request
+from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+
+DRAFTS, SURVIVAL = 7, [0.85**i for i in range(1, 8)]
+# Drafting takes about as long as verifying; each row costs, and drafts little; passes take as long over few
+# rows as over many, with drafts a seventh of that, and with drafts that are slower.
+EQUAL = LinearCost(verify_floor_s=0.004, verify_row_s=0.0001, draft_floor_s=0.001, draft_row_s=0.0001)
+ROWS = LinearCost(verify_floor_s=0.001, verify_row_s=0.0002, draft_floor_s=0.0005, draft_row_s=0.00002)
+FLAT = LinearCost(verify_floor_s=0.014, draft_floor_s=0.002)
+SLOW_DRAFTER = LinearCost(verify_floor_s=0.004, draft_floor_s=0.012)
+
+
+def open_simulated(cost: LinearCost, *, adaptive: bool = True) -> tuple[Engine, VirtualClock]:
+    """An engine whose drafter works beside its target."""
+    info = make_info(
+        vocab_size=1000,
+        max_model_len=4096,
+        num_pages=(20_000,),
+        num_speculative_tokens=DRAFTS,
+        max_in_flight=2,
+        halves=True,
+    )
+    clock = VirtualClock()
+    executor = SimulatedExecutor(info, SURVIVAL, cost, clock.advance)
+    speculation = SpeculativeConfig(model="simulated", adaptive=adaptive)
+    config = EngineConfig(model="simulated", max_num_seqs=64, speculative_config=speculation)
+    return Engine(config, executor, clock), clock
+
+
+def serve(
+    cost: LinearCost, adaptive: bool, way: Callable[[int], bool] | None = None, *, background: bool = False
+) -> tuple[float, dict[str, list[int]]]:
+    """Seconds from the 100th to the 900th token of each of 8 requests; and the tokens.
+
+    Args:
+        way: takes the place of what is learned.
+    """
+    engine, clock = open_simulated(cost, adaptive=adaptive)
+    if way is not None:
+        engine._scheduler._pace.in_halves = way
+    for i in range(8):
+        fields = {"seed": i, "max_tokens": 1000, "ignore_eos": True, "background": background}
+        engine.add_request(make_request(f"r{i}", (2 + i,), **fields))
+    tokens: dict[str, list[int]] = {}
+    times: dict[int, float] = {}
+    while engine.has_unfinished:
+        for update in engine.step():
+            tokens.setdefault(update.request_id, []).extend(update.token_ids)
+        times.setdefault(sum(map(len, tokens.values())) // 800, clock())
+    return times[9] - times[1], tokens
+
+
+@pytest.mark.parametrize(
+    ("cost", "adaptive", "by_turns"),
+    [(EQUAL, True, True), (ROWS, False, True), (FLAT, True, False), (SLOW_DRAFTER, False, False)],
+    ids=["equal", "rows", "flat", "slow drafter"],
+)
+def test_the_faster_way_is_found_and_kept(cost: LinearCost, adaptive: bool, by_turns: bool) -> None:
+    together_s, tokens = serve(cost, adaptive, lambda num_requests: False)
+    turns_s, same = serve(cost, adaptive, lambda num_requests: num_requests > 1)
+    found_s, again = serve(cost, adaptive)
+    assert tokens == same == again
+    assert (turns_s < 0.97 * together_s) is by_turns and (together_s < 0.97 * turns_s) is not by_turns
+    assert found_s <= 1.02 * min(together_s, turns_s)
+
+
+def test_background_work_alone_goes_by_turns_too() -> None:
+    together_s, tokens = serve(EQUAL, False, lambda num_requests: False, background=True)
+    found_s, same = serve(EQUAL, False, background=True)
+    assert tokens == same and found_s < 0.66 * together_s
+
+
+Machine = Callable[[int], tuple[float, float]]  # seconds of drafting and verifying, by requests
+
+
+def steps_of(halves: Halves, machine: Machine, loads: list[int], noise: float = 0.05) -> list[bool]:
+    """Which steps were by turns, on a machine whose times vary."""
+    random, ways = np.random.default_rng(0), list[bool]()
+    for num_requests in loads:
+        halved = halves.choose(num_requests)
+        turn = halves.plan(num_requests, halved=halved)
+        draft_s, verify_s = machine(num_requests // 2 if halved else num_requests)
+        waited_s = max(draft_s - verify_s, 0.0) if halved else draft_s
+        timings = StepTimings(draft_s=waited_s, verify_s=verify_s * random.lognormal(0, noise))
+        halves.learn(turn, num_requests / (1 + halved), timings.total_s, timings)
+        ways.append(halved)
+    return ways
+
+
+def test_what_loses_is_tried_seldom_and_what_cannot_win_never() -> None:
+    lost = steps_of(Halves(), lambda n: (0.002, 0.014), [16] * 4000)
+    assert 8 <= sum(lost) <= 40
+    assert not any(steps_of(Halves(), lambda n: (0.0001, 0.014), [16] * 1000))
+
+
+def test_it_follows_when_the_costs_change() -> None:
+    halves = Halves()
+    steps_of(halves, lambda n: (0.002, 0.014), [16] * 500)
+    steps_of(halves, lambda n: (0.001 * n, 0.001 * n), [16] * 3000)
+    assert all(steps_of(halves, lambda n: (0.001 * n, 0.001 * n), [16] * 30))
+    steps_of(halves, lambda n: (0.002, 0.014), [16] * 600)
+    assert not any(steps_of(halves, lambda n: (0.002, 0.014), [16] * 30))
+
+
+def test_a_load_that_is_new_begins_like_the_nearest_one_and_gets_its_own_answer() -> None:
+    def machine(n: int) -> tuple[float, float]:
+        return (0.001 * n, 0.001 * n) if n > 8 else (0.004, 0.02)
+
+    halves = Halves()
+    steps_of(halves, machine, [32] * 100)
+    assert halves.choose(32) and halves.choose(40) and not halves.choose(1)
+    steps_of(halves, machine, [4] * 400)
+    assert not halves.choose(4) and halves.choose(32)
+
+
+def by_turns(num_requests: int, **changes: object) -> Engine:
+    """A checked engine that always goes by turns."""
+    info = make_info(**{"max_model_len": 256, "num_pages": (512,), **changes}, halves=True, max_in_flight=2)
+    engine = open_engine(info)
+    engine._scheduler._pace.in_halves = lambda num_requests: num_requests > 1
+    for i in range(num_requests):
+        add(engine, request(i))
+    return engine
+
+
+def request(i: int) -> Request:
+    return make_request(f"r{i}", (2 + i,) * (9 if i > 6 else 1), seed=i, max_tokens=100, ignore_eos=True)
+
+
+def test_halves_have_nobody_in_common_and_are_balanced_as_requests_come_and_go() -> None:
+    engine, outputs = by_turns(7), Outputs()
+    for step in range(60):
+        if step == 20:
+            engine.abort("r0")
+        if step == 25:
+            for i in (7, 8):
+                add(engine, request(i))
+        outputs.take(engine)
+        if step > 30 and step % 5 == 0:
+            sizes = [flight.plan.num_requests for flight in engine._scheduler._in_flight]
+            assert sizes and max(sizes) <= 4, "half of 8"
+    while engine.has_unfinished:
+        outputs.take(engine)
+    for i in range(1, 9):
+        assert outputs.tokens[f"r{i}"] == expected(request(i), engine._executor.info)[0]
+
+
+def test_without_a_drafter_all_go_together() -> None:
+    engine, outputs = by_turns(4), Outputs()
+    for _ in range(4):
+        outputs.take(engine)
+    engine._executor.lose_drafter()
+    for _ in range(3):
+        outputs.take(engine)
+    plan = engine.plan()
+    assert plan is not None and plan.num_requests == 4 and engine.plan() is None
+
+
+def test_for_too_few_pages_who_is_last_gives_way_in_whichever_half_it_is() -> None:
+    engine = by_turns(4, num_pages=(40,))
+    outputs = Outputs()
+    while engine.has_unfinished:
+        outputs.take(engine)
+    assert engine.stats().preemptions > 0
+    assert next(iter(outputs.ends)) == "r0", "who came first ends first"

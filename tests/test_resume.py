@@ -1,0 +1,151 @@
+"""A request that goes on from tokens which another engine generated: the same rest, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster_checker import EOS, VOCAB, Outputs, add, expected, make_info, make_request, open_engine, run
+from manta.actors.executor import InProcessExecutor
+from manta.cluster.engine import Engine, SequenceUpdate
+from manta.cluster.errors import RequestError, UnprocessableError
+from manta.cluster.request import Request, SamplingParams
+from steps import settings
+
+INFO = make_info()
+LONG = {"ignore_eos": True, "max_tokens": 30}
+
+
+def cut(request: Request, tokens: list[int], count: int) -> Request:
+    return replace(request, output_token_ids=tuple(tokens[:count]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 20, "ignore_eos": True},
+        {"max_tokens": 40},
+        {"max_tokens": None},
+        {"max_tokens": 40, "min_tokens": 25, "stop_token_ids": (5, 6, 7)},
+        {"max_tokens": None, "ignore_eos": True, "stop_token_ids": EOS},
+    ],
+    ids=str,
+)
+def test_cut_at_any_token_the_rest_and_the_end_are_the_same(fields: dict[str, object]) -> None:
+    for seed in range(3):
+        request = make_request("r", seed=seed, **fields)
+        tokens, *end = expected(request, INFO)
+        for count in range(len(tokens)):
+            outputs = run(open_engine(INFO), cut(request, tokens, count))
+            assert outputs.tokens["r"] == tokens[count:] and outputs.ends["r"] == tuple(end)
+
+
+def test_what_was_generated_before_is_found_in_the_prefix_cache_but_is_no_prompt() -> None:
+    engine, request = open_engine(INFO), make_request("r", range(2, 12), **LONG)
+    tokens = run(engine, request).tokens["r"]
+    outputs = run(engine, cut(request, tokens, 20))
+    assert outputs.tokens["r"] == tokens[20:] and outputs.cached["r"] == 10, "of 28 tokens, the prompt's"
+    assert engine.stats().prompt_tokens == 20
+    assert engine.stats().generation_tokens == 30 + 10
+
+
+def test_a_request_that_was_resumed_is_preempted_and_comes_back() -> None:
+    info = make_info(num_pages=(14,))
+    requests = [make_request(f"r{i}", (2 + i,) * 8, **LONG) for i in range(3)]
+    engine, outputs = open_engine(info), Outputs()
+    for request in requests:
+        add(engine, cut(request, expected(request, info)[0], 10))
+    while engine.has_unfinished:
+        outputs.take(engine)
+    assert engine.stats().preemptions > 0
+    assert all(outputs.tokens[r.request_id] == expected(r, info)[0][10:] for r in requests)
+
+
+def test_completions_of_one_prompt_go_on_each_from_its_own_tokens() -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
+    requests = [make_request(f"r{i}") for i in range(3)]
+    requests = [replace(r, params=params.child(i)) for i, r in enumerate(requests)]
+    engine, outputs = open_engine(INFO), Outputs()
+    resumed = [cut(r, expected(r, INFO)[0], 4 * i) for i, r in enumerate(requests)]
+    engine._executor.requests |= {r.request_id: r for r in resumed}
+    engine.add_requests(resumed)
+    while engine.has_unfinished:
+        outputs.take(engine)
+    assert [outputs.tokens[f"r{i}"] for i in range(3)] == [
+        expected(r, INFO)[0][4 * i :] for i, r in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "error", "words"),
+    [
+        ((2, VOCAB), {}, RequestError, f"token {VOCAB}"),
+        ((2, 3, 4), {"max_tokens": 3}, RequestError, "holds 3 tokens; by max_tokens=3 .* nothing is left"),
+        ((2,) * 60, {"max_tokens": None}, UnprocessableError, "K/V pages"),
+        ((2, EOS[0], 3), {}, RequestError, r"output_token_ids\[1\]=0 is a stop token"),
+        ((2, 3, 9), {"stop_token_ids": (9,)}, RequestError, r"output_token_ids\[2\]=9"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(
+    tokens: tuple[int, ...], params: dict[str, object], error: type[RequestError], words: str
+) -> None:
+    engine = open_engine(make_info(num_pages=(10,)))
+    with pytest.raises(error, match=words):
+        add(engine, make_request("r", output_token_ids=tokens, **params))
+    assert not engine.has_unfinished
+    add(engine, make_request("r", output_token_ids=(2, EOS[0], 3), max_tokens=9, min_tokens=3))
+
+
+PROMPTS = (tuple(range(3, 40)), (5, 9, 11))
+PARAMS = (
+    SamplingParams(temperature=0.0, seed=1, max_tokens=40),
+    SamplingParams(temperature=0.7, seed=2, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=40, stop_token_ids=tuple(range(1, 12))),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=40, min_tokens=36, stop_token_ids=tuple(range(1, 40))),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=40, n=2).child(1),
+)
+
+
+def serve(engine: Engine, requests: list[Request]) -> dict[str, list[SequenceUpdate]]:
+    engine.add_requests(requests[:1])
+    for request in requests[1:]:
+        engine.add_request(request)
+    updates: dict[str, list[SequenceUpdate]] = {}
+    while engine.has_unfinished:
+        for update in engine.step():
+            updates.setdefault(update.request_id, []).append(update)
+    return updates
+
+
+def tokens_of(updates: list[SequenceUpdate]) -> list[int]:
+    return [token for update in updates for token in update.token_ids]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_qwen3: Path, tiny_drafter: Path) -> Iterator[Engine]:
+    config = settings(tiny_qwen3, tiny_drafter, max_num_seqs=8)
+    engine = Engine(config, InProcessExecutor(config))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+def test_computed_tokens_go_on_as_they_would_have(engine: Engine, params: SamplingParams) -> None:
+    """On an engine that knows nothing (its prefix cache is empty), and on one that knows all of it."""
+    for prompt in PROMPTS:
+        request = Request(request_id="whole", prompt_token_ids=prompt, params=params)
+        engine.reset_prefix_cache()
+        whole = serve(engine, [request])["whole"]
+        tokens, end = tokens_of(whole), whole[-1]
+        cuts = sorted({0, 1, len(tokens) // 2, len(tokens) - 1} & set(range(len(tokens))))
+        rests = [replace(cut(request, tokens, count), request_id=str(count)) for count in cuts]
+        for knows_all in (False, True):
+            if not knows_all:
+                engine.reset_prefix_cache()
+            updates = serve(engine, rests)
+            for count in cuts:
+                mine = updates[str(count)]
+                assert tokens_of(mine) == tokens[count:], f"cut at {count}"
+                assert (mine[-1].finish_reason, mine[-1].stop_reason) == (end.finish_reason, end.stop_reason)
