@@ -16,7 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
-DrafterPlacement = Literal["colocated", "split"]
+DrafterPlacement = Literal["colocated", "split", "shared"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,9 @@ class SpeculativeConfig:
         model: folder or hub id of the drafter checkpoint (z-lab or Speculators format).
         method: "dflash".
         num_speculative_tokens: drafts per step, at most block size - 1 (its default); SGLang counts one more.
-        placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own.
+        placement: "colocated" runs the drafter in the target's processes; "split" in an actor of its own, whose
+            death costs drafts alone; "shared" in one for all engines on the node that have the same target,
+            drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
     """
@@ -133,8 +135,8 @@ class EngineConfig:
     @property
     def needs_ray(self) -> bool:
         """Whether the workers live in other processes (and so under Ray)."""
-        split = self.speculative_config is not None and self.speculative_config.placement == "split"
-        return self.tensor_parallel_size > 1 or split
+        spec = self.speculative_config
+        return self.tensor_parallel_size > 1 or (spec is not None and spec.placement != "colocated")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:  # Any: values come from YAML or flags.

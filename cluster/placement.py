@@ -1,7 +1,8 @@
 """Which devices an engine's workers need, as Ray bundles. Arithmetic only: no Ray here.
 
 One bundle per worker: the target ranks, then the drafter if it is split. All on the engine's node
-(STRICT_PACK): plans travel through shared memory. `actors/workers/placement.py` asks Ray for them, and the
+(STRICT_PACK): plans travel through shared memory. A shared drafter belongs to no engine: whoever needs it
+first asks for its room beside the bundles, on the same node. `actors/workers/placement.py` asks Ray for them, and the
 Serve deployment in `actors/replica.py` is given the same bundles, after `actors/workers/room.py` has asked
 what is free.
 """
@@ -34,11 +35,17 @@ class NodeRoom:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The workers of one engine. Rank i < tensor_parallel_size is a target's; the split drafter is last."""
+    """The workers of one engine. Rank i < tensor_parallel_size is a target's; the split drafter is last.
+
+    Attributes:
+        split_drafter: a worker of this engine alone drafts.
+        shared_drafter: a process drafts that other engines on the node use too; it is none of the workers.
+    """
 
     tensor_parallel_size: int
     split_drafter: bool
     device: Device
+    shared_drafter: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, node: Mapping[str, float]) -> Topology:
@@ -47,8 +54,8 @@ class Topology:
         if config.device == "auto" and node.get("GPU", 0.0) < 1.0:
             device = "cpu"
         spec = config.speculative_config
-        split = spec is not None and spec.placement == "split"
-        return cls(config.tensor_parallel_size, split, device)
+        placement = spec.placement if spec is not None else None
+        return cls(config.tensor_parallel_size, placement == "split", device, placement == "shared")
 
     @property
     def num_workers(self) -> int:
@@ -75,7 +82,7 @@ class Topology:
 
     def num_threads(self, config: EngineConfig, num_cores: int) -> int:
         """Threads of each worker: the setting, or an even share of the cores."""
-        return config.num_threads or max(1, num_cores // self.num_workers)
+        return config.num_threads or max(1, num_cores // (self.num_workers + self.shared_drafter))
 
     def fits(self, bundles: list[Bundle]) -> bool:
         """Whether a placement group's bundles hold the workers, rank by rank."""
@@ -107,8 +114,18 @@ class Topology:
                 f"{self} needs {lacking}. {self.remedy('End what runs there')}", param=self.param()
             )
 
+    def check_drafter(self, node: NodeRoom) -> None:
+        """Raise PlacementError unless a shared drafter, no worker of this engine, has room on its node now."""
+        lacking = lacking_now([self.worker_resources], [node])
+        if lacking:
+            raise PlacementError(
+                f"The shared drafter needs {lacking}. End what runs there, or colocate the drafter.",
+                param="speculative_config.placement",
+            )
+
     def __str__(self) -> str:
         drafter = " and a split drafter" if self.split_drafter else ""
+        drafter = " beside a shared drafter" if self.shared_drafter else drafter
         return f"tensor_parallel_size={self.tensor_parallel_size}{drafter} on {self.device}"
 
     def remedy(self, first: str | None = None) -> str:

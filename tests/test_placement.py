@@ -15,13 +15,15 @@ def config(tp: int = 1, placement: str | None = None, **settings: object) -> Eng
 
 @pytest.mark.parametrize(
     ("tp", "placement", "workers"),
-    [(1, None, 1), (4, None, 4), (2, "colocated", 2), (1, "split", 2), (8, "split", 9)],
+    [(1, None, 1), (4, None, 4), (2, "colocated", 2), (1, "split", 2), (8, "split", 9), (2, "shared", 2)],
 )
 def test_there_is_one_gpu_bundle_per_target_rank_and_one_for_a_split_drafter(tp, placement, workers) -> None:
     topology = Topology.of(config(tp, placement), {"GPU": 16.0})
     assert topology.device == "cuda"
     assert topology.worker_bundles() == [{"GPU": 1.0}] * workers
     assert topology.drafter_rank == (tp if placement == "split" else None)
+    assert topology.shared_drafter == (placement == "shared")
+    assert config(tp, placement).needs_ray == (tp > 1 or placement in ("split", "shared"))
 
 
 def test_device_auto_is_cpu_where_the_node_has_no_gpu_and_an_explicit_device_stands() -> None:
@@ -66,6 +68,16 @@ def test_a_node_that_is_too_small_is_refused_by_name(topology, node, message, pa
 def test_a_node_that_is_large_enough_is_accepted() -> None:
     Topology(2, True, "cuda").check_node({"GPU": 3.0, "CPU": 1.0})
     assert shortfall({"GPU": 1.0}, {"GPU": 1.0}) == ""
+
+
+def test_a_shared_drafter_asks_for_room_of_its_own_on_the_engines_node() -> None:
+    topology = Topology.of(config(2, "shared"), {"GPU": 4.0})
+    topology.check_drafter(NodeRoom({"GPU": 4.0}, {"GPU": 1.0}))
+    with pytest.raises(
+        PlacementError, match=r"shared drafter needs 1 GPU \(there is 0\).*held by x: 4 GPU"
+    ) as caught:
+        topology.check_drafter(NodeRoom({"GPU": 4.0}, {"GPU": 0.0}, {"x": {"GPU": 4.0}}))
+    assert caught.value.param == "speculative_config.placement"
 
 
 TWO_OF_FOUR = Topology(2, False, "cuda").replica_bundles()

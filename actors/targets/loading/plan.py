@@ -74,7 +74,7 @@ class LoadPlan:
     def split(self) -> bool:
         """Whether the drafter lives in a process of its own."""
         spec = self.config.speculative_config
-        return spec is not None and spec.placement == "split"
+        return spec is not None and spec.placement != "colocated"
 
 
 def plan_load(config: EngineConfig) -> LoadPlan:
