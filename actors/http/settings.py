@@ -17,6 +17,8 @@ from ...cluster.errors import ConfigError, did_you_mean
 UnknownParams = Literal["ignore", "warn", "reject"]
 MetricsLevel = Literal["none", "summary"]
 DefaultsSource = Literal["auto", "openai"]
+# One answer for all models: they cannot differ in these.
+ENDPOINT_SETTINGS = frozenset({"api_key", "allowed_origins", "max_request_bytes", "batch_storage"})
 LEAST = {"max_request_bytes": 1024, "max_batch_file_bytes": 1024, "max_batch_lines": 1}
 
 
@@ -42,6 +44,8 @@ class ServerSettings:
             routes answer 501.
         max_batch_file_bytes: larger uploads are refused with 413.
         max_batch_lines: batches of files with more lines fail.
+        replicas: engines behind the one endpoint: a number, or "least:most" for as many as the load asks for.
+            More than one (or several models) have a gateway in front, which chooses among them.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -55,6 +59,7 @@ class ServerSettings:
     batch_storage: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
     max_batch_lines: int = 50_000
+    replicas: int | str = 1
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -77,6 +82,7 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)
         if self.batch_storage is not None:
             _check_place(self.batch_storage)
+        parse_replicas(self.replicas)
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """The names under which `model` is served, the reported one first."""
@@ -91,6 +97,8 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
     """Sort one mapping into both; an unknown key is a ConfigError that proposes the nearest known one."""
     server_names = {f.name for f in fields(ServerSettings)}
     engine_names = {f.name for f in fields(EngineConfig)}
+    if "models" in args:
+        raise ConfigError("models: only a server has several; give one `model` here.", param="models")
     for key in args:
         if key not in server_names | engine_names:
             known = sorted(server_names | engine_names)
@@ -100,6 +108,64 @@ def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSetting
         raise ConfigError("model is missing: give the target's folder or hub id.", param="model")
     engine = EngineConfig.from_dict({k: v for k, v in args.items() if k in engine_names})
     return engine, from_mapping(ServerSettings, {k: v for k, v in args.items() if k in server_names})
+
+
+def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSettings]]:
+    """`split_settings` for each model of one endpoint, at least one.
+
+    Several stand under `models:`, a list of mappings, each over what stands beside it.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or two models would answer to one name.
+    """
+    if "models" not in args:
+        return [split_settings(args)]
+    common = {key: value for key, value in args.items() if key != "models"}
+    found = [split_settings({**common, **entry}) for entry in _entries(args["models"], common)]
+    owners: dict[str, int] = {}
+    for i, (engine, server) in enumerate(found):
+        for name in server.model_names(engine.model):
+            if owners.setdefault(name, i) != i:
+                raise ConfigError(
+                    f"models.{i}: {name!r} is the name of another model, too. Give each a served_model_name.",
+                    param=f"models.{i}.served_model_name",
+                )
+    return found
+
+
+def parse_replicas(replicas: int | str) -> tuple[int, int]:
+    """The least and the most replicas that a setting allows; equal where their number is fixed."""
+    least, _, most = str(replicas).partition(":")
+    most = most if ":" in str(replicas) else least
+    if isinstance(replicas, bool) or not (least.isdecimal() and most.isdecimal()):
+        bounds = None
+    else:
+        bounds = int(least), int(most)
+    if bounds is None or bounds[1] < 1 or bounds[0] > bounds[1]:
+        raise ConfigError(
+            f'replicas={replicas!r} must be a number of at least 1, or "least:most" like "1:4".',
+            param="replicas",
+        )
+    return bounds
+
+
+def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What stands under `models:`; what holds for the whole endpoint must not stand there."""
+    if not isinstance(models, list) or not models or not all(isinstance(each, Mapping) for each in models):
+        raise ConfigError("models must be a list of mappings, each with a `model`.", param="models")
+    for i, entry in enumerate(models):
+        for name in ENDPOINT_SETTINGS & entry.keys():
+            raise ConfigError(
+                f"models.{i}.{name} holds for the whole endpoint: write it beside `models`.",
+                param=f"models.{i}.{name}",
+            )
+    if "batch_storage" in common and len(models) > 1:
+        raise ConfigError(
+            "batch_storage is for an endpoint of one model: serve each model whose batches are to be kept "
+            "as an application of its own.",
+            param="batch_storage",
+        )
+    return models
 
 
 def _check_place(where: str) -> None:
