@@ -21,6 +21,7 @@ from .batch.cli import batch
 from .bench.cli import bench
 from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
+from .plan.cli import plan
 from .settings import engine_config, sampling_params
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command()(batch)
+app.command()(plan)
 app.command("run-batch", help="The same as batch.", hidden=True)(batch)
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
 
