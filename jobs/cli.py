@@ -22,6 +22,7 @@ from .bench.cli import bench
 from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
 from .plan.cli import plan
+from .render.cli import render
 from .settings import engine_config, sampling_params
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command()(batch)
 app.command()(plan)
+app.command()(render)
 app.command("run-batch", help="The same as batch.", hidden=True)(batch)
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
 
