@@ -118,14 +118,33 @@ def test_what_cannot_fit_is_refused_and_nothing_is_written(folders: Path) -> Non
 
 
 def test_checkpoints_with_weights_have_their_headers_checked(
-    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
+    shipped_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    report = make_plan(options(tmp_path, model=str(tiny_qwen3), drafter=str(tiny_drafter)))
-    assert report["max_model_len"] == 512 and report["dtype"] == "bfloat16"
+    target, drafter = shipped_pair
+    report = make_plan(options(tmp_path, model=str(target), drafter=str(drafter)))
+    assert (report["max_model_len"], report["dtype"]) == (1024, "bfloat16")
+    assert report["acceptance"]["source"] == "the least of the drafter's card"
     broken = tmp_path / "broken"
     broken.mkdir()
-    raw = json.loads((tiny_qwen3 / "config.json").read_text())
+    raw = json.loads((target / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(raw | {"intermediate_size": 112}))
-    (broken / "model.safetensors").symlink_to(tiny_qwen3 / "model.safetensors")
+    (broken / "model.safetensors").symlink_to(target / "model.safetensors")
     with pytest.raises(CheckpointError, match="112"):
         make_plan(options(tmp_path, model=str(broken), drafter=None))
+
+
+def test_of_a_hub_id_small_files_are_enough(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot in the cache that holds no weight, and no connection."""
+    revision = "f" * 40
+    repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    (repository / "snapshots").mkdir()
+    (folders / "Qwen3-8B").rename(repository / "snapshots" / revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    report = make_plan(options(folders, model="Qwen/Qwen3-8B", drafter=None, num_gpus=1))
+    assert report["ray_config"]["applications"][0]["args"]["model"] == "Qwen/Qwen3-8B"
+    with pytest.raises(CheckpointError, match="Qwen/Qwen3-9B"):
+        make_plan(options(folders, model="Qwen/Qwen3-9B", drafter=None))

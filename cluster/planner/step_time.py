@@ -12,7 +12,7 @@ that do not reach the rates (some hundred rows reach about 80 % of the arithmeti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from ..roofline import Work
 from .gpus import Gpu
@@ -43,11 +43,17 @@ class Spent:
     queue: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Spent(
+            self.bytes + other.bytes,
+            self.arithmetic + other.arithmetic,
+            self.link + other.link,
+            self.launches + other.launches,
+            self.queue + other.queue,
+        )
 
     @property
     def total_s(self) -> float:
-        return sum(astuple(self))
+        return self.bytes + self.arithmetic + self.link + self.launches + self.queue
 
     @property
     def bound(self) -> str:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from ...cluster.config import DType
+from ...cluster.planner.gpus import GPUS
 from ..flags import parse_size
 
+PlanDType = Literal["auto", "bfloat16", "float16"]  # rates are known for 16 bits alone
 _SIZE = {"parser": parse_size, "metavar": "SIZE", "show_default": False}
 
 
 def plan(
     model: Annotated[str, typer.Option("--model", "-m", help="Target: folder or Hugging Face id.")],
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the node.")] = 8,
-    gpu: Annotated[
-        str, typer.Option("--gpu", help="Their kind: h200, h100, b200, a100-80gb, a100-40gb, l40s.")
-    ] = "h200",
+    gpu: Annotated[str, typer.Option("--gpu", help=f"Their kind: {', '.join(GPUS)}.")] = "h200",
     drafter: Annotated[
         str | None,
         typer.Option("--drafter", "--spec-model", show_default=False, help="DFlash drafter; none if absent."),
     ] = None,
     dtype: Annotated[
-        DType, typer.Option("--dtype", help="bfloat16 or float16; the checkpoint's if auto.")
+        PlanDType, typer.Option("--dtype", help="The checkpoint's if auto; bfloat16 where that is float32.")
     ] = "auto",
     acceptance: Annotated[
         str | None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ...cluster.config import DType, EngineConfig, SpeculativeConfig
+from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
 from ...cluster.planner.choice import check_fitting, choose, choose_by_trace
 from ...cluster.planner.estimates import Estimate, Misfit, estimate
@@ -45,7 +45,7 @@ class PlanOptions:
     gpu: str
     model: str
     drafter: str | None = None
-    dtype: DType = "auto"
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     acceptance: str | None = None
     slo_tpot_ms: float | None = None
     slo_ttft_ms: float | None = None
