@@ -7,12 +7,10 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-from ..serve import HAPROXY_HARD_STOP_S
-
-# Every node's Ray must have it before it starts (ray_config.yaml says why).
+# What every node's Ray must have before it starts (ray_config.yaml says why); `manta serve` sets it for its own.
 ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # above the longest generation
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 CUDA = "cu130"  # of Ray's images
