@@ -6,6 +6,7 @@ Does not read it. Called by whoever takes a model's or tokenizer's name from a u
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,17 @@ from ..cluster.errors import CheckpointError, ConfigError
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "mask_embedding.pt"]
+SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "mask_embedding.pt")
 
 
-def resolve_checkpoint(name: str, *, field: str) -> Path:
+def resolve_checkpoint(name: str, *, field: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """The folder that `name` means.
 
     Args:
         name: a folder (absolute, or relative to the working directory, else to the repository), or a hub id.
         field: the setting it came from, for the message.
+        files: patterns of what to get from the hub; `SHAPE_FILES` holds no weight.
     """
     for folder in (Path(name).expanduser(), _ROOT / name):
         if folder.is_dir():
@@ -33,7 +36,7 @@ def resolve_checkpoint(name: str, *, field: str) -> Path:
             "of a checkpoint folder.",
             param=field,
         )
-    return _download(name, field)
+    return _download(name, field, files)
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
@@ -62,11 +65,11 @@ def _absolute(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def _download(name: str, field: str) -> Path:
+def _download(name: str, field: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (OSError, ValueError) as error:  # every error of the hub's client is one of these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

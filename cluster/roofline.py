@@ -1,7 +1,8 @@
 """How fast a step can be at best: bytes over bandwidth or products over arithmetic, whichever takes longer.
 
 A floor, not a forecast: norms, rotations, sampling, activations and the host's time are left out. Plain
-arithmetic on shapes and rates; nothing is measured here. Called by `jobs/bench/step.py`.
+arithmetic on shapes and rates; nothing is measured here. Called by `jobs/bench/step.py`; `planner/` adds what
+a floor leaves out, and sums over several devices.
 
 Symbols: B requests, k rows of each (the anchor and k - 1 drafts), c context tokens, w bytes of an element of
 weights and K/V, P weights, L layers, Q query heads, D head dim, S_j how likely drafts 1..j are all accepted.
@@ -18,12 +19,20 @@ weights and K/V, P weights, L layers, Q query heads, D head dim, S_j how likely 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from .acceptance import expected_acceptance_length
 from .errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What products ask of a device: bytes to move, and floating-point operations."""
+
+    num_bytes: float
+    flop: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +48,8 @@ class Device:
     bytes_per_s: float
     flops: float
 
-    def seconds(self, num_bytes: float, flop: float) -> float:
-        return max(num_bytes / self.bytes_per_s, flop / self.flops)
+    def seconds(self, work: Work) -> float:
+        return max(work.num_bytes / self.bytes_per_s, work.flop / self.flops)
 
     @property
     def ridge_rows(self) -> float:
@@ -78,6 +87,7 @@ class Dense:
     Attributes:
         taps: tapped blocks that the drafter's fc takes in.
         itemsize: bytes of a weight and of an element of K/V.
+        windows: of each layer, how many tokens back a row sees; None sees all, empty is all None.
     """
 
     layers: int
@@ -89,6 +99,7 @@ class Dense:
     vocab: int
     taps: int = 0
     itemsize: int = 2
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], itemsize: int = 2) -> Dense:
@@ -130,17 +141,32 @@ class Dense:
         """K and V of a token, all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
-    def linears_s(self, device: Device, rows: int) -> float:
-        return device.seconds(self.linear_params * self.itemsize, 2 * self.linear_params * rows)
+    def rank(self, ranks: int) -> Dense:
+        """What one of so many tensor-parallel ranks holds; K/V heads are repeated where there are fewer."""
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(self.kv_heads // ranks, 1),
+            inter=self.inter // ranks,
+            vocab=-(-self.vocab // ranks),
+        )
 
-    def head_s(self, device: Device, rows: int) -> float:
-        return device.seconds(self.head_params * self.itemsize, 2 * self.head_params * rows)
+    def linears(self, rows: int) -> Work:
+        return Work(self.linear_params * self.itemsize, 2 * self.linear_params * rows)
 
-    def attention_s(self, device: Device, batch: int, rows: int, context: int) -> float:
+    def head(self, rows: int) -> Work:
+        return Work(self.head_params * self.itemsize, 2 * self.head_params * rows)
+
+    def attention(self, batch: int, rows: int, context: int) -> Work:
         """`rows` of each request."""
-        keys = context + rows
-        flop = 4 * self.layers * self.heads * self.head_dim * batch * rows * keys
-        return device.seconds(batch * keys * self.kv_bytes, flop)
+        seen = [context if window is None else min(context, window) for window in self.windows]
+        keys = sum(seen or (context,) * self.layers) + self.layers * rows  # of a request, over all layers
+        flop = 4 * self.heads * self.head_dim * batch * rows * keys
+        return Work(batch * keys * self.kv_bytes // self.layers, flop)
+
+    def context(self, rows: int) -> Work:
+        """A drafter's context K/V from taps. The weights of K and V are read by its blocks already."""
+        return Work(self.fc_params * self.itemsize, 2 * (self.fc_params + self.kv_params) * rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +192,23 @@ class Roofline:
 
     def verify_s(self, batch: int, rows: int, context: int) -> float:
         """The target's pass; with `rows` = 1 that is a step of plain decoding."""
-        target, device = self.target, self.device
-        products = target.linears_s(device, batch * rows) + target.head_s(device, batch * rows)
-        return products + target.attention_s(device, batch, rows, context)
+        return self._pass_s(self.target, batch, rows, rows, context)
 
     def draft_s(self, batch: int, rows: int, context: int) -> float:
         """The drafter's pass over blocks of `rows`."""
-        if rows <= 1:
-            return 0.0
-        drafter, device = self.drafter, self.device
-        products = drafter.linears_s(device, batch * rows) + drafter.head_s(device, batch * (rows - 1))
-        return products + drafter.attention_s(device, batch, rows, context)
+        return 0.0 if rows <= 1 else self._pass_s(self.drafter, batch, rows, rows - 1, context)
 
     def inject_s(self, batch: int, rows: int) -> float:
-        """Context K/V from taps. The weights of K and V are read by the blocks already."""
-        drafter = self.drafter
-        flop = 2 * (drafter.fc_params + drafter.kv_params) * batch * rows
-        return self.device.seconds(drafter.fc_params * drafter.itemsize, flop)
+        """Context K/V from taps."""
+        return self.device.seconds(self.drafter.context(batch * rows))
+
+    def _pass_s(self, model: Dense, batch: int, rows: int, chosen: int, context: int) -> float:
+        parts = (
+            model.linears(batch * rows),
+            model.head(batch * chosen),
+            model.attention(batch, rows, context),
+        )
+        return sum(self.device.seconds(work) for work in parts)
 
     def step(self, batch: int, rows: int, context: int) -> Floor:
         """A step that verifies `rows` of each request."""
@@ -208,6 +234,26 @@ class Roofline:
 def geometric_survival(acceptance: float, num_drafts: int) -> tuple[float, ...]:
     """Each draft is accepted with the same probability, if those before it were."""
     return tuple(acceptance**j for j in range(1, num_drafts + 1))
+
+
+def survival_of_length(length: float, num_drafts: int) -> tuple[float, ...]:
+    """The geometric curve whose mean acceptance length is `length`, for drafts of so many tokens.
+
+    Raises:
+        ConfigError: blocks of so many drafts cannot have that length.
+    """
+    if not 1.0 <= length <= num_drafts + 1:
+        raise ConfigError(
+            f"acceptance={length:g} must be a mean acceptance length from 1 to {num_drafts + 1}: the bonus "
+            f"token, and at most {num_drafts} drafts.",
+            param="acceptance",
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        survival = geometric_survival(middle, num_drafts)
+        low, high = (middle, high) if 1.0 + sum(survival) < length else (low, middle)
+    return geometric_survival(high, num_drafts)
 
 
 def check_survival(survival: Sequence[float], num_drafts: int, *, param: str) -> None:

@@ -20,6 +20,8 @@ from .batch.cli import batch
 from .bench.cli import bench
 from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
+from .plan.cli import plan
+from .render.cli import render
 from .settings import engine_config, sampling_params
 
 app = typer.Typer(
@@ -34,6 +36,8 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command()(batch)
+app.command()(plan)
+app.command()(render)
 app.command("run-batch", help="The same as batch.", hidden=True)(batch)
 SHUTDOWN_TIMEOUT_S = 30.0  # of a server at somebody's terminal
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.

@@ -88,7 +88,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     if config.speculative_config is not None:
         drafter_folder = resolve_checkpoint(config.speculative_config.model, field="speculative_config.model")
         drafter = DrafterConfig.load(drafter_folder)
-    length = _max_model_len(config, target, drafter)
+    length = find_max_model_len(config, target, drafter)
     plan = plan_models(config, target_folder, target, drafter_folder, drafter, length)
     if drafter_folder is not None:
         check_drafter(drafter_folder, plan.facts)
@@ -158,8 +158,8 @@ def _largest_token_id(file: Path) -> int:
         return -1
 
 
-def _max_model_len(config: EngineConfig, target: ModelSpec, drafter: DrafterConfig | None) -> int:
-    """The setting, or the shorter of both models' limits."""
+def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DrafterConfig | None) -> int:
+    """The setting, or the shorter of both models' limits; ConfigError if it is beyond one."""
     limits = {"the target": target.max_position_embeddings}
     trained = drafter.rope.scaling.get("max_position_embeddings") if drafter else None
     if isinstance(trained, int):

@@ -1,0 +1,64 @@
+"""A target and perhaps a drafter by their shapes, and what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..roofline import Dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What a plan knows of two checkpoints. Norms and biases, less than a thousandth, are left out.
+
+    Attributes:
+        tied: the target's head is its embedding.
+        tp_sizes: numbers of ranks that divide the target.
+        survival: survival[i] is how likely drafts 0..i are all accepted; empty without a drafter.
+    """
+
+    target: Dense
+    drafter: Dense | None
+    tied: bool
+    tp_sizes: tuple[int, ...]
+    survival: tuple[float, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.survival)
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Weights of the drafter's blocks."""
+        return 0 if self.drafter is None else self.drafter.linear_params * self.drafter.itemsize
+
+    @property
+    def fc_bytes(self) -> int:
+        """What makes the drafter's context of tapped states."""
+        return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.itemsize
+
+    def target_bytes(self, ranks: int) -> int:
+        """Weights of a rank of so many."""
+        mine = self.target.rank(ranks)
+        return (mine.linear_params + self.num_vocab_matrices * mine.head_params) * mine.itemsize
+
+    @property
+    def num_vocab_matrices(self) -> int:
+        return 1 if self.tied else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What is asked of a layout.
+
+    Attributes:
+        max_model_len: longest sequence in tokens; room for one is a must.
+        context: tokens that a sequence holds on average, for the speed and for the largest batch.
+        slo_tpot_s: most seconds per output token that a user may wait; None asks nothing.
+        batch: requests at once on the node; None takes what is best for each layout.
+    """
+
+    max_model_len: int
+    context: int
+    slo_tpot_s: float | None = None
+    batch: int | None = None

@@ -1,0 +1,160 @@
+"""What a layout holds in memory: weights, what steps take, and the K/V pages that are left.
+
+The engine measures at start what steps take (`actors/targets/loading/warm_up.py`); here that is an estimate.
+Pages are counted as there (`page_groups.py`), so layers with a window count their window only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from ..errors import PlacementError
+from ..page_groups import LayerPlace, PagePlan, plan_pages
+from ..roofline import Dense
+from .gpus import GIB, Gpu
+from .layouts import Layout
+from .pair import Demand, Pair
+
+UTILISATION = 0.9  # of a GPU's memory: `gpu_memory_utilization`
+PAGE_SIZE = 64  # the engine's, on a GPU
+MAX_NUM_SEQS = 256  # each costs a slot and CUDA graphs
+MAX_ROWS = 8192  # of a step: `max_num_batched_tokens`
+# Estimates. CUDA's context, libraries, NCCL, graphs, attention's workspace: 2 GiB. Of each row of a step: the
+# states of a block and its MLP. Of each row that chooses a token: logits of target and drafter.
+PROCESS_BYTES = 2 * GIB
+HIDDEN_COPIES, INNER_COPIES, LOGIT_COPIES = 8, 3, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Of one engine.
+
+    Attributes:
+        weights_bytes: on each GPU of the target.
+        kv_bytes: left for K/V pages there, or what the drafter's GPU bounds it to.
+        kv_tokens: that these hold, of sequences of the demand's context.
+        largest_batch: such sequences at once, by memory alone.
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    largest_batch: int
+
+    @property
+    def max_num_seqs(self) -> int:
+        return max(1, min(self.largest_batch, MAX_NUM_SEQS))
+
+
+def find_room(pair: Pair, gpu: Gpu, layout: Layout, demand: Demand) -> Room:
+    """Raise PlacementError, which says what lacks and what to change, unless one longest sequence fits."""
+    given = int(gpu.memory_bytes * UTILISATION)
+    weights, target_free = _target_gpu(pair, layout, given)
+    if target_free <= 0:
+        raise _too_large(pair, gpu, layout, given - target_free)
+    pages = page_plan(pair, layout, demand.max_model_len)
+    budgets = [(target_free, page_bytes(pair, layout, pages, target=True))]
+    if layout.drafts_apart:
+        free = _drafter_gpu(pair, layout, given)
+        if free <= 0:
+            raise PlacementError(
+                f"{layout}: the drafter's GPU lacks {-free / GIB:.1f} GiB for its weights and the target's "
+                "embedding and head. Colocate the drafter, or take a larger GPU.",
+                param="gpu",
+            )
+        budgets.append((free, page_bytes(pair, layout, pages, target=False)))
+    largest = min(_sequences(free, _sequence_bytes(pages, sizes, demand.context)) for free, sizes in budgets)
+    for free, sizes in budgets:
+        if _sequence_bytes(pages, sizes, demand.max_model_len) > free:
+            raise _too_long(pages, sizes, free, layout, demand)
+    free, sizes = budgets[0]
+    per_sequence = _sequence_bytes(pages, sizes, demand.context)
+    kv_bytes = min(free, int(largest * per_sequence)) if len(budgets) > 1 else free
+    return Room(weights, kv_bytes, int(kv_bytes / per_sequence * demand.context), int(largest))
+
+
+def _target_gpu(pair: Pair, layout: Layout, given: int) -> tuple[int, int]:
+    """Weights on a GPU of the target, and what is left of it for pages."""
+    weights = pair.target_bytes(layout.tp)
+    rank = pair.target.rank(layout.tp)
+    if layout.placement is not None:
+        weights += pair.fc_bytes  # features are made beside the target
+    if layout.placement == "colocated":
+        weights += pair.drafter_bytes
+    return weights, given - weights - _step_bytes(rank, pair.num_drafts if layout.placement else 0)
+
+
+def _drafter_gpu(pair: Pair, layout: Layout, given: int) -> int:
+    """What is left for pages on a drafter's own GPU; it borrows the target's embedding and head."""
+    assert pair.drafter is not None, "only a pair with a drafter is laid out with one"
+    lent = pair.num_vocab_matrices * pair.target.head_params * pair.target.itemsize
+    steps = layout.drafted_engines * (_step_bytes(pair.drafter, pair.num_drafts) - PROCESS_BYTES)
+    return given - pair.drafter_bytes - lent - PROCESS_BYTES - steps
+
+
+def _step_bytes(rank: Dense, num_drafts: int) -> int:
+    states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.inter)
+    logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
+    return PROCESS_BYTES + (states + logits) * rank.itemsize
+
+
+def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
+    """Which layers share pages, as the engine decides it."""
+    drafter = pair.drafter if layout.placement else None
+    windows = () if drafter is None else _windows(drafter)
+    return plan_pages(_windows(pair.target), windows, max_model_len)
+
+
+def _windows(model: Dense) -> tuple[int | None, ...]:
+    return model.windows or (None,) * model.layers
+
+
+def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> tuple[int, ...]:
+    """Of a page of each pool, on a GPU of the target or on the drafter's own, which keeps engines apart."""
+    sizes = [0] * pages.num_pools
+    models: list[tuple[Dense, tuple[LayerPlace, ...], int]] = []
+    if target:
+        models.append((pair.target.rank(layout.tp), pages.target, 1))
+    if pair.drafter is not None and (layout.placement == "colocated" or (layout.drafts_apart and not target)):
+        models.append((pair.drafter, pages.drafter, layout.drafted_engines))
+    for model, places, times in models:
+        per_plane = 2 * PAGE_SIZE * model.kv_heads * model.head_dim * model.itemsize
+        for pool in range(pages.num_pools):
+            sizes[pool] += times * pages.num_planes(places, pool) * per_plane
+    return tuple(sizes)
+
+
+def _sequence_bytes(pages: PagePlan, sizes: tuple[int, ...], num_tokens: int) -> int:
+    held = pages.pages_per_sequence(num_tokens, PAGE_SIZE, MAX_ROWS)
+    return sum(count * size for count, size in zip(held, sizes, strict=True))
+
+
+def _sequences(free: int, sequence_bytes: int) -> float:
+    return free // sequence_bytes if sequence_bytes else float("inf")
+
+
+def _too_large(pair: Pair, gpu: Gpu, layout: Layout, needed: int) -> PlacementError:
+    given = gpu.memory_bytes * UTILISATION
+    larger = [tp for tp in pair.tp_sizes if tp > layout.tp]
+    remedy = f"shard it over {larger[0]} GPUs" if larger else "take a larger GPU or a smaller model"
+    return PlacementError(
+        f"{layout}: weights and steps need {needed / GIB:.1f} GiB on each {gpu.name}, which gives "
+        f"{given / GIB:.1f} GiB ({UTILISATION:g} of its memory): {(needed - given) / GIB:.1f} GiB are "
+        f"lacking. To serve it, {remedy}.",
+        param="gpus" if larger else "gpu",
+    )
+
+
+def _too_long(
+    pages: PagePlan, sizes: tuple[int, ...], free: int, layout: Layout, demand: Demand
+) -> PlacementError:
+    needed = _sequence_bytes(pages, sizes, demand.max_model_len)
+    lengths = range(1, demand.max_model_len + 1)
+    fits = bisect_right(lengths, free, key=lambda length: _sequence_bytes(pages, sizes, length))
+    return PlacementError(
+        f"{layout}: one sequence of max_model_len={demand.max_model_len} needs {needed / GIB:.1f} GiB of K/V "
+        f"pages, and {free / GIB:.1f} GiB are left: {(needed - free) / GIB:.1f} GiB are lacking. Set "
+        f"--max-model-len to at most {fits}, or use more GPUs.",
+        param="max_model_len",
+    )

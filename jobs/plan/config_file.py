@@ -1,0 +1,66 @@
+"""The `ray_config.yaml` of a layout, which `serve deploy`, `manta serve` and `manta render` take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...actors.http.settings import split_settings
+from ...cluster.planner.estimates import Estimate
+from ...cluster.planner.room import MAX_ROWS, UTILISATION
+from .models import ReadPair
+
+_HEAD = """\
+# Written by `manta plan`: {why}
+# Serve it with `manta serve --config FILE` or `serve deploy FILE`; `manta render` makes the files of KubeRay,
+# `ray up` and systemd of it. All settings: cluster/config.py, actors/http/settings.py.
+"""
+# More waiting requests than so many times the running ones get 503 with Retry-After.
+_QUEUED_PER_RUNNING = 4
+
+
+def serve_config(
+    model: str, drafter: str | None, read: ReadPair, chosen: Estimate, max_num_seqs: int
+) -> dict[str, Any]:  # Any: YAML
+    """The config as plain data; its `args` have been taken by `split_settings`."""
+    layout = chosen.layout
+    args: dict[str, Any] = {
+        "model": _place(model),
+        "replicas": layout.replicas,
+        "tensor_parallel_size": layout.tp,
+        "device": "cuda",
+        "dtype": read.dtype,
+        "max_model_len": read.max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": MAX_ROWS,
+        "gpu_memory_utilization": UTILISATION,
+        "max_num_queued_reqs": _QUEUED_PER_RUNNING * max_num_seqs,
+    }
+    if drafter is not None and layout.placement is not None:
+        spec = {"method": "dflash", "model": _place(drafter), "placement": layout.placement}
+        args["speculative_config"] = spec
+    split_settings(args)
+    application = {
+        "name": "manta",
+        "route_prefix": "/",
+        "import_path": "manta.actors.replica:build_app",
+        "args": args,
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": 8000},
+        "applications": [application],
+    }
+
+
+def write_config(path: Path, config: dict[str, Any], why: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = _HEAD.format(why=why) + yaml.safe_dump(config, sort_keys=False, width=100)
+    path.write_text(text, encoding="utf-8")
+
+
+def _place(name: str) -> str:
+    """Folders by their absolute path: replicas have another working directory."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name

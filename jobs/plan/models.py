@@ -1,0 +1,183 @@
+"""What a plan must know of two checkpoints, read without a weight.
+
+From the hub only small files come (`SHAPE_FILES`); where a folder has weights their headers are checked, too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...actors.checkpoints import SHAPE_FILES, resolve_checkpoint
+from ...actors.targets.families import read_model
+from ...actors.targets.loading.plan import find_max_model_len
+from ...actors.targets.model.parallel import Sharding
+from ...actors.targets.model.spec import ModelSpec
+from ...actors.targets.model.weights import open_checkpoint
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError
+from ...cluster.planner.layouts import TP_SIZES
+from ...cluster.planner.pair import Pair
+from ...cluster.roofline import Dense, check_survival, survival_of_length
+from ...drafter.dflash.checkpoint import check_drafter
+from ...drafter.dflash.config import DrafterConfig
+from ...drafter.dflash.features import TargetFacts
+
+HalfDType = Literal["bfloat16", "float16"]
+# What is taken where neither a flag nor the drafter's card says more: an estimate, between conversations at
+# temperature 1 and code at 0. Measure yours with `manta bench`.
+DEFAULT_LENGTH = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPair:
+    """Two checkpoints as a plan sees them.
+
+    Attributes:
+        dtype: of weights and K/V; rates are known for 16 bits alone.
+        max_model_len: the setting, or what both models were made for.
+        acceptance: where the acceptance curve comes from, in words.
+    """
+
+    pair: Pair
+    dtype: HalfDType
+    max_model_len: int
+    acceptance: str
+
+
+def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
+    """Read what `config` names.
+
+    Args:
+        acceptance: a mean acceptance length, or as many probabilities as drafts between commas; None takes
+            the drafter's card or the default.
+
+    Raises:
+        CheckpointError: a file is missing or wrong, its family is not served, or the two do not fit.
+        ConfigError: no such acceptance or length can be.
+    """
+    folder = resolve_checkpoint(config.model, field="model", files=SHAPE_FILES)
+    target = read_model(folder)
+    if _has_weights(folder):
+        open_checkpoint(folder, target)
+    draft_folder, drafter = _read_drafter(config, target)
+    max_model_len = find_max_model_len(config, target, drafter)
+    survival, source = (), "no drafter"
+    if drafter is not None and draft_folder is not None:
+        survival, source = _acceptance(acceptance, drafter.max_drafts, draft_folder)
+    elif acceptance is not None:
+        raise ConfigError("acceptance is a drafter's: give --drafter, too.", param="acceptance")
+    pair = Pair(
+        target=_target_shape(target),
+        drafter=None if drafter is None else _drafter_shape(drafter),
+        tied=target.tied_head,
+        tp_sizes=tuple(tp for tp in TP_SIZES if _divides(target, tp)),
+        survival=survival,
+    )
+    return ReadPair(pair, _dtype(config, target), max_model_len, source)
+
+
+def _read_drafter(config: EngineConfig, target: ModelSpec) -> tuple[Path | None, DrafterConfig | None]:
+    if config.speculative_config is None:
+        return None, None
+    param = "speculative_config.model"
+    folder = resolve_checkpoint(config.speculative_config.model, field=param, files=SHAPE_FILES)
+    facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0)
+    if _has_weights(folder):
+        return folder, check_drafter(folder, facts)
+    drafter = DrafterConfig.load(folder)
+    drafter.check_fits(facts)
+    return folder, drafter
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _target_shape(spec: ModelSpec) -> Dense:
+    mixer = spec.layers[0].mixer  # heads and sizes are those of all layers
+    return Dense(
+        layers=spec.num_layers,
+        hidden=spec.hidden_size,
+        inter=spec.layers[0].mlp.inner_size,
+        heads=mixer.num_heads,
+        kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        vocab=spec.vocab_size,
+        windows=spec.windows,
+    )
+
+
+def _drafter_shape(config: DrafterConfig) -> Dense:
+    return Dense(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        inter=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.draft_vocab_size,
+        taps=config.num_taps,
+        windows=tuple(layer.window for layer in config.layers),
+    )
+
+
+def _divides(spec: ModelSpec, ranks: int) -> bool:
+    try:
+        Sharding(spec, 0, ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def _dtype(config: EngineConfig, target: ModelSpec) -> HalfDType:
+    """As asked, or the checkpoint's; fp32 is planned in bf16."""
+    wanted = target.dtype if config.dtype == "auto" else config.dtype
+    return "float16" if wanted == "float16" else "bfloat16"
+
+
+def _acceptance(text: str | None, num_drafts: int, folder: Path) -> tuple[tuple[float, ...], str]:
+    if text is not None:
+        return _stated(text, num_drafts), "as stated"
+    if (length := card_length(folder)) is not None:
+        return survival_of_length(min(length, num_drafts + 1), num_drafts), "the least of the drafter's card"
+    length = min(DEFAULT_LENGTH, 1 + num_drafts / 2)
+    return survival_of_length(length, num_drafts), "an assumption; give --acceptance"
+
+
+def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"acceptance={text!r} must be a mean acceptance length, as 4.2, or one probability per draft, as "
+            "0.8,0.7,...",
+            param="acceptance",
+        ) from None
+    if len(numbers) == 1 and numbers[0] >= 1.0:
+        return survival_of_length(numbers[0], num_drafts)
+    check_survival(numbers, num_drafts, param="acceptance")
+    return numbers
+
+
+def card_length(folder: Path) -> float | None:
+    """The least mean acceptance length in the line of totals of a card's table; None if it has none.
+
+    That is the table of `manta train-pair` (`jobs/training/cards.py`): columns "length, ..", a row "overall".
+    """
+    try:
+        card = (folder / "README.md").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    columns: list[str] = []
+    for line in card.splitlines():
+        cells = [cell.strip().lower() for cell in line.strip().strip("|").split("|")]
+        if len(cells) > 1 and any("length" in cell for cell in cells):
+            columns = cells
+        elif columns and cells[0] == "overall":
+            pairs = zip(columns, cells, strict=False)
+            lengths = [float(v) for name, v in pairs if "length" in name and re.fullmatch(r"\d+(\.\d+)?", v)]
+            return min((length for length in lengths if length >= 1.0), default=None)
+    return None

@@ -1,0 +1,53 @@
+"""A trace: a JSON object per arrival, {"arrival_s": 0.4, "prompt_tokens": 812, "output_tokens": 240}."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...cluster.errors import DatasetError
+from ...cluster.planner.playing import Arrival
+
+
+class _Line(BaseModel):
+    """Other keys are ignored: logs may be traces."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    arrival_s: float = Field(ge=0)
+    prompt_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=1)
+
+
+def read_trace(path: Path, max_model_len: int) -> list[Arrival]:
+    """All arrivals; DatasetError names the line that is wrong, or too long for `max_model_len`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"trace: {path} cannot be read: {error}.", param="trace") from None
+    trace = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not trace:
+        raise DatasetError(f"trace: {path} holds no arrival. Give at least one line.", param="trace")
+    for number, arrival in enumerate(trace, 1):
+        length = arrival.prompt_tokens + arrival.output_tokens
+        if length > max_model_len:
+            raise DatasetError(
+                f"trace: arrival {number} of {path} is {length} tokens long, and max_model_len "
+                f"is {max_model_len}. Raise --max-model-len, or take such lines out.",
+                param="trace",
+            )
+    return trace
+
+
+def _parse(line: str, where: str) -> Arrival:
+    try:
+        return Arrival(**_Line.model_validate_json(line).model_dump())
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        key = ".".join(map(str, found["loc"])) or "the line"
+        raise DatasetError(
+            f"trace: {where}: {key}: {found['msg']}. A line is like "
+            '{"arrival_s": 0.4, "prompt_tokens": 812, "output_tokens": 240}.',
+            param="trace",
+        ) from None

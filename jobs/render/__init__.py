@@ -1,0 +1,1 @@
+"""`manta render`: what runs a `ray_config.yaml` elsewhere: KubeRay, `ray up`, a container, systemd."""

@@ -1,0 +1,46 @@
+"""`manta render` as a command; `jobs/cli.py` has the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ..settings import DEFAULT_CONFIG
+
+Kind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
+
+
+def render(
+    kind: Annotated[Kind, typer.Argument(help="What to make of it.", show_default=False)],
+    batch_flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- BATCH FLAGS]",
+            show_default=False,
+            help="For kuberay-job: flags of manta batch, as -- --input s3://bucket/in --output s3://bucket/out",
+        ),
+    ] = None,
+    config: Annotated[Path, typer.Option("--config", help="A Serve config.")] = DEFAULT_CONFIG,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus-per-node", min=1, show_default=False, help="What the engines need, at most 8, if absent."
+        ),
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", show_default=False, help="Container; manta:VERSION if absent.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", show_default=False, help="File; else standard output.")
+    ] = None,
+) -> None:
+    """Make what runs a ray_config.yaml elsewhere: KubeRay, ray up, a container, systemd."""
+    from .documents import render_document
+
+    text = render_document(kind, config, gpus_per_node, image, batch_flags or [])
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")

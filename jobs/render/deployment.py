@@ -1,0 +1,170 @@
+"""What a `ray_config.yaml` asks of machines: which engines, on how many GPUs, on how many nodes.
+
+Read once, by the same code that serves it; every renderer takes its figures from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...actors.http.settings import parse_replicas, split_models
+from ...cluster.config import EngineConfig
+from ...cluster.errors import ConfigError, PlacementError
+from ...cluster.placement import Topology, total
+
+DEPLOYMENT = "manta"  # of `actors/replica.py`, which names Ray
+NODE_GPUS = 8
+PORT = 8000
+Json = Mapping[str, Any]  # Any: YAML values
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of one model.
+
+    Attributes:
+        args: as they stand in the file.
+        gpus: of each engine; 0 runs on CPUs.
+        beside: GPUs on each node that belong to no engine: a shared drafter's.
+        least, most: how many engines.
+    """
+
+    args: Json
+    config: EngineConfig
+    gpus: int
+    beside: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A Serve config and the nodes that it needs.
+
+    Attributes:
+        file: where it stands.
+        serve: the whole file.
+        node_gpus: of each node that runs engines.
+        least_nodes, most_nodes: such nodes.
+    """
+
+    file: Path
+    serve: Json
+    engines: tuple[Engines, ...]
+    node_gpus: int
+    least_nodes: int
+    most_nodes: int
+
+    @property
+    def name(self) -> str:
+        """Of the first application, as Kubernetes takes it."""
+        name = str(self.serve["applications"][0].get("name") or DEPLOYMENT)
+        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or DEPLOYMENT
+
+    @property
+    def port(self) -> int:
+        return int((self.serve.get("http_options") or {}).get("port", PORT))
+
+    @property
+    def host(self) -> str:
+        return str((self.serve.get("http_options") or {}).get("host", "127.0.0.1"))
+
+    def behind_a_service(self) -> dict[str, Any]:
+        """The same config for a cluster with a service in front: a proxy on every node, open to it."""
+        http = {**(self.serve.get("http_options") or {}), "host": "0.0.0.0", "port": self.port}
+        return {**self.serve, "proxy_location": "EveryNode", "http_options": http}
+
+
+def read_deployment(file: Path, node_gpus: int | None) -> Deployment:
+    """Read and check a Serve config.
+
+    Args:
+        node_gpus: of each node; None takes what the engines need, at most 8.
+
+    Raises:
+        ConfigError: the file is no Serve config of ours, or a setting in it is wrong.
+        PlacementError: an engine needs more GPUs than a node has.
+    """
+    serve = _read(file)
+    engines = tuple(found for application in serve["applications"] for found in _engines(application))
+    wanted = sum(each.beside + each.gpus * each.most for each in engines)
+    size = node_gpus if node_gpus is not None else min(wanted, NODE_GPUS)
+    for each in engines:
+        needs = each.gpus + each.beside
+        if needs > size:
+            raise PlacementError(
+                f"tensor_parallel_size={each.config.tensor_parallel_size}: an engine of {each.config.model} "
+                f"needs {needs} GPUs on one node, which has {size}. Raise --gpus-per-node, or lower "
+                "tensor_parallel_size.",
+                param="tensor_parallel_size",
+            )
+    least, most = (_count_nodes(engines, size, most=most) for most in (False, True))
+    return Deployment(file.absolute(), serve, engines, size, least, most)
+
+
+def _count_nodes(engines: tuple[Engines, ...], size: int, *, most: bool) -> int:
+    """Nodes for all engines together, the largest placed first; without GPUs each engine has a node."""
+    if not size:
+        return sum(each.most if most else each.least for each in engines)
+    free: list[int] = []
+    models: list[set[int]] = []  # that have engines there, and so perhaps a drafter
+    for number, each in sorted(enumerate(engines), key=lambda item: -item[1].gpus):
+        for _ in range(each.most if most else each.least):
+            needs = [each.gpus + each.beside * (number not in there) for there in models]
+            at = next((i for i, room in enumerate(free) if room >= needs[i]), len(free))
+            if at == len(free):
+                free.append(size)
+                models.append(set())
+                needs.append(each.gpus + each.beside)
+            free[at] -= needs[at]
+            models[at].add(number)
+    return len(free)
+
+
+def _read(file: Path) -> Json:
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config: {file} cannot be read: {reason}.", param="config") from None
+    applications = found.get("applications") if isinstance(found, Mapping) else None
+    if not isinstance(applications, list) or not all(isinstance(each, Mapping) for each in applications):
+        applications = []
+    if not applications:
+        raise ConfigError(
+            f"config: {file} is no Serve config: it must have `applications`, as ray_config.yaml has and as "
+            "`manta plan -o` writes it.",
+            param="config",
+        )
+    return found
+
+
+def _engines(application: Json) -> list[Engines]:
+    """Those of an application; what stands under `deployments:` overrides its settings, as in Serve."""
+    args = application.get("args") or {}
+    entries = args.get("models") or [{}]
+    stated = application.get("deployments") or ()
+    overrides = next((each for each in stated if each.get("name") == DEPLOYMENT), {})
+    found: list[Engines] = []
+    for entry, (config, server) in zip(entries, split_models(args), strict=True):
+        topology = Topology.of(config, {"GPU": float(NODE_GPUS)})
+        least, most = _replicas(overrides, parse_replicas(server.replicas))
+        own = {**{key: value for key, value in args.items() if key != "models"}, **entry}
+        gpus = round(total(topology.worker_bundles()).get("GPU", 0.0))
+        beside = int(topology.shared_drafter) if gpus else 0
+        found.append(Engines(own, config, gpus, beside, least, most))
+    return found
+
+
+def _replicas(overrides: Json, stated: tuple[int, int]) -> tuple[int, int]:
+    scaling = overrides.get("autoscaling_config")
+    if isinstance(scaling, Mapping):
+        return int(scaling.get("min_replicas", 1)), int(scaling.get("max_replicas", 1))
+    count = overrides.get("num_replicas")
+    return (count, count) if isinstance(count, int) else stated

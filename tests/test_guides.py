@@ -1,0 +1,37 @@
+"""The commands in the guides are ones that `manta` takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from manta.jobs.cli import app
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def parsed(command: list[str]) -> dict[str, Any]:
+    """The parameters of a `manta` command, which is not run; click raises for what it does not take."""
+    name, *subcommand = command
+    assert name == "manta"
+    group: Any = typer.main.get_command(app)
+    return group.commands[subcommand[0]].make_context(subcommand[0], subcommand[1:]).params
+
+
+def test_an_unknown_flag_would_be_seen() -> None:
+    with pytest.raises(Exception, match=r"--prompt-columm"):
+        parsed(["manta", "batch", "-m", "x", "-i", "a", "-o", "b", "--prompt-columm", "c"])
+
+
+@pytest.mark.parametrize(("guide", "least"), [("batch.md", 6), ("production.md", 8)])
+def test_the_commands_of_a_guide_are_real(guide: str, least: int) -> None:
+    text = (DOCS / guide).read_text()
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
+    found = [match[1] for line in blocks.splitlines() if (match := re.search(r"(?:^|-- )(manta .*)", line))]
+    assert len(found) >= least
+    for command in found:
+        parsed(shlex.split(command, comments=True))

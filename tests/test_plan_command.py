@@ -1,0 +1,150 @@
+"""`manta plan` from flags to a ray_config.yaml that Serve and our own commands take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manta.actors.http.settings import split_settings
+from manta.cluster.errors import CheckpointError, DatasetError, PlacementError
+from manta.jobs.cli import app
+from manta.jobs.plan.run import PlanOptions, make_plan
+from manta.jobs.settings import engine_config, read_settings
+from typer.testing import CliRunner
+
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    for name in ("Qwen3-8B", "Qwen3-8B-DFlash-b16", "Llama-3.1-70B-Instruct"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return tmp_path
+
+
+def options(folders: Path, **changes: Any) -> PlanOptions:
+    given = {
+        "num_gpus": 8,
+        "gpu": "h200",
+        "model": str(folders / "Qwen3-8B"),
+        "drafter": str(folders / "Qwen3-8B-DFlash-b16"),
+        "as_json": True,
+    }
+    return PlanOptions(**{**given, **changes})
+
+
+def test_the_command_prints_tables_and_writes_a_config_that_serve_takes(folders: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    file = folders / "out" / "ray_config.yaml"
+    flags = ["--gpus", "8", "--gpu", "h200", "-m", folders / "Qwen3-8B", "--max-model-len", "32K"]
+    flags += ["--drafter", folders / "Qwen3-8B-DFlash-b16", "--slo-tpot-ms", "5", "-o", file]
+    done = CliRunner().invoke(app, ["plan", *map(str, flags)])
+    assert done.exit_code == 0, done.output
+    assert (
+        "8 x TP1 colocated" in done.output
+        and "1 x TP8 plain" in done.output
+        and f"written: {file}" in done.output
+    )
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
+    assert schema.applications[0].import_path == "manta.actors.replica:build_app"
+    config = engine_config(read_settings(file))
+    assert (config.max_model_len, config.tensor_parallel_size, config.dtype) == (32768, 1, "bfloat16")
+    assert config.speculative_config is not None and config.speculative_config.placement == "colocated"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+def test_every_candidate_is_a_layout_that_the_settings_know(folders: Path, gpus: int, capsys: Any) -> None:
+    report = make_plan(options(folders, num_gpus=gpus))
+    assert json.loads(capsys.readouterr().out)["chosen"] == report["chosen"]
+    engine, server = split_settings(report["ray_config"]["applications"][0]["args"])
+    chosen = next(c for c in report["candidates"] if _name(c["layout"]) == report["chosen"])
+    assert engine.tensor_parallel_size == chosen["layout"]["tp"]
+    assert server.replicas == chosen["layout"]["replicas"]
+    assert engine.max_num_seqs == min(chosen["room"]["largest_batch"], 256)
+
+
+def _name(layout: dict[str, Any]) -> str:
+    return f"{layout['replicas']} x TP{layout['tp']} {layout['placement'] or 'plain'}"
+
+
+def test_a_trace_decides_by_goodput(folders: Path, capsys: Any) -> None:
+    trace = folders / "arrivals.jsonl"
+    lines = [
+        {"arrival_s": n * 0.02, "prompt_tokens": 500, "output_tokens": 60, "user": "x"} for n in range(16)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    report = make_plan(options(folders, num_gpus=2, trace=trace, slo_tpot_ms=50.0, slo_ttft_ms=500.0))
+    played = {_name(c["layout"]): c["trace"] for c in report["candidates"]}
+    best = max(outcome["goodput"] for outcome in played.values())
+    assert played[report["chosen"]]["goodput"] >= 0.98 * best and played[report["chosen"]]["kept"] == 1.0
+    assert "goodput" in report["why"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no arrival"),
+        ('{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n{"arrival_s": 1}', ":2: prompt_tokens"),
+        ("hello", ":1: the line"),
+        ('{"arrival_s": 1, "prompt_tokens": 40000, "output_tokens": 4000}', "max_model_len is 40960"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused_by_its_line(folders: Path, text: str, said: str) -> None:
+    trace = folders / "arrivals.jsonl"
+    trace.write_text(text)
+    with pytest.raises(DatasetError) as refused:
+        make_plan(options(folders, trace=trace))
+    assert said in refused.value.message and refused.value.param == "trace"
+
+
+def test_what_cannot_fit_is_refused_and_nothing_is_written(folders: Path) -> None:
+    file = folders / "ray_config.yaml"
+    wrong = options(
+        folders,
+        num_gpus=1,
+        gpu="h100",
+        model=str(folders / "Llama-3.1-70B-Instruct"),
+        drafter=None,
+        output=file,
+    )
+    with pytest.raises(PlacementError, match="GiB are lacking"):
+        make_plan(wrong)
+    assert not file.exists()
+
+
+def test_checkpoints_with_weights_have_their_headers_checked(
+    shipped_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, drafter = shipped_pair
+    report = make_plan(options(tmp_path, model=str(target), drafter=str(drafter)))
+    assert (report["max_model_len"], report["dtype"]) == (1024, "bfloat16")
+    assert report["acceptance"]["source"] == "the least of the drafter's card"
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    raw = json.loads((target / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(raw | {"intermediate_size": 112}))
+    (broken / "model.safetensors").symlink_to(target / "model.safetensors")
+    with pytest.raises(CheckpointError, match="112"):
+        make_plan(options(tmp_path, model=str(broken), drafter=None))
+
+
+def test_of_a_hub_id_small_files_are_enough(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot in the cache that holds no weight, and no connection."""
+    revision = "f" * 40
+    repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    (repository / "snapshots").mkdir()
+    (folders / "Qwen3-8B").rename(repository / "snapshots" / revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    report = make_plan(options(folders, model="Qwen/Qwen3-8B", drafter=None, num_gpus=1))
+    assert report["ray_config"]["applications"][0]["args"]["model"] == "Qwen/Qwen3-8B"
+    with pytest.raises(CheckpointError, match="Qwen/Qwen3-9B"):
+        make_plan(options(folders, model="Qwen/Qwen3-9B", drafter=None))

@@ -1,0 +1,274 @@
+"""What `manta plan` computes: sizes and speeds as engine and roofline have them, and what it chooses."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.memory import page_bytes as engine_page_bytes
+from manta.actors.targets.loading.plan import plan_models
+from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.spec import Axis, ModelSpec
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import CheckpointError, ConfigError, PlacementError
+from manta.cluster.planner.choice import check_fitting, choose
+from manta.cluster.planner.estimates import Estimate, Misfit, estimate
+from manta.cluster.planner.gpus import GPUS, find_gpu
+from manta.cluster.planner.layouts import TP_SIZES, Layout, layouts
+from manta.cluster.planner.pair import Demand
+from manta.cluster.planner.playing import Arrival, Played, Slo, play
+from manta.cluster.planner.room import PAGE_SIZE, find_room, page_bytes, page_plan
+from manta.cluster.planner.step_time import StepTimes
+from manta.cluster.roofline import Roofline, survival_of_length
+from manta.drafter.dflash.config import DrafterConfig
+from manta.jobs.plan.models import ReadPair, card_length, read_pair
+
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+SERVED = [name for name in PUBLISHED if name not in ("gpt-oss-20b", "Qwen3-8B-DFlash-b16")]
+H200, H100 = GPUS["h200"], GPUS["h100"]
+DEMAND = Demand(max_model_len=8192, context=1024)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but a config.json for each published model."""
+    root = tmp_path_factory.mktemp("published")
+    for name, config in PUBLISHED.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    return root
+
+
+def read(folders: Path, name: str, drafter: str | None = None, **settings: object) -> ReadPair:
+    spec = SpeculativeConfig(model=str(folders / drafter)) if drafter else None
+    acceptance = settings.pop("acceptance", None)
+    config = EngineConfig(model=str(folders / name), speculative_config=spec, **settings)  # type: ignore[arg-type]
+    return read_pair(config, acceptance)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def qwen(folders: Path) -> ReadPair:
+    return read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16", acceptance="6.5")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_weights_of_a_rank_are_those_it_loads(folders: Path, name: str) -> None:
+    spec, found = read_model(folders / name), read(folders, name)
+    for ranks in found.pair.tp_sizes:
+        mine = Sharding(spec, 0, ranks)
+        assert found.pair.target_bytes(ranks) == pytest.approx(2 * rank_size(spec, mine), rel=2e-3)
+
+
+def rank_size(spec: ModelSpec, sharding: Sharding) -> int:
+    """Elements of all tensors that a rank holds, by the family's own rules."""
+    whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
+    parts = [(part, 0) for part in whole]
+    parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
+
+    def length(axis: Axis, layer: int) -> int:
+        mine = sharding.slice_of(axis, layer)
+        return spec.axis_size(axis, layer) if mine is None else mine.stop - mine.start
+
+    return sum(math.prod(length(axis, layer) for axis in spec.tensors[part].axes) for part, layer in parts)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_pages_are_as_large_as_the_engines(folders: Path, name: str, ranks: int) -> None:
+    config = EngineConfig(
+        model=name, device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, tensor_parallel_size=ranks
+    )
+    plan = plan_models(config, folders / name, read_model(folders / name), None, None, 32768)
+    layout = Layout(ranks, None, 1)
+    pages = page_plan(read(folders, name).pair, layout, 32768)
+    assert pages.groups == plan.pages.groups
+    assert page_bytes(read(folders, name).pair, layout, pages, target=True) == engine_page_bytes(plan)
+
+
+def test_a_colocated_drafters_pages_count(folders: Path, qwen: ReadPair) -> None:
+    spec = SpeculativeConfig(model="drafter")
+    config = EngineConfig(
+        model="target", device="cpu", dtype="bfloat16", page_size=PAGE_SIZE, speculative_config=spec
+    )
+    drafter = DrafterConfig.load(folders / "Qwen3-8B-DFlash-b16")
+    target = read_model(folders / "Qwen3-8B")
+    plan = plan_models(config, folders, target, folders, drafter, 32768)
+    layout = Layout(1, "colocated", 1)
+    pages = page_plan(qwen.pair, layout, 32768)
+    assert page_bytes(qwen.pair, layout, pages, target=True) == engine_page_bytes(plan)
+    shared = page_bytes(qwen.pair, Layout(1, "shared", 7), pages, target=False)
+    assert shared == tuple(7 * size for size in engine_page_bytes(plan, target=False))
+
+
+def test_qwen3_8b_fits_one_h200_and_a_plain_step_reads_its_weights(qwen: ReadPair) -> None:
+    layout = Layout(1, None, 1)
+    room = find_room(qwen.pair, H200, layout, DEMAND)
+    assert room.weights_bytes == pytest.approx(16.38e9, rel=1e-3)
+    assert 700_000 < room.kv_tokens < 800_000  # (125.8 - 15.3 - 4.3 GiB) / 144 KiB
+    spent = StepTimes(qwen.pair, H200, layout).verify(1, 1, 1024)
+    without_embedding = room.weights_bytes - 2 * qwen.pair.target.head_params
+    assert spent.bound == "bytes"
+    assert spent.bytes == pytest.approx(without_embedding / H200.device.bytes_per_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 16), (32, 4), (128, 16)])
+def test_a_step_on_one_gpu_is_the_rooflines_and_its_launches(qwen: ReadPair, batch: int, rows: int) -> None:
+    assert qwen.pair.drafter is not None
+    floor = Roofline(H200.device, qwen.pair.target, qwen.pair.drafter)
+    times = StepTimes(qwen.pair, H200, Layout(1, "colocated", 8))
+    spent = times.round(batch, rows, 1024)
+    wanted = floor.verify_s(batch, 1, 1024) if rows == 1 else floor.step(batch, rows, 1024).step_s
+    assert spent.bytes + spent.arithmetic == pytest.approx(wanted, rel=1e-3)
+    assert (spent.link, spent.queue) == (0.0, 0.0) and 0.0 < spent.launches < 1e-3
+
+
+def test_ranks_share_the_bytes_and_pay_for_sums(qwen: ReadPair) -> None:
+    alone, four = (StepTimes(qwen.pair, H200, Layout(tp, None, 1)).verify(1, 1, 1024) for tp in (1, 4))
+    assert four.bytes == pytest.approx(alone.bytes / 4, rel=1e-3)
+    assert four.link == pytest.approx(73 * (8e-6 + 1.5 * 8192 / 360e9))  # 2 x 36 layers and the embedding
+
+
+def test_halves_are_taken_where_they_pay(qwen: ReadPair) -> None:
+    """Where rows cost, two halves side by side hide the drafter; at batch 1 there is nothing to halve."""
+    split = StepTimes(qwen.pair, H200, Layout(1, "split", 4))
+    together = StepTimes(qwen.pair, H200, Layout(1, "colocated", 8))
+    assert split.round(128, 16, 1024).total_s < 0.9 * together.round(128, 16, 1024).total_s
+    one = split.verify(1, 16, 1024) + split.draft(1, 16, 1024) + split.inject(16) + split.transfer(16)
+    assert split.round(1, 16, 1024) == one
+
+
+def test_the_more_share_a_drafter_the_longer_they_wait(qwen: ReadPair) -> None:
+    rounds = [StepTimes(qwen.pair, H200, Layout(1, "shared", n)).round(8, 16, 1024) for n in (2, 4, 7, 40)]
+    assert [r.queue for r in rounds] == sorted(r.queue for r in rounds) and rounds[0].queue > 0.0
+    busy_s = StepTimes(qwen.pair, H200, Layout(1, "shared", 40)).draft(8, 16, 1024).total_s
+    assert rounds[-1].total_s >= 40 * busy_s, "no drafter does more than one thing at a time"
+
+
+def test_a_70b_target_is_refused_on_one_80_gb_gpu_with_what_lacks_and_the_remedy(folders: Path) -> None:
+    pair = read(folders, "Llama-3.1-70B-Instruct").pair
+    found = [estimate(pair, H100, layout, DEMAND) for layout in layouts(1, (1,), drafter=False)]
+    with pytest.raises(
+        PlacementError, match=r"13\d\.\d GiB on each H100, which gives 71\.2 GiB .* 6\d\.\d GiB"
+    ) as e:
+        check_fitting(found)
+    assert "shard it over 2 GPUs" in e.value.message and e.value.param == "gpus"
+    assert isinstance(estimate(pair, H100, Layout(4, None, 2), DEMAND), Estimate)
+
+
+def test_too_long_a_sequence_is_refused_with_the_length_that_fits(folders: Path) -> None:
+    pair = read(folders, "Llama-3.1-70B-Instruct").pair
+    long = Demand(max_model_len=131072, context=4096)
+    misfit = estimate(pair, H100, Layout(2, None, 4), long)
+    assert isinstance(misfit, Misfit)
+    fits = int(misfit.error.message.partition("at most ")[2].partition(",")[0])
+    assert misfit.error.param == "max_model_len"
+    assert find_room(pair, H100, Layout(2, None, 4), replace(long, max_model_len=fits, context=64))
+    with pytest.raises(PlacementError):
+        find_room(pair, H100, Layout(2, None, 4), replace(long, max_model_len=fits + PAGE_SIZE, context=64))
+
+
+def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
+    pair = read(folders, "gemma-3-27b-it").pair
+    full = replace(pair, target=replace(pair.target, windows=()))
+    demand = Demand(max_model_len=131072, context=32768)
+    sliding, seeing_all = (find_room(p, H200, Layout(1, None, 1), demand) for p in (pair, full))
+    assert sliding.largest_batch > 2 * seeing_all.largest_batch
+
+
+def test_families_that_are_not_served_are_refused(folders: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"GptOssForCausalLM.*not served"):
+        read(folders, "gpt-oss-20b")
+
+
+def test_a_drafter_of_another_target_is_refused(folders: Path) -> None:
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        read(folders, "Llama-3.1-70B-Instruct", "Qwen3-8B-DFlash-b16")
+
+
+@given(st.integers(1, 16), st.booleans())
+def test_layouts_fill_the_gpus_and_never_more(num_gpus: int, drafter: bool) -> None:
+    found = list(layouts(num_gpus, TP_SIZES, drafter=drafter))
+    assert len(set(found)) == len(found)
+    for layout in found:
+        assert layout.num_gpus <= num_gpus < replace(layout, replicas=layout.replicas + 1).num_gpus
+        assert drafter or layout.placement is None
+        assert layout.placement != "shared" or layout.replicas > 1
+
+
+@given(st.floats(1.0, 16.0))
+def test_a_length_becomes_a_curve_of_that_length(length: float) -> None:
+    assert 1.0 + sum(survival_of_length(length, 15)) == pytest.approx(length, abs=1e-6)
+
+
+@pytest.mark.parametrize("text", ["17", "0.5", "fast", "0.9,0.8", "-1"])
+def test_an_acceptance_that_cannot_be_is_refused(folders: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="acceptance"):
+        read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16", acceptance=text)
+
+
+def test_acceptance_comes_from_the_flag_else_the_card_else_an_assumption(
+    folders: Path, shipped_pair: tuple[Path, Path]
+) -> None:
+    assert card_length(shipped_pair[1]) == 2.00, "the least of its line of totals"
+    assert card_length(folders / "Qwen3-8B") is None
+    assumed = read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16")
+    assert 1 + sum(assumed.pair.survival) == pytest.approx(4.0) and "assumption" in assumed.acceptance
+
+
+def all_of(pair: ReadPair, demand: Demand) -> list[Estimate]:
+    places = layouts(8, pair.pair.tp_sizes, drafter=True)
+    return check_fitting([estimate(pair.pair, H200, layout, demand) for layout in places])
+
+
+def test_the_choice_is_fastest_per_gpu_within_the_slo(qwen: ReadPair) -> None:
+    free, _ = choose(all_of(qwen, DEMAND), DEMAND, 8)
+    tight_demand = replace(DEMAND, slo_tpot_s=0.7e-3)
+    found = all_of(qwen, tight_demand)
+    tight, why = choose(found, tight_demand, 8)
+    assert free.layout == Layout(1, "colocated", 8), "one GPU each wastes no sums"
+    assert tight.layout.tp > 1 and tight.best.tpot_s <= 0.7e-3 and "within 0.7 ms" in why
+    held = [each for each in found if not each.misses]
+    assert tight.best.node_tokens_per_s >= 0.98 * max(each.best.node_tokens_per_s for each in held)
+    impossible = replace(DEMAND, slo_tpot_s=1e-5)
+    with pytest.raises(ConfigError, match=r"slo_tpot_ms=0\.01: the fastest layout") as refused:
+        choose(all_of(qwen, impossible), impossible, 8)
+    assert refused.value.param == "slo_tpot_ms"
+
+
+def test_a_batch_that_is_stated_is_spread_over_the_engines(qwen: ReadPair) -> None:
+    demand = replace(DEMAND, batch=100)
+    for each in all_of(qwen, demand):
+        assert each.best.batch == math.ceil(100 / each.layout.replicas)
+    too_many = replace(DEMAND, batch=100_000)
+    with pytest.raises(ConfigError, match="no layout holds more than"):
+        choose(all_of(qwen, too_many), too_many, 8)
+
+
+def test_a_light_trace_runs_at_the_estimated_speed_and_a_heavy_one_misses(qwen: ReadPair) -> None:
+    layout = Layout(4, "colocated", 2)
+    found = estimate(qwen.pair, H200, layout, DEMAND)
+    assert isinstance(found, Estimate)
+    times = StepTimes(qwen.pair, H200, layout)
+
+    def outcome(count: int, gap_s: float, slo: Slo) -> Played:
+        trace = [Arrival(n * gap_s, 1024, 200) for n in range(count)]
+        return play(trace, times, qwen.pair, layout, found.room, DEMAND, slo)
+
+    light = outcome(12, 1.0, Slo(tpot_s=2e-3, ttft_s=0.05))
+    assert light.kept == 1.0
+    assert light.tpot_s == pytest.approx(found.alone.tpot_s, rel=0.35)
+    assert light.goodput == pytest.approx(200, rel=0.15), "tokens that come in a second"
+    heavy = outcome(64, 0.0, Slo(tpot_s=light.tpot_s))
+    assert heavy.kept < 0.5 and heavy.tpot_s > light.tpot_s and heavy.ttft_s > light.ttft_s
+
+
+def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
+    assert find_gpu("H200") is H200
+    with pytest.raises(ConfigError, match="Did you mean h200"):
+        find_gpu("h201")

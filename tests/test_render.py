@@ -1,0 +1,257 @@
+"""What `manta render` makes is taken by whom it is made for: KubeRay, Ray, systemd, our own command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer.main
+import yaml
+from manta.actors.http.settings import split_settings
+from manta.cluster.errors import ConfigError, PlacementError
+from manta.jobs.cli import app
+from manta.jobs.render.documents import render_document
+from manta.jobs.render.pins import ENVIRONMENT
+
+SCHEMAS = Path(__file__).parent / "kuberay"
+BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "--prompt-column", "question"]
+
+
+def config(folder: Path, **args: Any) -> Path:
+    """A ray_config.yaml with these `args`, and `deployments` beside them."""
+    deployments = args.pop("deployments", None)
+    application = {
+        "name": "My_App",
+        "import_path": "manta.actors.replica:build_app",
+        "args": {"model": "Qwen/Qwen3-8B", "device": "cuda", **args},
+    }
+    application |= {"deployments": deployments} if deployments else {}
+    file = folder / "ray_config.yaml"
+    file.write_text(yaml.safe_dump({"http_options": {"port": 9000}, "applications": [application]}))
+    return file
+
+
+def rendered(kind: str, file: Path, gpus_per_node: int | None = None) -> Any:
+    flags = BATCH if kind == "kuberay-job" else []
+    return yaml.safe_load(render_document(kind, file, gpus_per_node, None, flags))
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, in which an object has no property but those that are listed."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: closed(value) for key, value in schema.items()}
+    if isinstance(inner.get("properties"), dict) and "type" in inner:
+        inner.setdefault("additionalProperties", False)
+    if inner.get("x-kubernetes-int-or-string"):
+        inner = {"type": ["integer", "string"]}
+    return inner
+
+
+def check(document: Any, kind: str) -> None:
+    schema = closed(json.loads((SCHEMAS / f"{kind}.json").read_text()))
+    schema["properties"]["metadata"] = {"type": "object"}  # of all Kubernetes' objects
+    jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def workers(document: Any) -> Any:
+    spec = document["spec"].get("rayClusterConfig") or document["spec"]["rayClusterSpec"]
+    (group,) = spec["workerGroupSpecs"]
+    return group
+
+
+@pytest.mark.parametrize("replicas", [1, 5, "1:16", "0:3"])
+@pytest.mark.parametrize("kind", ["service", "job"])
+def test_kuberay_takes_service_and_job(tmp_path: Path, kind: str, replicas: int | str) -> None:
+    document = rendered(f"kuberay-{kind}", config(tmp_path, replicas=replicas, tensor_parallel_size=2))
+    check(document, f"ray{kind}")
+    cluster = document["spec"].get("rayClusterConfig") or document["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] == metadata.version("ray")
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0", "engines go to workers"
+    assert cluster.get("enableInTreeAutoscaling", False) == (replicas in ("1:16", "0:3"))
+    for group in (cluster["headGroupSpec"], workers(document)):
+        (container,) = group["template"]["spec"]["containers"]
+        found = {each["name"]: each.get("value") for each in container["env"]}
+        assert ENVIRONMENT.items() <= found.items(), "HAProxy is chosen on head and workers"
+
+
+@pytest.mark.parametrize("kind", ["rayservice", "rayjob"])
+def test_a_misspelled_key_would_be_seen(tmp_path: Path, kind: str) -> None:
+    document = rendered(f"kuberay-{kind.removeprefix('ray')}", config(tmp_path))
+    workers(document)["template"]["spec"]["containers"][0]["imagePullPolicies"] = "Always"
+    with pytest.raises(jsonschema.ValidationError, match="imagePullPolicies"):
+        check(document, kind)
+
+
+def test_the_service_holds_the_config_open_to_the_clusters_service(tmp_path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    file = config(tmp_path, replicas=2)
+    document = rendered("kuberay-service", file)
+    text = document["spec"]["serveConfigV2"]
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    assert schema.http_options.host == "0.0.0.0" and schema.http_options.port == 9000
+    assert yaml.safe_load(text)["applications"] == yaml.safe_load(file.read_text())["applications"]
+    (container,) = workers(document)["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["port"] == 9000
+    assert {"containerPort": 9000, "name": "serve"} in container["ports"]
+    assert document["metadata"]["name"] == "my-app", "as Kubernetes takes it"
+
+
+@pytest.mark.parametrize(
+    ("args", "gpus_per_node", "gpus", "fewest", "most"),
+    [
+        ({}, None, 1, 1, 1),
+        ({"replicas": 8}, None, 8, 1, 1),
+        ({"replicas": 9}, None, 8, 2, 2),
+        ({"tensor_parallel_size": 4, "replicas": "1:4"}, None, 8, 1, 2),
+        ({"tensor_parallel_size": 2, "replicas": 3}, 4, 4, 2, 2),
+        ({"tensor_parallel_size": 8, "replicas": "0:2"}, None, 8, 0, 2),
+        ({"replicas": 4, "speculative_config": {"model": "d", "placement": "split"}}, None, 8, 1, 1),
+        ({"replicas": 7, "speculative_config": {"model": "d", "placement": "shared"}}, None, 8, 1, 1),
+        ({"replicas": 8, "speculative_config": {"model": "d", "placement": "shared"}}, None, 8, 2, 2),
+        ({"device": "cpu", "replicas": 2}, None, 0, 2, 2),
+        ({"deployments": [{"name": "manta", "num_replicas": 16}]}, None, 8, 2, 2),
+        (
+            {
+                "deployments": [
+                    {"name": "manta", "autoscaling_config": {"min_replicas": 2, "max_replicas": 24}}
+                ]
+            },
+            None,
+            8,
+            1,
+            3,
+        ),
+    ],
+)
+def test_workers_are_counted_from_the_topology(
+    tmp_path: Path, args: dict[str, Any], gpus_per_node: int | None, gpus: int, fewest: int, most: int
+) -> None:
+    group = workers(rendered("kuberay-service", config(tmp_path, **args), gpus_per_node))
+    (container,) = group["template"]["spec"]["containers"]
+    assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == gpus
+    assert (group["minReplicas"], group["maxReplicas"]) == (fewest, most)
+
+
+def test_several_models_are_counted_together(tmp_path: Path) -> None:
+    models = [
+        {"model": "Qwen/Qwen3-8B", "replicas": 2},
+        {"model": "Qwen/Qwen3-32B", "tensor_parallel_size": 4},
+    ]
+    file = tmp_path / "ray_config.yaml"
+    application = {
+        "import_path": "manta.actors.replica:build_app",
+        "args": {"device": "cuda", "models": models},
+    }
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    group = workers(rendered("kuberay-service", file))
+    assert group["minReplicas"] == 1, "2 GPUs and 4 are together on a node"
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "6"
+    assert workers(rendered("kuberay-service", file, 4))["minReplicas"] == 2
+
+
+def test_what_no_node_holds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError, match="needs 8 GPUs on one node, which has 4"):
+        rendered("kuberay-service", config(tmp_path, tensor_parallel_size=8), 4)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "applications: []", "applications: 3", "{"])
+def test_what_is_no_serve_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ray_config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="config: "):
+        rendered("systemd", tmp_path / "ray_config.yaml")
+
+
+def parsed(command: list[str]) -> dict[str, Any]:
+    """The parameters of a `manta` command, which is not run; click raises for what it does not take."""
+    group: Any = typer.main.get_command(app)
+    return group.commands[command[1]].make_context(command[1], command[2:]).params
+
+
+def test_the_entrypoint_of_the_job_is_a_batch_command_with_the_engines_settings(tmp_path: Path) -> None:
+    spec = {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16"}
+    file = config(
+        tmp_path,
+        replicas="1:4",
+        max_model_len=8192,
+        enable_prefix_caching=False,
+        speculative_config=spec,
+        api_key="secret",
+    )
+    found = parsed(shlex.split(rendered("kuberay-job", file)["spec"]["entrypoint"]))
+    assert (found["model"], found["max_model_len"], found["enable_prefix_caching"]) == (
+        "Qwen/Qwen3-8B",
+        8192,
+        False,
+    )
+    assert json.loads(found["speculative_config"]) == spec and found["concurrency"] == "1:4"
+    assert found["output"] == "s3://bucket/out" and found["prompt_column"] == "question"
+    assert "secret" not in rendered("kuberay-job", file)["spec"]["entrypoint"], "no key of the server's"
+    with pytest.raises(ConfigError, match="needs the flags of `manta batch`"):
+        render_document("kuberay-job", file, None, None, [])
+
+
+def test_ray_up_takes_the_cluster(tmp_path: Path) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    file = config(tmp_path, replicas="1:16")
+    cluster = rendered("ray-up", file)
+    validate_config(prepare_config({**cluster, "file_mounts": {}}))
+    assert (cluster["max_workers"], cluster["available_node_types"]["engines"]["resources"]["GPU"]) == (2, 8)
+    assert list(cluster["file_mounts"].values()) == [str(file)]
+    starts = [
+        line
+        for line in (*cluster["head_start_ray_commands"], *cluster["worker_start_ray_commands"])
+        if "ray start" in line
+    ]
+    assert len(starts) == 2 and all(
+        f"{name}={value}" in line for line in starts for name, value in ENVIRONMENT.items()
+    )
+
+
+def test_the_image_has_what_is_installed_here(tmp_path: Path) -> None:
+    text = render_document("dockerfile", config(tmp_path), None, None, [])
+    pins = dict(re.findall(r"^    '([\w-]+)(?:\[[\w,]+])?==([\w.]+)'", text, re.M))
+    needed = {re.match(r"[\w.-]+", r)[0] for r in metadata.requires("manta") or () if "extra ==" not in r}  # type: ignore[index]
+    assert pins.keys() >= needed and "triton" in pins
+    assert pins["ray"] == metadata.version("ray") and text.startswith("#")
+    assert (
+        f"FROM rayproject/ray:{metadata.version('ray')}-py{sys.version_info.major}{sys.version_info.minor}-cu"
+        in text
+    )
+    for name, value in ENVIRONMENT.items():
+        assert f"ENV {name}={value}\n" in text
+    cpu = render_document("dockerfile", config(tmp_path, device="cpu"), None, None, [])
+    assert "'triton" not in cpu and "-cpu\n" in cpu
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    file = config(tmp_path)
+    unit = tmp_path / "manta.service"
+    unit.write_text(render_document("systemd", file, None, None, []))
+    command = shlex.split(
+        next(line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
+    )
+    found = parsed(["manta", *command[1:]])
+    assert (found["host"], found["port"]) == ("127.0.0.1", 9000)
+    assert split_settings(yaml.safe_load(file.read_text())["applications"][0]["args"])
+    if (verify := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd is not here to verify the unit")
+    done = subprocess.run(
+        [verify, "verify", "--man=no", unit], capture_output=True, text=True, timeout=60, check=False
+    )
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if "manta.service" in line]
+    assert not ours, ours
