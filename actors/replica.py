@@ -104,7 +104,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=2,
         **placement_options(topology),
-        **scaling_options(*parse_replicas(settings.replicas)),
+        **scaling_options(*parse_replicas(settings.replicas), settings.scaling),
     )
     return wrap(serve.ingress()(Replica)).bind(config, settings)
 

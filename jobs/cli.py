@@ -22,6 +22,7 @@ from .bench.cli import bench
 from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
 from .settings import engine_config, sampling_params
+from .simulate.cli import simulate
 
 app = typer.Typer(
     name="manta",
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(doctor)
 app.command()(batch)
+app.command()(simulate)
 app.command("run-batch", help="The same as batch.", hidden=True)(batch)
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.
 

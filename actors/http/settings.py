@@ -7,10 +7,11 @@ settings of Serve itself (replicas, ports): those are Serve's own keys beside `a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
 from ...cluster.errors import ConfigError, did_you_mean
 
@@ -44,6 +45,7 @@ class ServerSettings:
         max_batch_lines: batches of files with more lines fail.
         replicas: engines behind the one endpoint: a number, or "least:most" for as many as the load asks for.
             More than one (or several models) have a gateway in front, which chooses among them.
+        scaling: how eagerly their number follows the load: fields of `ScalingRules` (cluster/autoscaling.py).
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -58,6 +60,7 @@ class ServerSettings:
     max_batch_file_bytes: int = 200 * 10**6
     max_batch_lines: int = 50_000
     replicas: int | str = 1
+    scaling: ScalingRules = field(default_factory=ScalingRules)
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -81,6 +84,8 @@ class ServerSettings:
         if self.batch_storage is not None:
             _check_place(self.batch_storage)
         parse_replicas(self.replicas)
+        if isinstance(self.scaling, Mapping):
+            object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """The names under which `model` is served, the reported one first."""
