@@ -1,10 +1,7 @@
 """A fleet of simulated replicas under a scaling policy: what a day of traffic costs, and how long users wait.
 
-Coarse on purpose, so that a day over a hundred replicas takes seconds. A replica is not an engine that plans
-steps but a table: how fast each of b running requests goes on, and what a token of a prompt costs, during
-which nothing else goes on (chunked prefill slows everybody down by as much). Between two events all of a
-replica's requests go on alike, so an event costs a heap's push, however many tokens lie between.
-`simulator.py` is the fine one; `tests/test_cluster_fleet.py` holds a replica of this module against it.
+Coarse on purpose, so that a day over a hundred replicas takes seconds: a replica is a table
+(`fleet_replica.py`), and an event is a request that comes or ends, however many tokens lie between.
 
 Requests go to the replica with fewest, as HAProxy sends them; a replica that starts gets none, one that is to
 go ends what it has. Deterministic: all chance lies in the arrivals. Called by `jobs/simulate/`.
@@ -13,7 +10,7 @@ go ends what it has. Deterministic: all chance lies in the arrivals. Called by `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -22,65 +19,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .acceptance import expected_acceptance_length
-from .made_up_plans import made_up_plan
+from .fleet_replica import Replica, ReplicaModel
 from .replica_figures import ReplicaFigures
-from .simulator import LinearCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 TICK_S = 2.0  # between two looks of the policy; Serve's figures are as old as that, too
 _EPS = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaModel:
-    """One replica as a table.
-
-    Attributes:
-        step_s: seconds of a step of 1, 2, .. running requests; as many entries as can run at once.
-        step_tokens: tokens that such a step brings each of them (the mean acceptance length).
-        prompt_token_s: seconds that a token of a prompt costs.
-        kv_tokens: that the pages hold.
-        most_waiting: requests that may wait in the replica; more are refused.
-        start_s: from being wanted to serving.
-    """
-
-    step_s: tuple[float, ...]
-    step_tokens: tuple[float, ...]
-    prompt_token_s: float
-    kv_tokens: int
-    most_waiting: int
-    start_s: float
-
-    @property
-    def max_num_seqs(self) -> int:
-        return len(self.step_s)
-
-    @classmethod
-    def of(
-        cls, cost: LinearCost, survival: Sequence[float], max_num_seqs: int, kv_tokens: int, start_s: float
-    ) -> ReplicaModel:
-        """An engine of these costs that drafts as many tokens as pay, whatever number of requests it has."""
-        best = [_best_step(cost, survival, batch) for batch in range(1, max_num_seqs + 1)]
-        return cls(
-            step_s=tuple(step_s for step_s, _ in best),
-            step_tokens=tuple(tokens for _, tokens in best),
-            prompt_token_s=cost.verify_row_s,
-            kv_tokens=kv_tokens,
-            most_waiting=max_num_seqs,
-            start_s=start_s,
-        )
-
-
-def _best_step(cost: LinearCost, survival: Sequence[float], batch: int) -> tuple[float, float]:
-    """Seconds and tokens per request of the step that brings most tokens a second."""
-    steps: list[tuple[float, float]] = []
-    for drafts in range(len(survival) + 1):
-        timings = cost(made_up_plan([1] * batch, [1 + drafts] * batch, [drafts] * batch))
-        steps.append((timings.draft_s + timings.verify_s, expected_acceptance_length(survival, drafts + 1)))
-    return max(steps, key=lambda step: step[1] / step[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +82,10 @@ class Fleet:
         self._outputs: list[int] = arrivals.output_tokens.tolist()
         self._first_s = np.full(len(self._outputs), np.nan)
         self._end_s = np.full(len(self._outputs), np.nan)
-        self._serving: list[_Replica] = []
+        self._serving: list[Replica] = []
         self._loads = np.zeros(0, dtype=np.int64)  # requests of those that serve
-        self._starting: deque[_Replica] = deque()  # by the time when they will serve
-        self._ends: list[tuple[float, int, int, _Replica]] = []  # heap: when, a number, version, who
+        self._starting: deque[Replica] = deque()  # by the time when they will serve
+        self._ends: list[tuple[float, int, int, Replica]] = []  # heap: when, a number, version, who
         self._num_events = self._num_replicas = self.failed = 0
         self._replica_s = 0.0
         self._moments: list[tuple[float, int, int]] = []
@@ -207,13 +153,13 @@ class Fleet:
             return
         self._give(self._serving[place], i, now_s)
 
-    def _give(self, replica: _Replica, i: int, now_s: float) -> None:
+    def _give(self, replica: Replica, i: int, now_s: float) -> None:
         replica.waiting.append(i)
         self._loads[replica.place] += 1
         replica.advance(now_s)
         self._admit(replica, now_s)
 
-    def _admit(self, replica: _Replica, now_s: float) -> None:
+    def _admit(self, replica: Replica, now_s: float) -> None:
         """Let in who waits, as far as slots and pages last; then see who ends next."""
         model = self.model
         while replica.waiting and len(replica.running) < model.max_num_seqs:
@@ -228,7 +174,7 @@ class Fleet:
             self._first_s[i] = replica.free_s + model.step_s[len(replica.running) - 1]
         self._await(replica, now_s)
 
-    def _await(self, replica: _Replica, now_s: float) -> None:
+    def _await(self, replica: Replica, now_s: float) -> None:
         replica.version += 1
         if replica.running:
             tokens = replica.running[0][0] - replica.done
@@ -236,7 +182,7 @@ class Fleet:
             self._num_events += 1
             heappush(self._ends, (end_s, self._num_events, replica.version, replica))
 
-    def _finish(self, replica: _Replica, now_s: float) -> None:
+    def _finish(self, replica: Replica, now_s: float) -> None:
         replica.advance(now_s)
         while replica.running and replica.running[0][0] <= replica.done + _EPS * (1.0 + replica.done):
             _, i = heappop(replica.running)
@@ -268,11 +214,11 @@ class Fleet:
         if not self._moments or self._moments[-1][1:] != moment:
             self._moments.append((now_s, *moment))
 
-    def _new(self, now_s: float) -> _Replica:
+    def _new(self, now_s: float) -> Replica:
         self._num_replicas += 1
-        return _Replica(self.model, self._num_replicas, now_s)
+        return Replica(self.model, self._num_replicas, now_s)
 
-    def _serve(self, replicas: list[_Replica], now_s: float) -> None:
+    def _serve(self, replicas: list[Replica], now_s: float) -> None:
         self._serving += replicas
         self._place()
         while self.queue and self._serving:
@@ -294,46 +240,6 @@ class Fleet:
             replica.place = place
         self._loads = np.array([replica.load for replica in self._serving], dtype=np.int64)
 
-    def _release(self, replica: _Replica, now_s: float) -> None:
+    def _release(self, replica: Replica, now_s: float) -> None:
         end_s = min(now_s, self._arrival_s[-1])
         self._replica_s += end_s - min(max(replica.born_s, 0.0), end_s)
-
-
-class _Replica:
-    """Its requests and how far they are.
-
-    Attributes:
-        place: among those that serve; -1 for one that does not, or no more.
-        running: heap of (the work at which it ends, request).
-        done: tokens that a request would have got that was there from the beginning.
-        at_s: when `done` was true.
-        free_s: prompts are computed until then, and nothing else is.
-    """
-
-    __slots__ = ("_model", "at_s", "born_s", "done", "finished", "free_s", "kv_tokens", "number", "place")
-    __slots__ += ("running", "tokens", "version", "waiting")
-
-    def __init__(self, model: ReplicaModel, number: int, born_s: float) -> None:
-        self._model = model
-        self.number = number
-        self.born_s = born_s
-        self.place = -1
-        self.running: list[tuple[float, int]] = []
-        self.waiting: deque[int] = deque()
-        self.done = self.at_s = self.free_s = 0.0
-        self.kv_tokens = self.finished = self.tokens = self.version = 0
-
-    @property
-    def load(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    def pace(self, batch: int) -> float:
-        """Tokens a second of each of so many requests."""
-        return self._model.step_tokens[batch - 1] / self._model.step_s[batch - 1]
-
-    def advance(self, now_s: float) -> None:
-        """Let its requests go on until now."""
-        begin_s = max(self.at_s, self.free_s)
-        if self.running and now_s > begin_s:
-            self.done += (now_s - begin_s) * self.pace(len(self.running))
-        self.at_s = now_s

@@ -13,8 +13,9 @@ from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import ConfigError
 from manta.cluster.executor import ExecutorInfo
-from manta.cluster.fleet import Arrivals, Fleet, FleetReport, ReplicaModel
+from manta.cluster.fleet import Arrivals, Fleet, FleetReport
 from manta.cluster.fleet_policies import OurPolicy
+from manta.cluster.fleet_replica import ReplicaModel
 from manta.cluster.request import Request, SamplingParams
 from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock

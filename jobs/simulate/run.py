@@ -19,8 +19,9 @@ import numpy as np
 from ...actors.files import write_json
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.errors import ConfigError
-from ...cluster.fleet import Arrivals, Fleet, FleetPolicy, FleetReport, Floats, ReplicaModel
+from ...cluster.fleet import Arrivals, Fleet, FleetPolicy, FleetReport, Floats
 from ...cluster.fleet_policies import OurPolicy, RayPolicy
+from ...cluster.fleet_replica import ReplicaModel
 from ...cluster.ray_scaling import RaySettings
 from ...cluster.roofline import geometric_survival
 from ...cluster.simulator import LinearCost
