@@ -56,7 +56,7 @@ class ScaleOptions:
     few: int = 1
     many: int = 24
     hold_s: float = 20.0
-    timeout_s: float = 180.0
+    timeout_s: float = 300.0
     max_tokens: int = 128
     output: Path | None = None
     plot: Path | None = None

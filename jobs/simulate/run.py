@@ -166,7 +166,7 @@ def savings(points: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 def _show(figures: Figures) -> None:
-    columns = ["policy", "replica-hours", "most", "changes", "failed"]
+    columns = ["policy", "replica hours", "most", "changes", "failed"]
     columns += [f"TTFT p{p} (s)" for p in PERCENTILES] + [f"TPOT p{p} (ms)" for p in PERCENTILES]
     rows = [
         [
