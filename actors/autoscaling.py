@@ -10,7 +10,7 @@ Ray. The decision is `cluster/autoscaling.py`'s. Serve then applies bounds, fact
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Protocol
 
 from ..cluster.autoscaling import FleetLoad, ReplicaCount, ScalingRules
@@ -87,7 +87,7 @@ def latest(ctx: ServeContext) -> list[ReplicaFigures]:
     return [ReplicaFigures(**figures) for figures in found.values() if len(figures) == len(_FIGURES)]
 
 
-def scaling_options(least: int, most: int) -> dict[str, Any]:  # Any: options of a Serve deployment.
+def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any]:  # Any: Serve's options
     """How many replicas: a fixed number, or between two as the load asks. The first one comes in any case."""
     if least == most:
         return {"num_replicas": most}
@@ -100,6 +100,6 @@ def scaling_options(least: int, most: int) -> dict[str, Any]:  # Any: options of
             "look_back_period_s": LOOK_BACK_S,
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,
-            "policy": {"policy_function": POLICY},
+            "policy": {"policy_function": POLICY, "policy_kwargs": asdict(rules)},
         }
     }

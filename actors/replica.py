@@ -177,7 +177,7 @@ def deployment_options(
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "max_constructor_retry_count": 2,
         **placement_options(topology),
-        **scaling_options(*parse_replicas(settings.replicas)),
+        **scaling_options(*parse_replicas(settings.replicas), settings.scaling),
     }
 
 

@@ -23,6 +23,7 @@ from .flags import Model, engine_options, sampling_options
 from .plan.cli import plan
 from .render.cli import render
 from .settings import engine_config, sampling_params
+from .simulate.cli import simulate
 
 app = typer.Typer(
     name="manta",
@@ -38,6 +39,7 @@ app.command()(doctor)
 app.command()(batch)
 app.command()(plan)
 app.command()(render)
+app.command()(simulate)
 app.command("run-batch", help="The same as batch.", hidden=True)(batch)
 SHUTDOWN_TIMEOUT_S = 30.0  # of a server at somebody's terminal
 # Any: merged settings and sampling fields are plain data, checked where they become dataclasses.

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.autoscaling import POLICY, SpeculativeScaling, scaling_options
 from manta.actors.http.settings import parse_replicas
+from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.errors import ConfigError
 from manta.cluster.ray_scaling import OngoingRequests, RayScaling, RaySettings
 from manta.cluster.replica_figures import ReplicaFigures
@@ -52,7 +53,7 @@ def heard(now_s: float, *replicas: dict[str, float]) -> dict[str, dict[str, list
 
 def served(**changed: Any) -> tuple[AutoscalingConfig, Callable[[AutoscalingContext], tuple[int, Any]]]:
     """The policy as the controller has it: pickled, made there, within Serve's bounds and delays."""
-    config = AutoscalingConfig(**{**scaling_options(0, 9)["autoscaling_config"], **changed})
+    config = AutoscalingConfig(**{**scaling_options(0, 9, ScalingRules())["autoscaling_config"], **changed})
     policy = config.policy.from_serialized_policy_def(
         {"policy_function": POLICY, "policy_kwargs": config.policy.policy_kwargs},
         config.policy.get_serialized_policy_def() or b"",
@@ -106,12 +107,15 @@ def test_numbers_of_replicas_that_cannot_be_are_refused(replicas: Any) -> None:
 
 
 def test_a_fixed_number_is_serves_own_setting_and_a_range_asks_for_the_policy() -> None:
-    assert scaling_options(*parse_replicas(3)) == {"num_replicas": 3}
-    config = AutoscalingConfig(**scaling_options(*parse_replicas("0:4"))["autoscaling_config"])
+    assert scaling_options(*parse_replicas(3), ScalingRules()) == {"num_replicas": 3}
+    config = AutoscalingConfig(
+        **scaling_options(*parse_replicas("0:4"), ScalingRules(load_high=0.9))["autoscaling_config"]
+    )
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, 1, 4)
     assert config.look_back_period_s > config.metrics_interval_s == 1.0
     assert config.upscale_delay_s == config.downscale_delay_s == 0.0
     assert config.policy.policy_function == POLICY
+    assert config.policy.policy_kwargs["load_high"] == 0.9
 
 
 moments = st.lists(

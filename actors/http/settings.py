@@ -7,10 +7,11 @@ settings of Serve itself (replicas, ports): those are Serve's own keys beside `a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
 from ...cluster.errors import ConfigError, did_you_mean
 
@@ -50,6 +51,7 @@ class ServerSettings:
             More than one (or several models) have a gateway in front, which chooses among them.
         shutdown_timeout: seconds that requests may go on once their replica is to go (at the server's end,
             when fewer replicas are wanted, in an update); what runs then gets an error event and `[DONE]`.
+        scaling: how eagerly their number follows the load: fields of `ScalingRules` (cluster/autoscaling.py).
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -65,6 +67,7 @@ class ServerSettings:
     max_batch_lines: int = 50_000
     replicas: int | str = 1
     shutdown_timeout: float = 900.0
+    scaling: ScalingRules = field(default_factory=ScalingRules)
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
@@ -88,6 +91,8 @@ class ServerSettings:
         if self.batch_storage is not None:
             _check_place(self.batch_storage)
         parse_replicas(self.replicas)
+        if isinstance(self.scaling, Mapping):
+            object.__setattr__(self, "scaling", from_mapping(ScalingRules, self.scaling, "scaling."))
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """The names under which `model` is served, the reported one first."""

@@ -245,5 +245,38 @@ def serve_tax(
     )
 
 
+@bench.command()
+@engine_options
+def scale(
+    settings: dict[str, Any],
+    model_: Model = None,
+    replicas: Annotated[
+        str, typer.Option("--replicas", metavar="LEAST:MOST", help="Between which the load drives them.")
+    ] = "1:3",
+    clients: Annotated[int, typer.Option("--clients", help="At once, at the height of the load.")] = 24,
+    hold_s: Annotated[
+        float, typer.Option("--hold", help="Seconds that each load lasts at its number.")
+    ] = 20.0,
+    max_tokens: MaxTokens = 128,
+    output: FiguresFile = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of it over time.")] = None,
+) -> None:
+    """Drive a server's replicas up and down by load; no request may fail. Drawn over time."""
+    from ...actors.http.settings import parse_replicas
+    from .scale import ScaleOptions, run_scale
+
+    run_scale(
+        settings,
+        ScaleOptions(
+            replicas=parse_replicas(replicas),
+            many=clients,
+            hold_s=hold_s,
+            max_tokens=max_tokens,
+            output=output,
+            plot=plot,
+        ),
+    )
+
+
 bench.command()(step)
 bench.command()(widen)

@@ -1,0 +1,1 @@
+"""`manta simulate`: a day of traffic over a fleet of simulated replicas, policy beside policy."""

@@ -1,0 +1,104 @@
+"""The traffic of a simulated day: made up from a seed, or read from a trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...cluster.errors import ConfigError
+from ...cluster.fleet import Arrivals, Floats
+
+DAY_S = 86_400.0
+FIELDS = ("arrival_s", "prompt_tokens", "output_tokens")
+SIGMA = 0.6  # of the logarithm of lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Day:
+    """Traffic of a day: a wave with bursts on it, Poisson arrivals, lognormal lengths.
+
+    Attributes:
+        peak_per_s: requests a second at the height of the day, without bursts.
+        night: the quietest moment's share of that.
+        bursts: sudden times of many requests, between 3 and 10 minutes each.
+        burst: by how much of the peak's rate one of them rises.
+        prompt_tokens, output_tokens: their means.
+        hours: of the day that are played, from the quietest one on.
+        seed: of everything.
+    """
+
+    peak_per_s: float = 20.0
+    night: float = 0.15
+    bursts: int = 12
+    burst: float = 0.5
+    prompt_tokens: float = 800.0
+    output_tokens: float = 2500.0
+    hours: float = 24.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("peak_per_s", "prompt_tokens", "output_tokens", "hours"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"{name}={getattr(self, name):g} must be above 0.", param=name)
+
+
+def make_day(day: Day) -> Arrivals:
+    """The arrivals of a day; the same for the same fields."""
+    rng = np.random.default_rng(day.seed)
+    grid_s = np.arange(0.0, day.hours * 3600.0, 1.0)
+    hours = grid_s / 3600.0
+    wave = day.night + (1.0 - day.night) * (0.5 - 0.5 * np.cos(hours / 24.0 * 2.0 * np.pi))
+    for begin_s, length_s in zip(
+        rng.uniform(0.0, DAY_S, day.bursts), rng.uniform(180.0, 600.0, day.bursts), strict=True
+    ):
+        wave[(grid_s >= begin_s) & (grid_s < begin_s + length_s)] += day.burst
+    counts = rng.poisson(day.peak_per_s * wave)
+    arrival_s = np.sort(np.repeat(grid_s, counts) + rng.uniform(0.0, 1.0, counts.sum()))
+    lengths = (_lengths(rng, mean, len(arrival_s)) for mean in (day.prompt_tokens, day.output_tokens))
+    return Arrivals(arrival_s, *lengths)
+
+
+def _lengths(rng: np.random.Generator, mean: float, count: int) -> Any:  # Any: an array of ints
+    drawn: Floats = rng.lognormal(np.log(mean) - SIGMA**2 / 2.0, SIGMA, count)
+    return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+def read_trace(path: Path) -> Arrivals:
+    """Arrivals of a JSONL file with `arrival_s`, `prompt_tokens` and `output_tokens` in each line.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not such an object.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace: {path} cannot be read ({error}).", param="trace") from None
+    rows = [_row(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"trace: {path} holds no request.", param="trace")
+    arrival_s, prompts, outputs = zip(*sorted(rows), strict=True)
+    return Arrivals(
+        np.array(arrival_s, dtype=np.float64),
+        np.array(prompts, dtype=np.int64),
+        np.array(outputs, dtype=np.int64),
+    )
+
+
+def _row(line: str, number: int, path: Path) -> tuple[float, int, int]:
+    try:
+        found = json.loads(line)
+        arrival_s, prompt, output = (found[name] for name in FIELDS)
+        row = float(arrival_s), int(prompt), int(output)
+    except (ValueError, KeyError, TypeError):
+        row = (-1.0, 0, 0)
+    if not (np.isfinite(row[0]) and row[0] >= 0.0 and row[1] >= 1 and row[2] >= 1):
+        raise ConfigError(
+            f"trace: line {number} of {path} must be an object with {', '.join(FIELDS)}: seconds from the "
+            f"beginning, and at least one token each. It is {line[:80]}",
+            param="trace",
+        )
+    return row

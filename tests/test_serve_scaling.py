@@ -1,0 +1,65 @@
+"""Real Serve, real replicas: their number follows the load, up and down, and no request fails for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from manta.cluster.autoscaling import ScalingRules
+from manta.cluster.errors import ConfigError
+from manta.jobs.bench.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
+from text_pair import make_text_pair
+
+
+def test_load_brings_a_second_replica_and_quiet_takes_it_away_without_a_failed_request(
+    tmp_path: Path,
+) -> None:
+    target, drafter = make_text_pair(tmp_path / "pair")
+    settings = {
+        "model": str(target),
+        "speculative_config": {"model": str(drafter)},
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "num_pages": 256,
+    }
+    options = ScaleOptions(
+        replicas=(1, 2),
+        rules=ScalingRules(up_after_s=0.5, down_after_s=3.0),
+        many=8,
+        hold_s=2.0,
+        max_tokens=100,
+        output=tmp_path / "scale.json",
+        plot=tmp_path / "scale.svg",
+    )
+    figures = run_scale(settings, options)
+    numbers = [moment["serving"] for moment in figures["moments"]]
+    path = [n for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1]]
+    assert path == [1, 2, 1]
+    assert figures["requests"] > 20 and figures["failed"] == 0
+    assert json.loads((tmp_path / "scale.json").read_text())["windows"]
+    assert "<svg" in (tmp_path / "scale.svg").read_text()
+
+
+def test_first_tokens_are_summed_up_by_windows_and_failures_are_counted() -> None:
+    asked = [
+        Asked(1.0, 0.1, None),
+        Asked(4.0, 0.3, None),
+        Asked(6.0, 0.2, "it broke"),
+        Asked(7.0, None, "gone"),
+    ]
+    moments = [Moment(0.5, 1, 0, 0, 1), Moment(1.0, 1, 0, 0, 1), Moment(1.5, 1, 1, 0, 2)]
+    found = summary(Seen(moments, asked))
+    assert (found["requests"], found["failed"]) == (4, 2)
+    assert [window["requests"] for window in found["windows"]] == [2, 1]
+    assert found["windows"][0]["first_token_s"]["p50"] == pytest.approx(0.2)
+    assert [moment["at_s"] for moment in found["moments"]] == [0.5, 1.5]
+
+
+def test_a_load_that_cannot_drive_anything_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LEAST:MOST"):
+        ScaleOptions(replicas=(2, 2))
+    with pytest.raises(ConfigError, match="many"):
+        ScaleOptions(many=1)
