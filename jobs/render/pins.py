@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-# What every node's Ray must have before it starts (ray_config.yaml says why); `manta serve` sets it for its own.
+# What every node's Ray must have before it starts (ray_config.yaml says why); `manta serve` sets its own.
 ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # above the longest generation
