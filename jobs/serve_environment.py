@@ -17,7 +17,8 @@ from .serve_checks import free_port
 HAPROXY_HARD_STOP_S = 3600
 # A request can be sent again to another replica if it fits.
 BUFFER_BYTES = 65536
-_OF_ALL = {
+# Of every node of a cluster, before its Ray starts, whichever proxy stands in front.
+OF_ALL = {
     # Around what listens: probes pass the queue, and Serve's own failures are in OpenAI's shape.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "manta.actors.serve_place:middlewares",
     # Serve's own lines are in its log files, for those who look for a fault there. Ours have no need of Ray's
@@ -29,6 +30,17 @@ _OF_ALL = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do one day; else it warns
     # A proxy that does not answer is replaced after three such periods.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+}
+
+
+# The same where HAProxy does.
+OF_HAPROXY = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+    "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",  # of replicas, by their own word
 }
 
 
@@ -44,7 +56,7 @@ class ServeEnvironment:
 
     def __init__(self, *, plain_proxy: bool) -> None:
         self.haproxy = None if plain_proxy else HAProxyFolder()
-        wanted = _OF_ALL | (
+        wanted = OF_ALL | (
             _with_haproxy(self.haproxy) if self.haproxy else {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
         )
         wanted = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -60,12 +72,7 @@ class ServeEnvironment:
 
 def _with_haproxy(folder: HAProxyFolder) -> dict[str, str]:
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the engine has a thread of its own
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
-        "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
-        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",  # of replicas, by their own word
+        **OF_HAPROXY,
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # no other node's proxy must hear of it
         **folder.environment,
         # Ports of their own, so that two clusters get along on one machine.

@@ -25,7 +25,8 @@ from ...cluster.autoscaling import ScalingRules
 from ...cluster.errors import ConfigError, MantaError
 from ...cluster.placement import Topology
 from ..client import ServerClient
-from ..serve import ServeOptions, Server, free_port, start_server
+from ..serve import ServeOptions, Server, start_server
+from ..serve_checks import free_port
 from ..tables import print_table
 from .idleness import Watch
 from .passes import Figures, say

@@ -7,12 +7,10 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-# What every node's Ray must have before it starts (ray_config.yaml says why); `manta serve` sets its own.
-ENVIRONMENT: Mapping[str, str] = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # above the longest generation
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-}
+from ..serve_environment import OF_ALL, OF_HAPROXY
+
+# What every node's Ray must have before it starts; `manta serve` sets it for its own.
+ENVIRONMENT: Mapping[str, str] = OF_ALL | OF_HAPROXY
 CUDA = "cu130"  # of Ray's images
 
 
