@@ -138,6 +138,17 @@ def test_nothing_computed_before_a_drafter_came_is_found_in_the_prefix_cache() -
     assert run(engine, make_request("third", prompt, max_tokens=3)).cached["third"] == 8, "what came since is"
 
 
+def test_pages_that_are_filled_without_context_are_not_found_either() -> None:
+    engine, requests, outputs = opened(1)
+    engine._scheduler._refill.next = lambda *args, **kind: None
+    engine._executor.start_drafter()
+    plans_of(engine, outputs, 20)
+    prompt = requests[0].prompt_token_ids
+    again = run(engine, make_request("again", prompt, max_tokens=3))
+    longer = make_request("longer", (*prompt, *expected(requests[0], INFO)[0][:20]), max_tokens=3)
+    assert (again.cached["again"], run(engine, longer).cached["longer"]) == (0, 8)
+
+
 def test_an_abort_in_the_middle_of_being_computed_anew_leaves_the_turn_to_the_next() -> None:
     engine, requests, outputs = opened(4, max_num_batched_tokens=64)
     plans_of(engine, outputs, 40)
