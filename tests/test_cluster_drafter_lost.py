@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import count
+from pathlib import Path
+
 import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
+from manta.actors.executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
-from manta.cluster.executor import ExecutorInfo
+from manta.cluster.executor import DrafterHealth, ExecutorInfo
 from manta.cluster.plan import SchedulerOutput
 from manta.cluster.refill import Refill
-from manta.cluster.request import Request
+from manta.cluster.request import Request, SamplingParams
 from manta.cluster.sequence import Sequence, SlotTable
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
+from passing_executor import PassingExecutor
+from steps import settings
 
 LONG = {"ignore_eos": True, "max_tokens": 400}
 INFO = make_info(max_model_len=512, num_pages=(1024,))
@@ -138,6 +144,20 @@ def test_nothing_computed_before_a_drafter_came_is_found_in_the_prefix_cache() -
     assert run(engine, make_request("third", prompt, max_tokens=3)).cached["third"] == 8, "what came since is"
 
 
+def test_a_page_that_was_half_full_when_a_drafter_came_is_not_found_either() -> None:
+    engine, outputs = open_engine(INFO), Outputs()
+    request = make_request("r", (5,) * 10, speculate=False, **LONG)
+    add(engine, request)
+    plans_of(engine, outputs, 4)  # 13 tokens are computed: of the fourth page one
+    engine._executor.start_drafter()
+    add(engine, make_request("other", max_tokens=8, ignore_eos=True))
+    plans_of(engine, outputs, 10)
+    prompt = (*request.prompt_token_ids, *expected(request, INFO)[0][:20])
+    run(engine, make_request("again", prompt, max_tokens=3, ignore_eos=True))
+    outputs = run(engine, make_request("third", prompt, max_tokens=9, ignore_eos=True))
+    assert outputs.cached["third"] == 28, "the second one's; its drafts had their context"
+
+
 def test_an_abort_in_the_middle_of_being_computed_anew_leaves_the_turn_to_the_next() -> None:
     engine, requests, outputs = opened(4, max_num_batched_tokens=64)
     plans_of(engine, outputs, 40)
@@ -213,3 +233,40 @@ def test_the_choice_takes_the_shortest_of_those_that_pay() -> None:
     assert chosen == [900, 1000], "the longest is too long, and the shortest about to end"
     refill.begin(running)
     assert refill.next(table, 0, 3, background=False) is None, "drafts do not pay"
+
+
+class ChangingDrafter(PassingExecutor):
+    """Computes; its drafter is said to fail and to be replaced."""
+
+    drafter_health = DrafterHealth()
+
+
+def test_computed_tokens_are_those_of_plain_decoding_whatever_becomes_of_the_drafter(
+    tiny_qwen3: Path, tiny_drafter: Path
+) -> None:
+    """In one process a drafter that is said to be new still has its context: tokens alone are looked at."""
+    config = settings(tiny_qwen3, tiny_drafter)
+    inner = InProcessExecutor(config)
+    tokens: list[dict[str, list[int]]] = []
+    for changes in ({}, {8: (False, 0), 12: (True, 1), 15: (True, 2), 40: (False, 2), 44: (True, 3)}):
+        executor = ChangingDrafter(inner)
+        engine, found = Engine(config, executor), dict[str, list[int]]()
+        for i in range(4):
+            params = SamplingParams(temperature=i / 3, seed=i, max_tokens=150, ignore_eos=True)
+            prompt = tuple(range(3 + i, 30 + i))
+            engine.add_request(
+                Request(request_id=f"r{i}", prompt_token_ids=prompt, params=params, speculate=bool(changes))
+            )
+        for step in count():
+            if not engine.has_unfinished:
+                break
+            if step in changes:
+                executor.drafter_health = DrafterHealth(*changes[step])
+            for update in engine.step():
+                found.setdefault(update.request_id, []).extend(update.token_ids)
+            engine.check_invariants()
+        tokens.append(found)
+        stats = engine.stats()
+    assert tokens[0] == tokens[1]
+    assert stats.drafter_losses == 3 and stats.drafter_refilled_tokens > 0 and stats.num_drafts > 0
+    inner.close()

@@ -12,6 +12,7 @@ from manta.cluster.engine import Engine
 from manta.cluster.halves import Halves
 from manta.cluster.plan import StepTimings
 from manta.cluster.request import Request
+from manta.cluster.sequence import Sequence
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
 
 DRAFTS, SURVIVAL = 7, [0.85**i for i in range(1, 8)]
@@ -170,8 +171,14 @@ def test_without_a_drafter_all_go_together() -> None:
 
 
 def test_for_too_few_pages_who_is_last_gives_way_in_whichever_half_it_is() -> None:
-    engine = by_turns(4, num_pages=(40,))
-    outputs = Outputs()
+    engine, outputs = by_turns(4, num_pages=(40,)), Outputs()
+    scheduler, preempt = engine._scheduler, engine._scheduler._preempt
+
+    def preempt_the_last(sequence: Sequence) -> None:
+        assert sequence is scheduler.running[-1]
+        preempt(sequence)
+
+    scheduler._preempt = preempt_the_last
     while engine.has_unfinished:
         outputs.take(engine)
     assert engine.stats().preemptions > 0
