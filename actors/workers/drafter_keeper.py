@@ -44,6 +44,7 @@ class DrafterKeeper:
         self._is_there = self._is_ready = False
         self._seat_lost = False
         self._offer: DrafterAt | None = None
+        self._offered_s, self._pause_s = 0.0, FIRST_PAUSE_S
         self._thread = threading.Thread(target=self._keep, name="manta-drafter-keeper", daemon=True)
 
     def start(self) -> DrafterAt:
@@ -105,12 +106,15 @@ class DrafterKeeper:
             process.kill()
 
     def close(self) -> None:
-        """End the drafter, if it is the engine's own. Idempotent."""
+        """End the drafter, if it is the engine's own. Idempotent; from any thread."""
         self._closing.set()
         with self._lock:
             process, self._process = self._process, None
         if process is not None and not self._source.is_shared:
             process.kill()
+
+    def join(self) -> None:
+        """After `close`: wait for the thread."""
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
 
@@ -134,26 +138,31 @@ class DrafterKeeper:
             self._is_there = False
         if process is not None and not self._closing.is_set():
             logger.warning("the drafter (process %d) is away; decoding goes on plainly", process.facts.pid)
-        begin_s = time.monotonic()
+        begin_s, config = time.monotonic(), self._config
+        if self._seat_lost and process is not None and not process.has_ended(0.0):
+            self._pause(begin_s)
         found = self._found_again(process) or self._started()
         if found is None:
             return
         with self._lock:
-            if self._closing.is_set():
-                process = found
-            else:
+            is_wanted = not self._closing.is_set() and config is self._config
+            if is_wanted:
                 self._process = found
                 self._generation += 1
                 self._offer = DrafterAt(self._generation, found.facts.address)
                 self._seat_lost, self._is_there, self._is_ready = False, True, True
-                process = None
-        if process is not None:
-            if not self._source.is_shared:
-                process.kill()
-            return
-        logger.info(
-            "a drafter is there again after %.1f s (process %d)", time.monotonic() - begin_s, found.facts.pid
-        )
+                self._offered_s = time.monotonic()
+        if is_wanted:
+            spent_s = time.monotonic() - begin_s
+            logger.info("a drafter is there again after %.1f s (process %d)", spent_s, found.facts.pid)
+        elif not self._source.is_shared:
+            found.kill()
+
+    def _pause(self, now_s: float) -> None:
+        """Before another seat at a drafter that lives: the longer, the shorter the last one was held."""
+        held_s = now_s - self._offered_s
+        self._pause_s = FIRST_PAUSE_S if held_s > LONGEST_PAUSE_S else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._closing.wait(self._pause_s)
 
     def _found_again(self, process: DrafterProcess | None) -> DrafterProcess | None:
         """The one whose seat was lost, if it lives and answers; else it is ended."""
@@ -170,16 +179,12 @@ class DrafterKeeper:
         """Another one, however long it takes; None when closing."""
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
-            config = self._config
             try:
-                process = self._source.start(config)
+                process = self._source.start(self._config)
             except (DrafterGoneError, MantaError) as error:
                 logger.warning("no drafter yet (%s); the next attempt is in %g s", error, pause_s)
                 self._closing.wait(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            if config is self._config:
-                return process
-            if not self._source.is_shared:  # it was swapped meanwhile
-                process.kill()
+            return process
         return None

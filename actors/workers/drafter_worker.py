@@ -94,6 +94,8 @@ class DrafterWorker:
         try:
             server.serve(setting.linger_s)
             logger.info("no engine has needed this drafter for %g s", setting.linger_s)
+        except Exception:
+            logger.exception("the drafter failed")
         finally:
             self._ended.set()
             os._exit(0)  # Ray would keep the process of a detached actor

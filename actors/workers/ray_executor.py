@@ -205,10 +205,10 @@ class RayExecutor:
             if self._runs:
                 ray.wait(self._runs, num_returns=len(self._runs), timeout=FAREWELL_S)
             self._kill_all()
-            if self._keeper is not None:
-                self._keeper.close()
             if self._placement is not None:
                 self._placement.release()
+            if self._keeper is not None:
+                self._keeper.join()
         if self._watcher is not None:
             self._watcher.join(timeout=10.0)
         atexit.unregister(self.close)
@@ -282,6 +282,8 @@ class RayExecutor:
         return EngineDeadError(f"The engine cannot serve: {self._reason}. Retry on another replica.")
 
     def _kill_all(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
         for actor in self._actors:
             try:
                 ray.kill(actor)

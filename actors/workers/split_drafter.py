@@ -158,7 +158,8 @@ class SplitRunner:
     def __init__(self, runner: Runner, drafts: RemoteDrafts, plan: LoadPlan) -> None:
         self._runner, self._drafts = runner, drafts
         self._on_device = runs_on_device(plan)
-        self._waiting: deque[SchedulerOutput] = deque()  # plans that were asked for, on the host
+        self._waiting: deque[tuple[SchedulerOutput, float]] = deque()  # on the host: asked for, since when
+        self._free_s = 0.0  # since when the target has had nothing to run
         self._grace_until_s = 0.0
 
     def submit(self, plan: SchedulerOutput) -> None:
@@ -168,7 +169,7 @@ class SplitRunner:
             self._drafts.begin(plan, int(decodes_R.any()) + int(not decodes_R.all()))
             self._runner.submit(plan)
         else:
-            self._waiting.append(plan)
+            self._waiting.append((plan, time.monotonic()))
 
     def is_ready(self) -> bool:
         """Whether the oldest step has ended, or, on the host, should be run now."""
@@ -176,18 +177,21 @@ class SplitRunner:
             self._drafts.link.hear()  # what the device has written may be told
         if self._on_device:
             return self._runner.is_ready()
-        return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0])
+        return time.monotonic() > self._grace_until_s and self._drafts.is_answered(self._waiting[0][0])
 
     def collect(self) -> StepResult:
         if self._on_device:
             return self._runner.collect()
-        plan = self._waiting.popleft()
+        plan, asked_s = self._waiting.popleft()
+        waited_s = time.monotonic() - max(asked_s, self._free_s) if plan.num_drafts.any() else 0.0
         self._drafts.begin(plan, 1)
         self._runner.submit(plan)
         result = self._runner.collect()
+        self._free_s = time.monotonic()
         if self._waiting:
-            self._grace_until_s = time.monotonic() + GRACE_S
-        return result
+            self._grace_until_s = self._free_s + GRACE_S
+        timings = result.timings  # of the drafting, what the target has waited for
+        return replace(result, timings=replace(timings, draft_s=timings.draft_s + waited_s))
 
 
 def _context_features(plan: LoadPlan, backend: Backend) -> ContextFeatures:

@@ -76,17 +76,19 @@ class Worker:
     setting: WorkerSetup
     device: torch.device
     ranks: Communicator
+    waiter: Waiter
     _threads: TorchThreads
     max_in_flight = 1
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._store: Store | None = None
-        self.waiter = Waiter(spin_budget_s(2))
 
     def setup(self, setting: WorkerSetup) -> WorkerFacts:
         """Fit the process to its place: environment, threads, device, connection to the engine."""
         self.setting = setting
+        # It awaits the engine's host work, which is short and runs on one core.
+        self.waiter = Waiter(spin_budget_s(setting.topology.num_workers + 1))
         for name, value in setting.environment.items():
             os.environ.setdefault(name, value)
         try:
