@@ -72,11 +72,11 @@ def health(port: int) -> int:
         return 0
 
 
-def stream(port: int, max_tokens: int, began: threading.Event) -> str:
+def stream(port: int, n: int, max_tokens: int, began: threading.Event) -> str:
     """Its last two events."""
-    body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "n": n, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{port}/v1/completions"
-    with httpx.stream("POST", url, json={**body, "n": 4}, timeout=60.0) as response:
+    with httpx.stream("POST", url, json=body, timeout=60.0) as response:
         events = []
         for line in response.iter_lines():
             began.set()
@@ -93,18 +93,21 @@ def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_
         wait_until(lambda: statuses.add(status := health(port)) or status == 200, process, log)
         assert statuses <= {0, 503, 200}, "never 404 while it loads"
         wait_until(lambda: "serving on" in log.read_text(), process, log)
-        short, begun = threading.Event(), threading.Event()
-        long = [pool.submit(stream, port, 500, begun) for _ in range(3)]  # more than there are slots for
-        begun.wait(WAIT_S)
-        ended = pool.submit(stream, port, 1, short)
+        begun = [threading.Event() for _ in range(2)]
+        short = pool.submit(stream, port, 1, 100, begun[0])
+        # More than there are slots for.
+        long = [pool.submit(stream, port, 4, 500, begun[1]) for _ in range(3)]
+        assert all(event.wait(WAIT_S) for event in begun)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: "no new requests" in log.read_text() and health(port) == 503, process, log)
         refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"}, timeout=10.0)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"
-        last = [each.result(WAIT_S) for each in (*long, ended)]
-        assert all(events.endswith("data: [DONE]") for events in last)
+        last = [each.result(WAIT_S) for each in long]
+        # Those that had not begun get the status.
+        assert all(events.endswith("data: [DONE]") or '"code":503' in events for events in last), last
         assert any("this request's time is up" in events for events in last), "2 s are not enough for all"
+        assert '"finish_reason":"length"' in short.result(WAIT_S)
         assert process.wait(WAIT_S) == 0, log.read_text()
     said = log.read_text()
     assert "drained in" in said and "\x1b[" not in said and "pid=" not in said
