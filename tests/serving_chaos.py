@@ -37,6 +37,7 @@ PROBE_TIMEOUT_S = 30.0
 SETTLED_PROBES = 20  # in a row that are answered: service is back
 SETTLE_S = 120.0
 BAR_S = 5.0  # until service, without loading
+PROXY_BAR_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ class Death:
         victim: whom, of a server.
         watch_s: look at least so long: some deaths are felt late.
         revive: what somebody else brings back, as systemd or Kubernetes would; None: the server has to.
+        has_the_clients: their connections end in it, and so with it.
     """
 
     name: str
     victim: Callable[[Served], int]
     watch_s: float = 0.0
     revive: Callable[[Served], None] | None = None
+    has_the_clients: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Found:
         refused_probes: new requests meanwhile that were not answered, by what they got.
         left: behind, in words.
         load_s: that the setup's server took to load its models.
+        has_the_clients: see `Death`.
     """
 
     setup: str
@@ -98,12 +102,15 @@ class Found:
     refused_probes: dict[str, int]
     left: list[str]
     load_s: float
+    has_the_clients: bool
 
     @property
     def held(self) -> bool:
         """The bar: with replicas nobody notices; alone, a retryable error at once and service in time."""
         if self.other or self.late or self.left or self.service_s is None:
             return False
+        if self.has_the_clients:
+            return self.service_s <= PROXY_BAR_S
         if self.same == self.streams:
             return self.service_s <= BAR_S + self.load_s
         told = self.retryable == self.streams - self.same
@@ -285,6 +292,7 @@ class Trial:
             refused_probes=dict(Counter(probe.said for probe in failed)),
             left=left,
             load_s=round(self._served.load_s, 1),
+            has_the_clients=death.has_the_clients,
         )
 
 
@@ -319,7 +327,7 @@ RANK = Death("a TP rank", any_of("target worker"))
 DRAFTER = Death("the split drafter", any_of("drafter"))
 REPLICA = Death("the replica", any_of("replica"))
 GATEWAY = Death("the gateway", any_of("gateway"))
-HAPROXY = Death("HAProxy", any_of("haproxy"))
+HAPROXY = Death("HAProxy", any_of("haproxy"), has_the_clients=True)
 CONTROLLER = Death("Serve's controller", any_of("controller"))
 RAYLET = Death("the raylet of a replica's node", raylet_of_a_replica, watch_s=30.0)
 GCS = Death("the head's GCS, for good", any_of("gcs"), watch_s=90.0)
@@ -408,7 +416,8 @@ def table(found: Sequence[Found]) -> str:
         " event* is the longest that a stream waited for a token or its end, *service* the time until a new"
         " request was answered and all later ones were. The bar: with two replicas no stream is lost; with"
         f" one, every stream is told at once to retry, and service is back within {BAR_S:g} s plus loading."
-        " Nothing stays behind.",
+        f" HAProxy's death cuts what goes through it; service is back within {PROXY_BAR_S:g} s. Nothing stays"
+        " behind.",
     ]
     for setup in dict.fromkeys(each.setup for each in found):
         rows = [each for each in found if each.setup == setup]
