@@ -111,6 +111,8 @@ class Found:
             return False
         if self.has_the_clients:
             return self.service_s <= PROXY_BAR_S
+        if self.replicas > 1 and self.refused_probes:
+            return False
         if self.same == self.streams:
             return self.service_s <= BAR_S + self.load_s
         told = self.retryable == self.streams - self.same
@@ -414,7 +416,7 @@ def table(found: Sequence[Found]) -> str:
         "",
         f"Written by `make chaos`: {STREAMS} streams are open when a process is killed with SIGKILL. *Next"
         " event* is the longest that a stream waited for a token or its end, *service* the time until a new"
-        " request was answered and all later ones were. The bar: with two replicas no stream is lost; with"
+        " request was answered and all later ones were. The bar: with two replicas no request is lost; with"
         f" one, every stream is told at once to retry, and service is back within {BAR_S:g} s plus loading."
         f" HAProxy's death cuts what goes through it; service is back within {PROXY_BAR_S:g} s. Nothing stays"
         " behind.",
