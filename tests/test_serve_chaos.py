@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from manta.jobs.bench.soak_serve import complaints, overload, overload_complaints, run_soak
 from served import Served
-from serving_chaos import CONTROLLER, WORKER, Load, Setup, Trial
+from serving_chaos import CONTROLLER, WORKER, Setup, Trial
+from serving_load import Load
 from text_pair import make_text_pair
 
 SEATS, QUEUE = 8, 8
