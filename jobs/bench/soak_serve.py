@@ -22,11 +22,10 @@ from urllib.request import urlopen
 import typer
 
 from ...actors.files import write_json
-from ...cluster.errors import MantaError
 from ..demo_commands import serving
 from ..serve_checks import free_port
 from ..tables import print_table
-from .passes import Figures
+from .passes import Figures, say
 from .process_clocks import resident_bytes
 from .provenance import provenance
 from .streams import Stream, StreamClient
@@ -233,7 +232,8 @@ def main(
     ]
     print_table("soak", ["what", "found"], rows, num_left=2)
     if said := complaints(soaked) + overload_complaints(loaded):
-        raise MantaError("; ".join(said))
+        say("; ".join(said))
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
