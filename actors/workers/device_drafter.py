@@ -36,7 +36,7 @@ from ...drafter.step.device.verification import accept_and_advance
 from ..targets.loading.plan import LoadPlan
 from ..targets.loading.rank import device_room
 from ..targets.runners.graphs import StepKinds
-from .drafter_seat import Kinds
+from .mailbox import Kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from ..targets.loading.memory import gpu_budget_bytes, page_bytes
 from ..targets.loading.operators import make_backend, make_step_operators
 from ..targets.loading.plan import LoadPlan
 from ..targets.loading.rank import Checkpoints, lent_weights, pages_of, runs_on_device
-
-Kinds = list[tuple[tuple[int, ...], torch.dtype]]
+from .mailbox import Kinds
 
 
 class Seat(Protocol):

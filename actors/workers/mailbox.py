@@ -19,6 +19,8 @@ from torch import Tensor
 
 _ALIGNMENT = 64
 
+Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of tensors that lie together
+
 
 class Mailbox:
     """Mapped bytes, read and written as tensors.
@@ -53,7 +55,7 @@ class Mailbox:
         rebuild, arguments = ticket
         return cls(rebuild(*arguments))
 
-    def views(self, offset: int, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    def views(self, offset: int, kinds: Kinds) -> list[Tensor]:
         """Tensors of these shapes and dtypes, one behind the other."""
         found: list[Tensor] = []
         for shape, dtype in kinds:
