@@ -11,9 +11,9 @@ engine ends the process, and Serve replaces the replica together with its worker
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,8 +24,13 @@ from ..cluster.errors import ConfigError
 from ..cluster.placement import Topology
 from ..cluster.replica_figures import FiguresMeter
 from .autoscaling import scaling_options
+from .gateway.deployment import GATEWAY, Gateway, door_host
+from .gateway.directory import DirectoryClient
+from .gateway.fleet import ServedModel
+from .gateway.records import ReplicaRecord, state_of
 from .http.settings import ServerSettings, parse_replicas, split_models
 from .live_settings import LiveSettings
+from .process_log import log_to_stderr
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
@@ -140,6 +145,47 @@ class Replica:
             engine.close()
 
 
+class RoutedReplica(Replica):
+    """A replica behind a gateway."""
+
+    async def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
+        from .gateway.door import Door
+
+        host = asyncio.create_task(asyncio.to_thread(door_host))
+        # The gateway asks for keys and answers browsers; its replicas need not do so again.
+        await super().__init__(config, replace(settings, api_key=None, allowed_origins=()))
+        self._started_s = int(time.time())
+        directory = DirectoryClient(serve.get_replica_context().app_name)
+        app = await self.__serve_build_asgi_app__()
+        self._door = Door(app, await host, self._describe, directory)
+        await self._door.open()
+
+    async def wake(self) -> None:
+        """Called by a gateway that has no replica: that a call waits is what makes Serve start one."""
+
+    async def __del__(self) -> None:  # type: ignore[override]  # Serve awaits what is to be awaited
+        """Called by Serve when the replica is to go; it knows nothing of requests that came by the door."""
+        if door := getattr(self, "_door", None):
+            await door.close()
+        super().__del__()
+
+    def _describe(self, url: str, token: str, beat: int) -> ReplicaRecord:
+        stats = self._engine.stats()
+        return ReplicaRecord(
+            replica=serve.get_replica_context().replica_id.unique_id,
+            names=self._settings.model_names(self._config.model),
+            url=url,
+            token=token,
+            beat=beat,
+            state="draining" if self._traffic.draining else state_of(self._engine),
+            running=stats.running - stats.background_running,
+            waiting=stats.waiting - stats.background_waiting,
+            max_requests=max_ongoing_requests(self._config) - RESERVED_REQUESTS,
+            max_model_len=self._engine.info.max_model_len,
+            created_s=self._started_s,
+        )
+
+
 def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
     """The Serve application of one endpoint: an engine, or several behind a gateway.
 
@@ -152,12 +198,45 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
     """
     models = split_models(args)
     if len(models) > 1 or any(parse_replicas(settings.replicas)[1] > 1 for _, settings in models):
-        from .gateway.deployment import gateway_app
-
-        return gateway_app(models)
+        return _gateway_app(models)
     ((config, settings),) = models
     wrap = serve.deployment(**deployment_options(config, settings))
     return wrap(serve.ingress()(Replica)).bind(config, settings)
+
+
+def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
+    """The application of several replicas or models.
+
+    Raises:
+        PlacementError: a replica has no room in the Ray that runs.
+    """
+    engines = [_engine(i, config, settings) for i, (config, settings) in enumerate(models)]
+    served = [
+        ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)
+        for config, settings in models
+    ]
+    wrap = serve.deployment(
+        name=GATEWAY,
+        # A request too many is refused by the gateway, which knows its replicas; this is only a fence.
+        max_ongoing_requests=2 * sum(_most_requests(*model) for model in models) + RESERVED_REQUESTS,
+        # Longer than its replicas have: it hands on their last words.
+        graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        ray_actor_options={"num_cpus": 0},  # also on a head that gives out no CPUs
+    )
+    return wrap(serve.ingress()(Gateway)).bind(served, models[0][1], engines)
+
+
+def _engine(index: int, config: EngineConfig, settings: ServerSettings) -> serve.Application:
+    name = DEPLOYMENT if index == 0 else f"{DEPLOYMENT}-{index + 1}"
+    wrap = serve.deployment(**deployment_options(config, settings, name))
+    return wrap(RoutedReplica).bind(config, settings)
+
+
+def _most_requests(config: EngineConfig, settings: ServerSettings) -> int:
+    return max_ongoing_requests(config) * parse_replicas(settings.replicas)[1]
 
 
 def deployment_options(
@@ -216,13 +295,3 @@ def _largest_node() -> Mapping[str, float]:
         return machine_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return max(nodes, key=lambda resources: resources.get("GPU", 0.0), default={})
-
-
-def log_to_stderr() -> None:
-    """Ray keeps a process's stderr, and shows it to the driver; `sys.stderr` may be Serve's, who keeps it."""
-    handler = logging.StreamHandler(sys.__stderr__)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    ours = logging.getLogger("manta")
-    ours.handlers = [handler]
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
