@@ -239,3 +239,7 @@ def _end_with_parent(number: int) -> None:
 
 def _end_with_supervisor() -> None:
     _end_with_parent(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
