@@ -11,6 +11,7 @@ engine ends the process, and Serve replaces the replica together with its worker
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
