@@ -18,7 +18,8 @@ _PACKAGE, *_ = __name__.split(".")
 _ABOVE = Path(__file__).parents[3]
 _SCRIPT = """#!/bin/sh
 export PYTHONPATH={path}
-exec {python} -m {package}.actors.haproxy.supervisor --haproxy {haproxy} --folder {folder} --owner {owner} "$@"
+exec {python} -m {package}.actors.haproxy.supervisor \\
+  --haproxy {haproxy} --folder {folder} --owner {owner} "$@"
 """
 
 
