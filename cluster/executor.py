@@ -28,6 +28,7 @@ class ExecutorInfo:
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
+        has_token_rules: bias, banned tokens, penalties and log probabilities may be asked for.
         page_groups: which layers see the same window, and from which pool their pages come.
     """
 
@@ -41,6 +42,7 @@ class ExecutorInfo:
     device: str
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
+    has_token_rules: bool = True
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
 
 

@@ -11,7 +11,7 @@ from .config import EngineConfig
 from .errors import RequestError, UnprocessableError
 from .executor import ExecutorInfo
 from .page_groups import PageGroup, longest_sequence
-from .request import Request
+from .request import Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class SchedulerConfig:
     num_speculative_tokens: int
     adaptive_drafts: bool
     max_stop_token_ids: int | None
+    has_token_rules: bool
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -58,6 +59,7 @@ class SchedulerConfig:
             num_speculative_tokens=info.num_speculative_tokens,
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             max_stop_token_ids=info.max_stop_token_ids,
+            has_token_rules=info.has_token_rules,
         )
 
     @property
@@ -76,6 +78,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
         raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
     check_vocabulary("prompt", prompt, limits.vocab_size)
     check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_rules(params, limits)
     num_stops = len({*params.stop_token_ids, *limits.eos_token_ids})
     if limits.max_stop_token_ids is not None and num_stops > limits.max_stop_token_ids:
         raise RequestError(
@@ -98,6 +101,27 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
             f"K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
+        )
+
+
+def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
+    """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
+    asked = () if limits.has_token_rules else params.rule_names
+    if asked:
+        raise RequestError(
+            f"{asked[0]} is not supported by this engine's kernels yet. Leave it out, or set "
+            "attention_backend to torch.",
+            param=asked[0],
+        )
+    check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    check_vocabulary("logit_bias", tuple(token_id for token_id, _ in params.logit_bias), limits.vocab_size)
+    for word in params.bad_words_token_ids:
+        check_vocabulary("bad_words_token_ids", word, limits.vocab_size)
+    if params.bad_words and not params.bad_words_token_ids:
+        raise RequestError(
+            "bad_words: this engine runs without a tokenizer (skip_tokenizer_init). Give "
+            "bad_words_token_ids.",
+            param="bad_words",
         )
 
 

@@ -15,13 +15,7 @@ from .settings import UnknownParams
 
 # Field -> values that mean "not used"; None and absence always do.
 REFUSED: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -35,8 +29,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "regex": (),
     "ebnf": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "stream_interval": (1,),

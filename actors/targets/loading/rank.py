@@ -150,6 +150,7 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
         device=plan.device.type,
         max_in_flight=2 if runs_ahead(plan) else 1,
         max_stop_token_ids=_max_stop_token_ids(plan),
+        has_token_rules=not runs_on_device(plan),
     )
 
 
