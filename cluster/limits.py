@@ -12,6 +12,7 @@ from .errors import RequestError, UnprocessableError
 from .executor import ExecutorInfo
 from .page_groups import PageGroup, longest_sequence
 from .request import Request, SamplingParams
+from .token_rules import RuleLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class SchedulerConfig:
     num_speculative_tokens: int
     adaptive_drafts: bool
     max_stop_token_ids: int | None
-    has_token_rules: bool
+    has_logprobs: bool
+    rule_limits: RuleLimits | None
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -59,7 +61,8 @@ class SchedulerConfig:
             num_speculative_tokens=info.num_speculative_tokens,
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             max_stop_token_ids=info.max_stop_token_ids,
-            has_token_rules=info.has_token_rules,
+            has_logprobs=info.has_logprobs,
+            rule_limits=info.rule_limits,
         )
 
     @property
@@ -106,12 +109,17 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
 
 def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
     """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
-    asked = () if limits.has_token_rules else params.rule_names
-    if asked:
+    if params.logprobs is not None and not limits.has_logprobs:
         raise RequestError(
-            f"{asked[0]} is not supported by this engine's kernels yet. Leave it out, or set "
+            "logprobs are not supported by this engine's kernels yet. Leave them out, or set "
             "attention_backend to torch.",
-            param=asked[0],
+            param="logprobs",
+        )
+    excess = limits.rule_limits and limits.rule_limits.excess(params)
+    if excess:
+        raise RequestError(
+            f"{excess[0]}: {excess[1]} in this engine. Give fewer, or set attention_backend to torch.",
+            param=excess[0],
         )
     check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
     check_vocabulary("logit_bias", tuple(token_id for token_id, _ in params.logit_bias), limits.vocab_size)

@@ -141,11 +141,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
-    @property
-    def rule_names(self) -> tuple[str, ...]:
-        """The fields in use that change logits before the choice, or report them."""
-        return tuple(name for name, unused in _UNUSED_RULES.items() if getattr(self, name) != unused)
-
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is set (random if it was absent)."""
         return self if self.seed is not None else replace(self, seed=secrets.randbelow(MAX_SEED))
@@ -157,18 +152,6 @@ class SamplingParams:
             return replace(self, n=1)
         digest = hashlib.blake2b(f"{self.seed}:{index}".encode(), digest_size=8).digest()
         return replace(self, n=1, seed=int.from_bytes(digest, "little") >> 1)
-
-
-_UNUSED_RULES: Mapping[str, object] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": (),
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "bad_words_token_ids": (),
-    "logprobs": None,
-}
 
 
 def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:

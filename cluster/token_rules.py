@@ -51,3 +51,30 @@ class TokenRules:
     def penalizes(self) -> bool:
         """Whether logits depend on which tokens came before, and how often."""
         return self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RuleLimits:
+    """What an engine's tables hold of one request's rules.
+
+    Attributes:
+        allowed_tokens, biased_tokens, bad_words: how many.
+        bad_word_tokens: of one bad word.
+    """
+
+    allowed_tokens: int
+    biased_tokens: int
+    bad_words: int
+    bad_word_tokens: int
+
+    def excess(self, params: SamplingParams) -> tuple[str, str] | None:
+        """The field that asks for more, and what would be right."""
+        words = params.bad_words_token_ids
+        asked = (
+            ("allowed_token_ids", len(params.allowed_token_ids or ()), self.allowed_tokens, "tokens"),
+            ("logit_bias", len(params.logit_bias), self.biased_tokens, "tokens"),
+            ("bad_words", len(words), self.bad_words, "sequences of tokens"),
+            ("bad_words", max(map(len, words), default=0), self.bad_word_tokens, "tokens in one word"),
+        )
+        over = (each for each in asked if each[1] > each[2])
+        return next(((name, f"{count} {what}; at most {most}") for name, count, most, what in over), None)

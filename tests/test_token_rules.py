@@ -11,8 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from manta import LLM, SamplingParams
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
-from manta.cluster.token_rules import TokenRules
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.limits import SchedulerConfig, check_request
+from manta.cluster.request import Request
+from manta.cluster.token_rules import RuleLimits, TokenRules
 from manta.drafter.step.rule_states import RuleStates
 from manta.drafter.step.rules import apply_rules
 from oracle_rules import generate, ruled
@@ -136,8 +140,10 @@ def test_every_rule_changes_something(pair: tuple[Path, Path], reference: list[l
             assert (output.outputs[0].token_ids == ours) == (name == "none"), name
 
 
-@pytest.mark.parametrize("drafts", [None, 3, 15])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "drafts"),
+    [("as shipped", None), ("as shipped", 3), *((engine, 15) for engine in ENGINES), ("planned ahead", 3)],
+)
 def test_no_token_changes_under_speculation(
     pair: tuple[Path, Path], reference: list[list[int]], engine: str, drafts: int | None
 ) -> None:
@@ -231,3 +237,38 @@ def test_what_the_model_cannot_do_is_refused_by_name(
     ):
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(**{field: value}))  # type: ignore[arg-type]
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"allowed_token_ids": range(5)}, "allowed_token_ids"),
+        ({"logit_bias": {1: 1, 2: 1, 3: 1}}, "logit_bias"),
+        ({"bad_words_token_ids": [[1], [2]]}, "bad_words"),
+        ({"bad_words_token_ids": [[1, 2, 3, 4]]}, "bad_words"),
+        ({"logprobs": 0}, "logprobs"),
+    ],
+)
+def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, object], param: str) -> None:
+    limits = RuleLimits(allowed_tokens=4, biased_tokens=2, bad_words=1, bad_word_tokens=3)
+    info = ExecutorInfo(
+        num_pages=(64,),
+        page_size=16,
+        max_model_len=64,
+        vocab_size=100,
+        eos_token_ids=(0,),
+        num_speculative_tokens=0,
+        dtype="float32",
+        device="cpu",
+        has_logprobs=False,
+        rule_limits=limits,
+    )
+    config = SchedulerConfig.derive(EngineConfig(model="m"), info)
+    fits = SamplingParams(
+        allowed_token_ids=(1, 2), logit_bias=((1, 1.0),), bad_words_token_ids=((1, 2, 3),), seed=1
+    )
+    check_request(Request(request_id="r", prompt_token_ids=(1,), params=fits), config)
+    with pytest.raises(RequestError, match="attention_backend") as caught:
+        wanted = replace(fits, **params)  # type: ignore[arg-type]
+        check_request(Request(request_id="r", prompt_token_ids=(1,), params=wanted), config)
+    assert caught.value.param == param

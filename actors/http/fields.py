@@ -7,6 +7,7 @@ into a request model of `protocol.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,9 +18,7 @@ from .settings import UnknownParams
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "prompt_logprobs": (),
-    "best_of": (1,),
     "use_beam_search": (False,),
-    "suffix": ("",),
     "echo": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -44,6 +43,14 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "lora_path": (),
 }
+# Field -> the value that means "not used", and what to do instead of using it.
+NEVER: Mapping[str, tuple[object, str]] = {
+    "best_of": (1, "Leave it out: ask for n completions with logprobs, and choose among them."),
+    "suffix": (
+        "",
+        "Leave it out: put what is to follow into the prompt, as the model was taught.",
+    ),
+}
 # Fields that say something about the request, not about the answer.
 SILENT = frozenset(
     {"user", "metadata", "session_id", "safety_identifier", "store", "service_tier", "parallel_tool_calls"}
@@ -53,14 +60,16 @@ SILENT = frozenset(
 def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
     """Refuse what must not be ignored. Returns the unknown fields, which are ignored."""
     for name, value in extra.items():
+        if name in NEVER and value is not None and value != NEVER[name][0]:
+            raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)
         if name in REFUSED and value is not None and value not in REFUSED[name]:
             raise RequestError(
                 f"{name} is not supported by this server yet. Leave it out"
-                + (f" or send its default ({REFUSED[name][0]!r})." if REFUSED[name] else "."),
+                + (f" or send its default ({json.dumps(REFUSED[name][0])})." if REFUSED[name] else "."),
                 param=name,
             )
-    unknown = [name for name in extra if name not in REFUSED and name not in SILENT]
+    unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
     if unknown and policy == "reject":
-        hint = did_you_mean(unknown[0], [*known, *REFUSED, *SILENT], else_say="Leave it out.")
+        hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], else_say="Leave it out.")
         raise RequestError(f"{unknown[0]} is not a known field. {hint}", param=unknown[0])
     return unknown

@@ -195,7 +195,7 @@ class GenerationRequest(BaseModel):
                 skip_special_tokens=self.skip_special_tokens,
                 presence_penalty=_first(self.presence_penalty, 0.0),
                 frequency_penalty=_first(self.frequency_penalty, 0.0),
-                repetition_penalty=_first(self.repetition_penalty, 1.0),
+                repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
                 logit_bias=tuple((self.logit_bias or {}).items()),
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),

@@ -117,6 +117,7 @@ class _DrafterIteration:
             models.states.sampling,
             filters=self._filters,
             workspace=models.workspace,
+            drafts=True,
         )
         models.groups.joint.broadcast(chosen_N, models.groups.drafter_rank)
         place_drafts(chosen_N, rows, models.states.tables)
