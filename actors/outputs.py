@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
-from .prompts import EncodedPrompt
+from .logprobs import PlaceLogprobs, readable
+from .prompts import EncodedPrompt, encode_bad_words
 from .tokenizer import Tokenizer
 
 
@@ -21,7 +22,8 @@ from .tokenizer import Tokenizer
 class CompletionOutput:
     """One of n completions. In a stream `text` and `token_ids` hold what is new, else everything.
 
-    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end.
+    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end. `logprobs`
+    are those of `token_ids`, None where they were not asked for.
     """
 
     index: int
@@ -29,6 +31,14 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    logprobs: list[PlaceLogprobs] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all of `token_ids` together; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,8 @@ class _Text:
 class _Completion:
     index: int
     text: _Text | None
+    tokenizer: Tokenizer | None
+    logprobs: list[PlaceLogprobs] | None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -144,6 +156,10 @@ class _Completion:
             used, hit = self.text.feed(token_ids, len(self.token_ids))
             token_ids = token_ids[:used]
         self.token_ids.extend(token_ids)
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = readable(update.logprobs, token_ids, self.tokenizer)
+            self.logprobs.extend(logprobs)
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit
         else:
@@ -151,12 +167,14 @@ class _Completion:
             if self.text is not None and update.finish_reason is not None:
                 self.text.flush()
         piece = self.text.take(final=self.finish_reason is not None) if self.text is not None else ""
-        delta = CompletionOutput(self.index, piece, token_ids, self.finish_reason, self.stop_reason)
+        ended = (self.finish_reason, self.stop_reason)
+        delta = CompletionOutput(self.index, piece, token_ids, *ended, logprobs)
         return delta, hit is not None and update.finish_reason is None
 
     def whole(self) -> CompletionOutput:
         text = self.text.text if self.text is not None else ""
-        return CompletionOutput(self.index, text, self.token_ids, self.finish_reason, self.stop_reason)
+        ended = (self.finish_reason, self.stop_reason)
+        return CompletionOutput(self.index, text, self.token_ids, *ended, self.logprobs)
 
 
 class RequestTracker:
@@ -178,6 +196,8 @@ class RequestTracker:
             _Completion(
                 i,
                 self._new_text(tokenizer, params, begun) if params.detokenize else None,
+                tokenizer,
+                None if params.logprobs is None else [],
                 list(begun.token_ids),
             )
             for i in range(params.n)
@@ -265,6 +285,7 @@ class OutputProcessor:
         Args:
             begun: what is not generated, and no text of it given out, again.
         """
+        params = encode_bad_words(params, self._tokenizer)
         tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from .page_groups import PageGroup
 from .plan import SchedulerOutput, StepResult
+from .token_rules import RuleLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ExecutorInfo:
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
+        has_logprobs: log probabilities may be asked for.
+        rule_limits: most of a request's rules; None is no limit.
         page_groups: which layers see the same window, and from which pool their pages come.
         halves: a plan is drafted while the one before it is verified, if they have no slot in common;
             `max_in_flight` is at least 2 then. The scheduler chooses, by what it measures: two halves of the
@@ -45,6 +48,8 @@ class ExecutorInfo:
     device: str
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
+    has_logprobs: bool = True
+    rule_limits: RuleLimits | None = None
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
     halves: bool = False
 

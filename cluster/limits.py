@@ -11,7 +11,8 @@ from .config import EngineConfig
 from .errors import RequestError, UnprocessableError
 from .executor import ExecutorInfo
 from .page_groups import PageGroup, longest_sequence
-from .request import Request
+from .request import Request, SamplingParams
+from .token_rules import RuleLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class SchedulerConfig:
     adaptive_drafts: bool
     halves: bool
     max_stop_token_ids: int | None
+    has_logprobs: bool
+    rule_limits: RuleLimits | None
 
     @classmethod
     def derive(cls, config: EngineConfig, info: ExecutorInfo) -> SchedulerConfig:
@@ -61,6 +64,8 @@ class SchedulerConfig:
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
+            has_logprobs=info.has_logprobs,
+            rule_limits=info.rule_limits,
         )
 
     @property
@@ -79,6 +84,7 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
         raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
     check_vocabulary("prompt", prompt, limits.vocab_size)
     check_vocabulary("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_rules(params, limits)
     num_stops = len({*params.stop_token_ids, *limits.eos_token_ids})
     if limits.max_stop_token_ids is not None and num_stops > limits.max_stop_token_ids:
         raise RequestError(
@@ -126,6 +132,32 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
                 "is left to generate. Take the tokens up to it as its output.",
                 param="output_token_ids",
             )
+
+
+def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
+    """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
+    if params.logprobs is not None and not limits.has_logprobs:
+        raise RequestError(
+            "logprobs are not supported by this engine's kernels yet. Leave them out, or set "
+            "attention_backend to torch.",
+            param="logprobs",
+        )
+    excess = limits.rule_limits and limits.rule_limits.excess(params)
+    if excess:
+        raise RequestError(
+            f"{excess[0]}: {excess[1]} in this engine. Give fewer, or set attention_backend to torch.",
+            param=excess[0],
+        )
+    check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    check_vocabulary("logit_bias", tuple(token_id for token_id, _ in params.logit_bias), limits.vocab_size)
+    for word in params.bad_words_token_ids:
+        check_vocabulary("bad_words_token_ids", word, limits.vocab_size)
+    if params.bad_words and not params.bad_words_token_ids:
+        raise RequestError(
+            "bad_words: this engine runs without a tokenizer (skip_tokenizer_init). Give "
+            "bad_words_token_ids.",
+            param="bad_words",
+        )
 
 
 def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt") -> RequestError:

@@ -9,11 +9,13 @@ Shape legend: R requests in the step, W = 1 + largest number of drafts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from .logprobs import TokenLogprobs
 from .plan import BoolArray, IntArray, SchedulerOutput, StepResult
 from .request import FinishReason
 from .sequence import SlotTable
@@ -31,6 +33,7 @@ class SequenceUpdate(NamedTuple):
         num_drafted: drafts verified in this step.
         num_accepted: accepted drafts among `token_ids`.
         queue_s: from its arrival until it first ran.
+        logprobs: of each of `token_ids`, where they were asked for.
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class SequenceUpdate(NamedTuple):
     num_drafted: int
     num_accepted: int
     queue_s: float = 0.0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class StepOutcome:
         num_computed: tokens of the sequence whose K/V exist now.
         stopped: the last token that came out is a stop token.
         full: the sequence has reached its greatest length.
+        logprobs: by slot, as far as they were asked for: of the tokens that come out.
     """
 
     slots: IntArray
@@ -67,6 +72,7 @@ class StepOutcome:
     num_computed: IntArray
     stopped: BoolArray
     full: BoolArray
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
 
 
 def read_result(
@@ -91,6 +97,7 @@ def read_result(
         num_computed=table.num_computed_S[slots_R] + rows_R - drafts_R + np.maximum(num_out_R - 1, 0),
         stopped=stopped_R,
         full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
+        logprobs=_logprobs(table, staying_R, slots_R, num_out_R, result),
     )
 
 
@@ -123,9 +130,25 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
                 num_drafted,
                 num_accepted,
                 sequence.queue_s,
+                outcome.logprobs.get(slot, ()),
             )
         )
     return updates
+
+
+def _logprobs(
+    table: SlotTable, staying_R: BoolArray, slots_R: IntArray, num_out_R: IntArray, result: StepResult
+) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+    """By slot, of those who asked and stay."""
+    if result.logprobs is None:
+        return {}
+    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    places = np.flatnonzero(staying_R).tolist()
+    for place, slot, count in zip(places, slots_R.tolist(), num_out_R.tolist(), strict=True):
+        asked = table.sequences[slot].sampling.logprobs
+        if asked is not None and count:
+            found[slot] = result.logprobs.of(place, count, asked)
+    return found
 
 
 def _cut_at_stops(

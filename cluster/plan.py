@@ -22,6 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .logprobs import StepLogprobs
+from .token_rules import TokenRules
+
 IntArray = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 
@@ -31,7 +34,8 @@ class SlotSampling:
     """Sampling state of a request slot, as the workers need it (see `SamplingParams`).
 
     `min_length` is absolute: tokens at positions below it cannot be any of `stop_token_ids` (the union of
-    the model's end tokens, unless ignored, and the request's). `seed` is the 64-bit noise key.
+    the model's end tokens, unless ignored, and the request's). `seed` is the 64-bit noise key. `rules` are
+    None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for.
     """
 
     temperature: float
@@ -41,6 +45,8 @@ class SlotSampling:
     seed: int
     min_length: int
     stop_token_ids: tuple[int, ...]
+    rules: TokenRules | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +124,11 @@ class StepResult:
         token_ids: int32 [R, W]; row r holds num_tokens[r] new tokens, then -1.
         num_tokens: int32 [R]; accepted drafts + 1 where `samples`, else 0.
         timings: where the time went.
+        logprobs: of the requests that asked; None if nobody did.
     """
 
     step: int
     token_ids: IntArray
     num_tokens: IntArray
     timings: StepTimings = StepTimings()
+    logprobs: StepLogprobs | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,6 +13,8 @@ from .errors import RequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1  # what an int32 array of a step's plan holds
+MAX_BAD_WORDS = 1024
+MAX_LOGPROBS = 20  # of the likeliest tokens in a place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,16 @@ class SamplingParams:
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all.
+        presence_penalty, frequency_penalty: taken from the logit of a token that was generated: once, and for
+            each time; from -2 to 2.
+        repetition_penalty: divides the logit of every token of prompt and output (multiplies it where it is
+            negative); above 0, 1 is none.
+        logit_bias: {token id: what is added to its logit}, from -100 to 100; kept as pairs.
+        allowed_token_ids: no other token can be generated; None allows all.
+        bad_words: strings that cannot be generated; needs a tokenizer, which makes them token ids.
+        bad_words_token_ids: the same as token ids.
+        logprobs: the log probability of each token that comes out, and of so many likeliest ones in its
+            place, of the model's own distribution: before temperature and all else. None is none.
     """
 
     n: int = 1
@@ -49,10 +61,23 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", _as_pairs(self.logit_bias))
+        object.__setattr__(self, "bad_words", _as_tuple(self.bad_words))
+        object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
         _require(1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "a number from 0 to 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "a number in (0, 1]")
@@ -87,6 +112,30 @@ class SamplingParams:
             f"at most max_tokens ({limit})",
         )
         _require(not self.stop or self.detokenize, "stop", self.stop, "empty, or detokenize=True")
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, name, value, "a number from -2 to 2")
+        penalty = self.repetition_penalty
+        _require(0.0 < penalty <= 100.0, "repetition_penalty", penalty, "a number above 0, at most 100")
+        for token_id, bias in self.logit_bias:
+            _require(-100.0 <= bias <= 100.0, f"logit_bias.{token_id}", bias, "a number from -100 to 100")
+        _require(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id, or null")
+        _require(all(self.bad_words), "bad_words", list(self.bad_words), "non-empty strings")
+        for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_token_ids", 2 * MAX_BAD_WORDS)):
+            count = len(getattr(self, name))
+            _require(count <= most, name, f"<{count} of them>", f"at most {most}")
+        _require(
+            all(self.bad_words_token_ids), "bad_words_token_ids", [()], "sequences of token ids, none empty"
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"an integer from 0 to {MAX_LOGPROBS}, or null",
+        )
 
     @property
     def greedy(self) -> bool:
@@ -109,6 +158,14 @@ def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _as_pairs(
+    bias: Mapping[int, float] | Sequence[tuple[int, float]] | None,
+) -> tuple[tuple[int, float], ...]:
+    """By token id; of a mapping, or of pairs as they are kept."""
+    pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
+    return tuple(sorted((int(token_id), float(value)) for token_id, value in pairs))
 
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
+from .token_rules import TokenRules
 
 WAITING = -1  # the slot of a sequence that does not run
 Rank = tuple[int, int, int]  # background work or not, priority, arrival
@@ -77,6 +78,8 @@ class Sequence:
                 seed=params.seed,
                 min_length=length + params.min_tokens,
                 stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+                rules=TokenRules.of(params, length),
+                logprobs=params.logprobs,
             ),
             eos_token_ids=frozenset(eos),
         )

@@ -94,7 +94,7 @@ def test_ids_come_from_the_row_or_from_its_content() -> None:
             "body.stream",
         ),
         (
-            openai_line(body={"messages": [{"role": "user", "content": "x"}], "logprobs": True}),
+            openai_line(body={"messages": [{"role": "user", "content": "x"}], "logprobs": 3}),
             OPENAI,
             "logprobs",
         ),

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from devices import DEVICE, ON_GPU
 from families import FAMILIES
+from manta import SamplingParams
 from manta.actors.llm import LLM
 from manta.actors.targets.runners.device import DeviceRunner
 from manta.actors.targets.runners.graphs import StepKinds
@@ -43,7 +44,7 @@ PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=3 + i) for i, name in enum
 
 
 def generate(
-    target: Path, drafter: Path | None, backend: str, **changes: object
+    target: Path, drafter: Path | None, backend: str, params: list[SamplingParams] = PARAMS, **changes: object
 ) -> tuple[list[list[int]], EngineStats]:
     spec = None
     if drafter is not None:
@@ -57,7 +58,7 @@ def generate(
         attention_backend=backend,
         **settings,
     ) as llm:
-        return tokens_of(llm, CASES, PARAMS), llm.stats()
+        return tokens_of(llm, CASES, params), llm.stats()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,6 +84,16 @@ def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) ->
     wrong = [knob for knob, mine, theirs in zip(KNOB_NAMES, got, expected, strict=True) if mine != theirs]
     assert not wrong, "these differ"
     assert stats.num_drafts > 0 and stats.preemptions > 0
+
+
+def test_rules_change_no_other_token_than_the_host_s_do(tiny_llama: Path, tiny_drafter: Path) -> None:
+    """Beside a request without any; run ahead, so that the host does not know what was generated."""
+    rules = {"presence_penalty": 2.0, "repetition_penalty": 2.0, "allowed_token_ids": tuple(range(1, 40))}
+    params = [replace(PARAMS[0], **rules), PARAMS[1], replace(PARAMS[2], frequency_penalty=2.0)]
+    expected, _ = generate(tiny_llama, None, "torch", params)
+    assert expected != generate(tiny_llama, None, "torch")[0]
+    got, stats = generate(tiny_llama, tiny_drafter, "triton", params, async_scheduling=True)
+    assert got == expected and stats.num_drafts > 0
 
 
 @dataclass

@@ -59,8 +59,12 @@ def test_the_request_wins_over_the_checkpoint_and_that_over_openai() -> None:
 
 def test_generation_config_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 1}')
-    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=0.6, top_k=20)
+    says = '{"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": 1}'
+    (tmp_path / "generation_config.json").write_text(says)
+    found = GenerationDefaults.load(tmp_path)
+    assert found == GenerationDefaults(temperature=0.6, top_k=20, repetition_penalty=1.05)
+    assert params(completion(), repetition_penalty=1.05).repetition_penalty == 1.05
+    assert params(completion(repetition_penalty=1), repetition_penalty=1.05).repetition_penalty == 1.0
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError):
         GenerationDefaults.load(tmp_path)
@@ -126,6 +130,18 @@ def test_a_field_that_would_change_the_answer_is_refused_unless_it_is_at_its_def
         assert check_extra_fields({name: value}, [], "warn") == []
     with pytest.raises(RequestError) as caught:
         check_extra_fields({name: {"some": "thing"}}, [], "ignore")
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "unused", "remedy"), [("best_of", 1, "n completions"), ("suffix", "", "prompt")]
+)
+def test_what_is_never_done_is_refused_with_what_to_do_instead(
+    name: str, unused: object, remedy: str
+) -> None:
+    assert check_extra_fields({name: unused}, [], "reject") == []
+    with pytest.raises(RequestError, match=remedy) as caught:
+        check_extra_fields({name: "x"}, [], "ignore")
     assert caught.value.param == name
 
 

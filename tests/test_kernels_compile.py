@@ -114,6 +114,20 @@ def _choose(dtype: str, *, filters: bool, vocab: int = 151936) -> Variant:
     return Variant("_choose", signature, constexprs, 8)
 
 
+def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
+    """Chunks of Qwen3's vocabulary, tables of `RULE_LIMITS`."""
+    numbers = "is_ruled prompt_lengths nums_allowed nums_biased nums_bad_words"
+    signature = _pointers(
+        i32=f"slots token_ids num_computed {numbers} allowed_ids biased_ids bad_words",
+        fp32="repetitions frequencies presences biases",
+        i64="positions",
+    )
+    signature |= {"logits": f"*{dtype}:16", "row_stride": "i32:16", "tokens_stride": "i32"}
+    signature |= {"vocab_size": "i32:16"}
+    constexprs = {"DRAFTS": drafts, "MOST_ALLOWED": 1024, "MOST_BIASED": 512, "MOST_WORDS": 256, "WORD": 8}
+    return Variant("_apply", signature, constexprs | {"CHUNK": 1024}, 4)
+
+
 def _lay_out(*, is_block: bool, groups: int = 1) -> Variant:
     rows = _pointers(
         i32="cu_rows row_slots kv_lengths page_tables",
@@ -239,6 +253,10 @@ VARIANTS: dict[str, list[Variant]] = {
         _choose("bf16", filters=True),
         _choose("bf16", filters=True, vocab=262144),  # Gemma 3
         _choose("fp32", filters=True),
+    ],
+    "step.device.rules": [
+        _apply_rules("bf16", drafts=False),
+        _apply_rules("fp32", drafts=True),
     ],
     "step.device.rows": [
         _lay_out(is_block=True),

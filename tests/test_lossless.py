@@ -30,6 +30,14 @@ KNOBS = {
     "min-p": SamplingParams(temperature=1.0, min_p=0.05),
     "all": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01),
     "min-tokens": SamplingParams(min_tokens=20, max_tokens=NUM_TOKENS, stop_token_ids=tuple(range(1, 30))),
+    "rules": SamplingParams(  # each by itself: test_token_rules.py
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias=((5, 2.0), (9, 1.5)),
+        allowed_token_ids=tuple(range(100)),
+        bad_words_token_ids=((3,), (5, 9), (9, 5, 9)),
+    ),
 }
 ENGINES = {
     "as shipped": {},

@@ -180,7 +180,8 @@ class RowAnswerer:
     def _response(self, row: str, request: RowRequest, answer: RequestOutput) -> Mapping[str, Any]:
         """The body that the HTTP endpoint would have given."""
         shape = ChatShape() if isinstance(request.body, ChatRequest) else CompletionShape()
-        choices = [whole_choice(shape, completion.index, completion) for completion in answer.outputs]
+        num_logprobs = request.params.logprobs
+        choices = [whole_choice(shape, each.index, each, num_logprobs) for each in answer.outputs]
         prompt_tokens, completion_tokens = len(answer.prompt_token_ids), _completion_tokens(answer)
         usage = {
             "prompt_tokens": prompt_tokens,

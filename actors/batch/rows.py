@@ -43,12 +43,23 @@ SAMPLING_COLUMNS = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "chat_template_kwargs",
     "response_format",
     "structured_outputs",
 )
 # Of these text is JSON; of `stop` it is when it is a list of strings.
-JSON_COLUMNS = frozenset({"stop_token_ids", "chat_template_kwargs", "response_format", "structured_outputs"})
+JSON_COLUMNS = frozenset(
+    {
+        *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
+        *("chat_template_kwargs", "response_format", "structured_outputs"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

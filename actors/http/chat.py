@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from ..outputs import CompletionOutput
 from .frontend import Frontend
 from .generation import prepare, respond
+from .logprobs import chat_logprobs
 from .protocol import ChatRequest, conversation
 from .wire import JsonObject, JsonRoute
 
@@ -26,6 +28,9 @@ class ChatShape:
     def whole(self, index: int, text: str, finish_reason: str) -> JsonObject:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+
+    def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+        return chat_logprobs(completion, num_top)
 
 
 def chat_routes(frontend: Frontend) -> APIRouter:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from ..outputs import CompletionOutput
 from .frontend import Frontend
 from .generation import prepare, respond
+from .logprobs import completion_logprobs
 from .protocol import CompletionRequest
 from .wire import JsonObject, JsonRoute
 
@@ -25,6 +27,9 @@ class CompletionShape:
 
     def whole(self, index: int, text: str, finish_reason: str) -> JsonObject:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+        return completion_logprobs(completion, num_top, offset)
 
 
 def completion_routes(frontend: Frontend) -> APIRouter:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256  # of commands and of rows of a dataset
 
@@ -22,6 +19,7 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
 
     @classmethod
@@ -37,12 +35,11 @@ class GenerationDefaults:
                 "generation_config: openai to do without it.",
                 param="generation_config",
             ) from error
-        if found.get("repetition_penalty") not in (None, 1, 1.0):
-            logger.warning("generation_config.json: repetition_penalty is not supported and not applied")
         return cls(
             temperature=found.get("temperature"),
             top_p=found.get("top_p"),
             top_k=found.get("top_k"),
             min_p=found.get("min_p"),
+            repetition_penalty=found.get("repetition_penalty"),
             max_tokens=found.get("max_new_tokens"),
         )

@@ -7,6 +7,7 @@ into a request model of `protocol.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,17 +16,9 @@ from .settings import UnknownParams
 
 # Field -> values that mean "not used"; None and absence always do.
 REFUSED: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "best_of": (1,),
     "use_beam_search": (False,),
-    "suffix": ("",),
     "echo": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -35,8 +28,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "regex": (),
     "ebnf": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "stream_interval": (1,),
@@ -52,6 +43,14 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "lora_path": (),
 }
+# Field -> the value that means "not used", and what to do instead of using it.
+NEVER: Mapping[str, tuple[object, str]] = {
+    "best_of": (1, "Leave it out: ask for n completions with logprobs, and choose among them."),
+    "suffix": (
+        "",
+        "Leave it out: put what is to follow into the prompt, as the model was taught.",
+    ),
+}
 # Fields that say something about the request, not about the answer.
 SILENT = frozenset(
     {"user", "metadata", "session_id", "safety_identifier", "store", "service_tier", "parallel_tool_calls"}
@@ -61,14 +60,16 @@ SILENT = frozenset(
 def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:
     """Refuse what must not be ignored. Returns the unknown fields, which are ignored."""
     for name, value in extra.items():
+        if name in NEVER and value is not None and value != NEVER[name][0]:
+            raise RequestError(f"{name} is not supported. {NEVER[name][1]}", param=name)
         if name in REFUSED and value is not None and value not in REFUSED[name]:
             raise RequestError(
                 f"{name} is not supported by this server yet. Leave it out"
-                + (f" or send its default ({REFUSED[name][0]!r})." if REFUSED[name] else "."),
+                + (f" or send its default ({json.dumps(REFUSED[name][0])})." if REFUSED[name] else "."),
                 param=name,
             )
-    unknown = [name for name in extra if name not in REFUSED and name not in SILENT]
+    unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
     if unknown and policy == "reject":
-        hint = did_you_mean(unknown[0], [*known, *REFUSED, *SILENT], else_say="Leave it out.")
+        hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], else_say="Leave it out.")
         raise RequestError(f"{unknown[0]} is not a known field. {hint}", param=unknown[0])
     return unknown

@@ -22,6 +22,7 @@ from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
 from .gate import new_id, use_request_id
+from .logprobs import token_lengths
 from .origin import Origin, told
 from .protocol import GenerationRequest
 from .run import Run, Work
@@ -46,6 +47,10 @@ class Shape(Protocol):
         ...
 
     def whole(self, index: int, text: str, finish_reason: str) -> JsonObject: ...
+
+    def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
+        """Of a choice's tokens, with so many likeliest ones; `offset` is the length of those before."""
+        ...
 
 
 def prepare(
@@ -99,7 +104,7 @@ async def whole_body(run: Run, shape: Shape) -> JsonObject:
     choices: list[JsonObject] = []
     for prompt, answer in zip(work.prompts, await run.answers(), strict=True):
         for completion in answer.outputs:
-            choice = whole_choice(shape, len(choices), completion)
+            choice = whole_choice(shape, len(choices), completion, work.params.logprobs)
             if work.request.return_token_ids:
                 choice["token_ids"] = completion.token_ids
                 choice["prompt_token_ids"] = prompt.token_ids
@@ -108,10 +113,12 @@ async def whole_body(run: Run, shape: Shape) -> JsonObject:
     return _with_metrics(body, run)
 
 
-def whole_choice(shape: Shape, at: int, completion: CompletionOutput) -> JsonObject:
+def whole_choice(shape: Shape, at: int, completion: CompletionOutput, num_logprobs: int | None) -> JsonObject:
     """A choice of a whole answer, the `at`th of its response."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
     choice = shape.whole(at, completion.text, completion.finish_reason)
+    if num_logprobs is not None:
+        choice["logprobs"] = shape.logprobs(completion, num_logprobs, 0)
     return {**choice, "stop_reason": completion.stop_reason}
 
 
@@ -154,6 +161,7 @@ class _ChunkWriter:
         self._work = run.work
         self._shape = shape
         self._opened: set[int] = {0} if run.work.begun.token_ids else set()
+        self._lengths: dict[int, int] = {}  # of the text of the tokens whose log probabilities went out
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
         found: list[JsonObject] = []
@@ -176,16 +184,24 @@ class _ChunkWriter:
     def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
         found: list[JsonObject] = []
         with_ids = self._work.request.return_token_ids
-        if completion.text or (with_ids and completion.token_ids):
+        if completion.text or completion.logprobs or (with_ids and completion.token_ids):
             choice = self._shape.chunk(at, completion.text, None)
             if with_ids:
                 choice["token_ids"] = completion.token_ids
+            if completion.logprobs:
+                choice["logprobs"] = self._logprobs(at, completion)
             found.append(choice)
         if completion.finish_reason is not None:
             choice = self._shape.chunk(at, None, completion.finish_reason)
             choice["stop_reason"] = completion.stop_reason
             found.append(choice)
         return found
+
+    def _logprobs(self, at: int, completion: CompletionOutput) -> JsonObject:
+        num_top, offset = self._work.params.logprobs, self._lengths.get(at, 0)
+        assert num_top is not None, "nobody asked for them"
+        self._lengths[at] = offset + token_lengths(completion)
+        return self._shape.logprobs(completion, num_top, offset)
 
 
 def _with_metrics(body: JsonObject, run: Run) -> JsonObject:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from ...cluster.errors import RequestError
-from ...cluster.request import SamplingParams
+from ...cluster.request import MAX_LOGPROBS, SamplingParams
 from ..prompts import Chat, EncodedPrompt, Prompt, needed
 from ..tokenizer import Tokenizer
 from .defaults import GenerationDefaults
@@ -73,6 +73,28 @@ def _ids_as_they_are(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     if isinstance(value, list) and _are_ids(value) and min(value, default=0) >= 0:
         return value
     return validate(value)
+
+
+def _number_of_logprobs(value: Any) -> Any:
+    """An integer is meant, and 0 is one; `false` is what chat calls none."""
+    if value is True:
+        raise RequestError(
+            f"logprobs=true is not allowed: completions take an integer from 0 to {MAX_LOGPROBS}, how many "
+            "likeliest tokens to tell in each place.",
+            param="logprobs",
+        )
+    return None if value is False else value
+
+
+def _whether_logprobs(value: Any) -> Any:
+    """0 is no `false`: who sends a number means completions' field."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise RequestError(
+        f"logprobs={value!r} is not allowed: chat takes true or false, and the number of likeliest tokens in "
+        "top_logprobs.",
+        param="logprobs",
+    )
 
 
 def _speculation(value: Any) -> Any:
@@ -126,6 +148,12 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     return_token_ids: bool = False
@@ -140,6 +168,11 @@ class GenerationRequest(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true.", param="stream_options")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are asked for in each place; None: no log probabilities."""
+        raise NotImplementedError
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
         """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
@@ -160,6 +193,13 @@ class GenerationRequest(BaseModel):
                 ignore_eos=self.ignore_eos,
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 skip_special_tokens=self.skip_special_tokens,
+                presence_penalty=_first(self.presence_penalty, 0.0),
+                frequency_penalty=_first(self.frequency_penalty, 0.0),
+                repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+                logit_bias=tuple((self.logit_bias or {}).items()),
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+                bad_words=tuple(self.bad_words or ()),
+                logprobs=self.num_logprobs,
             )
         except RequestError as error:
             if error.param != "max_tokens":
@@ -169,6 +209,11 @@ class GenerationRequest(BaseModel):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def prompts(self) -> list[Prompt]:
         """As the engine's door takes them; that ids are integers has been seen."""
@@ -216,6 +261,27 @@ class ChatTemplateOptions(BaseModel):
 
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} needs logprobs=true. Send both, or neither.",
+                param="top_logprobs",
+            )
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} is not allowed: it must be an integer from 0 to "
+                f"{MAX_LOGPROBS}.",
+                param="top_logprobs",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(ChatTemplateOptions):

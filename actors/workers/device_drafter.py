@@ -100,6 +100,7 @@ class DeviceSeat:
             self._states.sampling,
             filters=step.filters,
             workspace=self._workspace,
+            drafts=True,
         )
         place_drafts(chosen_N, rows, tables)
         return chosen_N

@@ -5,6 +5,8 @@ same on every device, in every batch, and after any restart; nothing is drawn or
 the same noise proposes what the target is likely to choose. Greedy is the limit of temperature 0. Called by
 `dflash/propose.py` and `actors/targets/runners/host.py`.
 
+Before anything else, what cannot be is taken out and requests' rules are applied (`rules.py`).
+
 Filters have vLLM's meaning and order: temperature, then min-p, top-k, top-p, on probabilities after
 temperature; tokens exactly as likely as the last one kept are kept too.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .operators import DEFINITION, StepOperators
+from .rules import apply_rules
 from .sampling_batch import SamplingBatch
 
 _NUCLEUS_FIRST_LOOK = 256
@@ -29,6 +32,8 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperator
     """
     if batch.forbidden_F is not None:
         logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
+    if batch.ruled:
+        logits_NV = apply_rules(logits_NV, batch.ruled)
     if batch.noisy_M is None:
         return operators.argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .noise import noise_keys
+from .rules import RuledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class SamplingBatch:
         key_2M1: two 32-bit noise keys per row, int64.
         forbidden_F: rows and token ids that must not be chosen (int64 [2, F]); None if there are none.
         max_top_k: the largest top-k in use.
+        ruled: rows of requests that have rules, and what these say there.
     """
 
     num_rows: int
@@ -41,13 +43,19 @@ class SamplingBatch:
     key_2M1: Tensor | None = None
     forbidden_F: Tensor | None = None
     max_top_k: int = 0
+    ruled: tuple[RuledRows, ...] = ()
 
     @classmethod
     def greedy(
-        cls, num_rows: int, forbidden: NDArray[np.int64] | None, device: torch.device | str
+        cls,
+        num_rows: int,
+        forbidden: NDArray[np.int64] | None,
+        device: torch.device | str,
+        ruled: tuple[RuledRows, ...] = (),
     ) -> SamplingBatch:
         """Rows that all take the likeliest token; see `build`."""
-        return cls(num_rows, forbidden_F=_put(forbidden, device) if forbidden is not None else None)
+        forbidden_F = _put(forbidden, device) if forbidden is not None else None
+        return cls(num_rows, forbidden_F=forbidden_F, ruled=ruled)
 
     @classmethod
     def build(
@@ -61,6 +69,7 @@ class SamplingBatch:
         position: NDArray[np.int64],
         forbidden: NDArray[np.int64] | None = None,
         device: torch.device | str = "cpu",
+        ruled: tuple[RuledRows, ...] = (),
     ) -> SamplingBatch:
         """From host arrays [N], one entry per row.
 
@@ -68,13 +77,14 @@ class SamplingBatch:
             top_k: 0 or less keeps all.
             position: absolute position of the token to be chosen (of the row + 1).
             forbidden: [2, F] rows and token ids.
+            ruled: as of `RuleStates.rows`.
         """
 
         def put(values: np.ndarray) -> Tensor:
             return _put(values, device)
 
         noisy = np.flatnonzero((temperature > 0) & (top_k != 1))
-        plain = cls.greedy(len(temperature), forbidden, device)
+        plain = cls.greedy(len(temperature), forbidden, device, ruled)
         if noisy.size == 0:
             return plain
         top_k, top_p, min_p = top_k[noisy], top_p[noisy], min_p[noisy]
@@ -89,6 +99,7 @@ class SamplingBatch:
             key_2M1=put(noise_keys(seed[noisy], position[noisy])[:, :, None]),
             forbidden_F=plain.forbidden_F,
             max_top_k=int(top_k.max(initial=0)),
+            ruled=ruled,
         )
 
 

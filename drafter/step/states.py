@@ -24,8 +24,10 @@ from ...cluster.page_groups import ONE_GROUP, PagePlan
 from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
+from .logprobs import LogprobRows
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
+from .rule_states import RuleStates
 from .sampling_batch import SamplingBatch
 
 
@@ -71,6 +73,8 @@ class RequestStates:
         self._seed = np.zeros(num_slots, dtype=np.int64)
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
+        self._rules = RuleStates(self.device)
+        self._num_top_logprobs = np.full(num_slots, -1, dtype=np.int64)  # -1: not asked for
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self._now: StepRequests | None = None  # of the step under way
 
@@ -94,6 +98,8 @@ class RequestStates:
         self._seed[slot] = sampling.seed
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
+        self._rules.admit(slot, sampling.rules)
+        self._num_top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
@@ -110,6 +116,11 @@ class RequestStates:
         drafts_D = r.num_drafts_R[who_D]
         rows_of_D = (r.slots_R[who_D], r.first_R[who_D], drafts_D + 1, drafts_D)
         return self._lay_out(*rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id)
+
+    def logprob_rows(self, plan: SchedulerOutput) -> LogprobRows | None:
+        """Of which rows of the target log probabilities are asked for."""
+        r = self._requests(plan)
+        return LogprobRows.of(self._num_top_logprobs[r.slots_R], r.counts_R)
 
     def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
         """Write proposals behind the known tokens, where `lay_out_rows` reads them; -1 marks what is none."""
@@ -147,8 +158,10 @@ class RequestStates:
         groups = self._target_groups if mask_id is None else self._drafter_groups
         if mask_id is None:
             chosen_at_X += 1  # a known token's row chooses the next one, a mask's its own
+            num_before_X = chosen_at_X
         else:
             token_ids_N.index_fill_(0, rows_X, mask_id)
+            num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see what is known
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -157,7 +170,7 @@ class RequestStates:
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
             max_count=int(all_counts_R.max()),
-            sampling=self._sampling(slots_X, chosen_at_X),
+            sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
         )
 
     def _attention(
@@ -179,11 +192,12 @@ class RequestStates:
             for number, group in enumerate(self._groups)
         )
 
-    def _sampling(self, slots_X: Ints, positions_X: Ints) -> SamplingBatch:
+    def _sampling(self, slots_X: Ints, positions_X: Ints, num_before_X: Ints) -> SamplingBatch:
         temperature_X = self._temperature[slots_X]
         forbidden = self._forbidden(slots_X, positions_X)
+        ruled = self._rules.rows(self.token_ids, slots_X, num_before_X)
         if not temperature_X.any():
-            return SamplingBatch.greedy(len(slots_X), forbidden, self.device)
+            return SamplingBatch.greedy(len(slots_X), forbidden, self.device, ruled)
         return SamplingBatch.build(
             temperature=temperature_X,
             top_k=self._top_k[slots_X],
@@ -193,6 +207,7 @@ class RequestStates:
             position=positions_X,
             forbidden=forbidden,
             device=self.device,
+            ruled=ruled,
         )
 
     def _forbidden(self, slots_X: Ints, positions_X: Ints) -> Ints | None:

@@ -17,6 +17,7 @@ import torch
 from ....cluster.config import EngineConfig
 from ....cluster.executor import ExecutorInfo
 from ....cluster.page_groups import LayerPlace, PagePlan
+from ....cluster.token_rules import RuleLimits
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.checkpoint import load_drafter
@@ -150,6 +151,8 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
         max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
         halves=plan.split,
         max_stop_token_ids=_max_stop_token_ids(plan),
+        has_logprobs=not runs_on_device(plan),
+        rule_limits=_rule_limits(plan),
     )
 
 
@@ -172,6 +175,14 @@ def _max_stop_token_ids(plan: LoadPlan) -> int | None:
     from ....drafter.step.device.states import MAX_STOP_TOKEN_IDS
 
     return MAX_STOP_TOKEN_IDS
+
+
+def _rule_limits(plan: LoadPlan) -> RuleLimits | None:
+    if not runs_on_device(plan):
+        return None
+    from ....drafter.step.device.rule_tables import RULE_LIMITS
+
+    return RULE_LIMITS
 
 
 def runs_ahead(plan: LoadPlan) -> bool:

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....cluster.logprobs import StepLogprobs
 from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.propose import Proposer
+from ....drafter.step.logprobs import LogprobRows, raw_logprobs, tell_logprobs
 from ....drafter.step.operators import StepOperators
 from ....drafter.step.rows import StepRows
 from ....drafter.step.sampling import sample_rows
@@ -125,7 +127,8 @@ class StepRunner:
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
-        token_ids_RW, num_tokens_R = self._choose(hidden_XH, rows, drafts_RK)
+        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.logprob_rows(plan))
+        token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None:
@@ -137,6 +140,7 @@ class StepRunner:
             token_ids=token_ids_RW.cpu().numpy().astype(np.int32),
             num_tokens=num_tokens_R.cpu().numpy().astype(np.int32),
             timings=StepTimings(*clock.seconds()),
+            logprobs=logprobs,
         )
 
     def _propose(self, plan: SchedulerOutput) -> Tensor:
@@ -148,10 +152,14 @@ class StepRunner:
         self.states.place_drafts(plan, drafts_RK)
         return drafts_RK
 
-    def _choose(self, hidden_XH: Tensor, rows: StepRows, drafts_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Each sampled row's token, and how far the drafts agree with them."""
-        chosen_X = rows.sampled_X  # where there are none: as many
-        if len(hidden_XH):
-            chosen_X = sample_rows(self.model.logits(hidden_XH), rows.sampling, self._operators)
-            chosen_X = self._communicator.broadcast(chosen_X)
-        return self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+    def _choose(
+        self, hidden_XH: Tensor, rows: StepRows, asked: LogprobRows | None
+    ) -> tuple[Tensor, StepLogprobs | None]:
+        """Each sampled row's token, and the log probabilities that are asked for."""
+        if not len(hidden_XH):
+            return rows.sampled_X, None  # as many
+        logits_XV = self.model.logits(hidden_XH)
+        logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
+        chosen_X = self._communicator.broadcast(sample_rows(logits_XV, rows.sampling, self._operators))
+        told = None if asked is None or logprobs_YV is None else tell_logprobs(logprobs_YV, chosen_X, asked)
+        return chosen_X, told

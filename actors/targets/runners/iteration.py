@@ -98,7 +98,7 @@ class Iteration:
     Args:
         requests: who takes part; whoever may draft in it drafts.
         outcome: written.
-        filters: whether any request narrows its distribution by top-k, top-p or min-p.
+        filters: whether any request narrows its distribution by top-k, top-p or min-p, or has rules.
     """
 
     def __init__(
@@ -144,7 +144,9 @@ class Iteration:
         assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
         rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
-        place_drafts(self._choose(drafter, hidden_NH, rows.slots_N, rows.positions_N), rows, tables)
+        place_drafts(
+            self._choose(drafter, hidden_NH, rows.slots_N, rows.positions_N, drafts=True), rows, tables
+        )
 
     def _sample(self, rows: StepRows, hidden_NH: Tensor) -> Tensor:
         """The target's choices, and which drafts they leave standing."""
@@ -167,7 +169,9 @@ class Iteration:
         assert drafter is not None and cache is not None, "a drafter has pages"
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
 
-    def _choose(self, head: _Head, hidden_XH: Tensor, slots_X: Tensor, positions_X: Tensor) -> Tensor:
+    def _choose(
+        self, head: _Head, hidden_XH: Tensor, slots_X: Tensor, positions_X: Tensor, *, drafts: bool = False
+    ) -> Tensor:
         """A token per row, the same on all ranks: of a split head each rank chooses within its part of the
         vocabulary, and the best choice wins. A filter needs all of it."""
         models, communicator = self._models, self._models.communicator
@@ -179,6 +183,7 @@ class Iteration:
                 models.states.sampling,
                 filters=self._filters,
                 workspace=models.workspace,
+                drafts=drafts,
             )
             return communicator.broadcast(chosen_X)
         logits_XU, first_id = head.local_logits(hidden_XH)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .filters import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
 from .noise import negative_gumbel, noise_keys
+from .rules import apply_rules
 from .sampling_state import SamplingState, has_filters, read_filters, read_logits, read_temperature
 
 _BEHIND_ALL = tl.constexpr(2**31 - 1)
@@ -91,6 +92,7 @@ def sample_rows(
     filters: bool,
     workspace: SamplingWorkspace,
     vocab_start: int = 0,
+    drafts: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Token ids [N] (int64), ties to the lowest id, and their scores [N] (fp32): z + T g, or z where greedy.
 
@@ -98,19 +100,22 @@ def sample_rows(
     id. Rows that are padding get id 0 and score -inf.
 
     Args:
-        logits_NV: any float dtype, columns contiguous; -inf where a token cannot be. Not changed.
+        logits_NV: any float dtype, columns contiguous; -inf where a token cannot be. Changed by rules alone.
         slots_N: each row's request slot, int32; -1 is padding.
         positions_N: absolute position of the token to be chosen (of the row + 1 for the target's rows),
             int32 or int64.
-        filters: whether any running request has top-k, top-p or min-p; needs the whole vocabulary.
+        filters: whether any running request has top-k, top-p, min-p or rules; needs the whole vocabulary.
         workspace: its contents are overwritten.
         vocab_start: the token id of column 0.
+        drafts: the rows propose drafts; see `apply_rules`.
     """
     num_rows, vocab_size = logits_NV.shape
     chunks = triton.cdiv(vocab_size, workspace.chunk_size)
     assert logits_NV.stride(1) == 1, "columns must be contiguous"
     assert workspace.score_NC.shape[0] >= num_rows and workspace.score_NC.shape[1] >= chunks, "too small"
     assert not (filters and vocab_start), "a filter sees the whole vocabulary: gather the logits first"
+    if filters and state.rules is not None and state.tables is not None:
+        apply_rules(logits_NV, slots_N, positions_N, state.rules, state.tables, drafts=drafts)
     ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     memory = workspace.filters

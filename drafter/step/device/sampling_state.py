@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .rows import SlotTables
+from .rule_tables import RuleTables
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
@@ -24,6 +27,7 @@ class SamplingState:
         seed: int64, the noise key.
         min_length: int32; at positions below it no stop token may be chosen.
         stop_ids: int32 [slots, F]; from the first -1 on there are none.
+        rules, tables: what requests change in the logits, and the tokens before a row; None without rules.
     """
 
     temperature: Tensor
@@ -33,6 +37,8 @@ class SamplingState:
     seed: Tensor
     min_length: Tensor
     stop_ids: Tensor
+    rules: RuleTables | None = None
+    tables: SlotTables | None = None
 
 
 @triton.jit

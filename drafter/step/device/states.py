@@ -24,6 +24,7 @@ from ....cluster.plan import AdmittedRequest, SchedulerOutput
 from ...compute.kv_cache import skip_slot
 from .arena import Arena
 from .rows import Ints, SlotTables
+from .rule_tables import RuleTables, rule_entries
 from .sampling_state import SamplingState
 
 MAX_STOP_TOKEN_IDS = 128  # of a request: a row of the table that kernels read
@@ -70,6 +71,7 @@ class DeviceStates:
                 "num_computed": ((num_slots,), torch.int32),
                 "stop_ids": ((num_slots, MAX_STOP_TOKEN_IDS), torch.int32),
                 **{name: ((num_slots,), dtype) for name, dtype in _SAMPLING.items()},
+                **RuleTables.shapes(num_slots),
             },
             device,
         )
@@ -88,10 +90,13 @@ class DeviceStates:
             ),
         )
         self.sampling = SamplingState(
-            **{name: tables[name] for name in _SAMPLING}, stop_ids=tables["stop_ids"]
+            **{name: tables[name] for name in _SAMPLING},
+            stop_ids=tables["stop_ids"],
+            rules=RuleTables.of(self._arena),
+            tables=self.tables,
         )
         of_groups = len(pages.groups) * table_shape[2]
-        self.most_changes = max_model_len + of_groups + MAX_STOP_TOKEN_IDS + len(_SAMPLING) + 2
+        self.most_changes = max_model_len + of_groups + MAX_STOP_TOKEN_IDS + len(_SAMPLING) + 3
         self._filters_S = np.zeros(num_slots, dtype=np.bool_)
 
     @property
@@ -112,7 +117,7 @@ class DeviceStates:
         return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
     def filters(self, slots: Ints) -> bool:
-        """Whether any of these requests has top-k, top-p or min-p."""
+        """Whether any of these requests has top-k, top-p, min-p or rules."""
         return bool(self._filters_S[slots].any())
 
     def _page_entries(self, plan: SchedulerOutput) -> list[tuple[Ints, Ints]]:
@@ -138,7 +143,7 @@ class DeviceStates:
         slot, tokens, sampling = request.slot, request.token_ids, request.sampling
         greedy = sampling.temperature <= 0 or sampling.top_k == 1
         narrows = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        self._filters_S[slot] = narrows and not greedy
+        self._filters_S[slot] = (narrows and not greedy) or sampling.rules is not None
         stops = np.full(MAX_STOP_TOKEN_IDS, -1, dtype=np.int32)
         stops[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
         entries = self._arena.entries
@@ -146,4 +151,5 @@ class DeviceStates:
             entries("token_ids", (slot, np.arange(len(tokens))), tokens),
             entries("stop_ids", (slot, np.arange(len(stops))), stops),
             *(entries(name, (slot,), getattr(sampling, name)) for name in _SAMPLING),
+            *rule_entries(self._arena, slot, sampling.rules),
         ]

@@ -1,0 +1,44 @@
+"""Log probabilities as users read them: in vLLM's shape, with the text of tokens. Called by `outputs.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..cluster.logprobs import TokenLogprobs
+from .tokenizer import Tokenizer
+
+
+class Logprob(NamedTuple):
+    """Of a token in one place of the output.
+
+    Attributes:
+        logprob: natural, of the model's own distribution.
+        rank: the token's place among all of the vocabulary, from 1.
+        decoded_token: its text by itself; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PlaceLogprobs = dict[int, Logprob]  # by token id, the one that came out first, then the likeliest
+
+
+def readable(
+    found: Iterable[TokenLogprobs], token_ids: Sequence[int], tokenizer: Tokenizer | None
+) -> list[PlaceLogprobs]:
+    """One for each of these tokens."""
+
+    def logprob(token_id: int, value: float, rank: int) -> Logprob:
+        text = None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(value, rank, text)
+
+    places: list[PlaceLogprobs] = []
+    for token_id, told in zip(token_ids, found, strict=False):  # a stop string may leave some tokens out
+        place = {token_id: logprob(token_id, told.logprob, told.rank)}
+        for rank, (top_id, value) in enumerate(zip(told.top_ids, told.top_logprobs, strict=True), start=1):
+            place.setdefault(top_id, logprob(top_id, value, rank))
+        places.append(place)
+    return places

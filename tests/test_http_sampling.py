@@ -1,0 +1,166 @@
+"""Sampling fields and log probabilities over real HTTP: they act, have OpenAI's shapes, or are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from text_pair import LiveServer, make_text_pair
+
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 20}
+USER = [{"role": "user", "content": "Say something."}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    config = EngineConfig.from_dict(
+        {
+            "model": str(target),
+            "speculative_config": {"model": str(drafter), "adaptive": False},
+            "dtype": "float32",
+            "max_num_seqs": 4,
+            "num_pages": 128,
+            "num_threads": 1,
+        }
+    )
+    with (
+        LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
+        httpx.Client(base_url=server.url, timeout=30) as client,
+    ):
+        yield client
+
+
+def answer(http: httpx.Client, path: str, **body: Any) -> Any:
+    response = http.post(path, json={**GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def streamed(http: httpx.Client, path: str, **body: Any) -> list[Any]:
+    """The choices of a stream."""
+    response = http.post(path, json={**GREEDY, **body, "stream": True})
+    pieces = response.text.split("\n\n")[:-2]
+    return [c for p in pieces for c in json.loads(p.removeprefix("data: "))["choices"]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 2},
+        {"frequency_penalty": 2},
+        {"repetition_penalty": 2},
+        {"logit_bias": {"70": 100}},
+        {"allowed_token_ids": [70, 71, 72]},
+    ],
+)
+def test_a_field_acts_and_speculation_does_not_change_what_it_does(
+    http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": "a a a a", "return_token_ids": True, **fields}
+    ruled = answer(http, COMPLETIONS, **body)["token_ids"]
+    assert ruled != answer(http, COMPLETIONS, prompt="a a a a", return_token_ids=True)["token_ids"]
+    assert ruled == answer(http, COMPLETIONS, **body, speculative=False)["token_ids"]
+    assert set(ruled) <= set(fields.get("allowed_token_ids", ruled))
+    if "logit_bias" in fields:
+        assert set(ruled) == {70}
+
+
+def test_bad_words_do_not_come_though_they_would(http: httpx.Client) -> None:
+    free = answer(http, COMPLETIONS, prompt="abc")["text"]
+    word = next(free[i : i + 2] for i in range(len(free) - 2) if free[i : i + 2].strip().isascii())
+    assert word not in answer(http, COMPLETIONS, prompt="abc", bad_words=[word, *word])["text"]
+
+
+def test_a_chats_log_probabilities_have_openais_shape_whole_and_streamed(http: httpx.Client) -> None:
+    body = {**GREEDY, "messages": USER, "logprobs": True, "top_logprobs": 2}
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+    whole = client.chat.completions.create(**body).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.content is not None
+    assert len(whole.logprobs.content) == 20
+    for token in whole.logprobs.content:
+        assert token.bytes == list(token.token.encode())
+        assert [top.logprob for top in token.top_logprobs] == sorted(
+            (top.logprob for top in token.top_logprobs), reverse=True
+        )
+        assert len(token.top_logprobs) == 2
+        assert (token.top_logprobs[0].token, token.top_logprobs[0].logprob) == (token.token, token.logprob)
+    plain = answer(http, CHAT, **{**body, "speculative": False})["logprobs"]
+    found = [c["logprobs"] for c in streamed(http, CHAT, **body) if c["logprobs"]]
+    assert len(found) > 1
+    for tokens in (plain["content"], [token for logprobs in found for token in logprobs["content"]]):
+        assert [token["token"] for token in tokens] == [token.token for token in whole.logprobs.content]
+        for ours, theirs in zip(tokens, whole.logprobs.content, strict=True):
+            assert ours["logprob"] == pytest.approx(theirs.logprob, abs=1e-4)
+    without = answer(http, CHAT, messages=USER, logprobs=True)["logprobs"]["content"]
+    assert [token["top_logprobs"] for token in without] == [[]] * 20
+    assert answer(http, CHAT, messages=USER, logprobs=False)["logprobs"] is None
+
+
+def test_a_completions_log_probabilities_are_lists_whole_and_streamed(http: httpx.Client) -> None:
+    whole = answer(http, COMPLETIONS, prompt="abc", logprobs=2)["logprobs"]
+    assert {name: len(values) for name, values in whole.items()} == dict.fromkeys(
+        ("text_offset", "token_logprobs", "tokens", "top_logprobs"), 20
+    )
+    assert whole["text_offset"] == [sum(map(len, whole["tokens"][:i])) for i in range(20)]
+    chosen = zip(whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True)
+    assert all(top[token] == value == max(top.values()) for token, value, top in chosen)
+    found = [c["logprobs"] for c in streamed(http, COMPLETIONS, prompt="abc", logprobs=2) if c["logprobs"]]
+    for name in ("text_offset", "tokens"):
+        assert [value for logprobs in found for value in logprobs[name]] == whole[name]
+
+
+def test_zero_log_probabilities_are_the_chosen_tokens_own(http: httpx.Client) -> None:
+    found = answer(http, COMPLETIONS, prompt="abc", logprobs=0)["logprobs"]
+    assert len(found["token_logprobs"]) == 20
+    assert found["top_logprobs"] == [
+        {token: value} for token, value in zip(found["tokens"], found["token_logprobs"], strict=True)
+    ]
+    assert answer(http, COMPLETIONS, prompt="abc")["logprobs"] is None
+
+
+def test_tokens_behind_a_stop_string_bring_none(http: httpx.Client) -> None:
+    free = answer(http, COMPLETIONS, prompt="abc")["text"]
+    stop = next(c for c in free[3:] if c.isascii())
+    body = {"prompt": "abc", "stop": stop, "logprobs": 1, "return_token_ids": True}
+    whole = answer(http, COMPLETIONS, **body)
+    assert len(whole["logprobs"]["tokens"]) == len(whole["token_ids"]) < 20
+    found = streamed(http, COMPLETIONS, **body)
+    assert sum(len(c["logprobs"]["tokens"]) for c in found if c["logprobs"]) == len(whole["token_ids"])
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (COMPLETIONS, {"logprobs": 21}, "logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"logprobs": -1}, "logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),
+    (CHAT, {"logprobs": 0}, "logprobs", "true or false"),
+    (CHAT, {"logprobs": 5}, "logprobs", "top_logprobs"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    (CHAT, {"presence_penalty": 2.1}, "presence_penalty", "from -2 to 2"),
+    (CHAT, {"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias.5", "from -100 to 100"),
+    (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias", "tokens are 0 to"),
+    (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    (COMPLETIONS, {"allowed_token_ids": [99999]}, "allowed_token_ids", "tokens are 0 to"),
+    (COMPLETIONS, {"bad_words": [""]}, "bad_words", "non-empty"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "remedy"), REFUSED)
+def test_a_wrong_value_is_refused_by_name_with_what_would_be_right(
+    http: httpx.Client, path: str, fields: dict[str, Any], param: str, remedy: str
+) -> None:
+    prompt = {"messages": USER} if path == CHAT else {"prompt": "x"}
+    response = http.post(path, json={**GREEDY, **prompt, **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param and remedy in error["message"]

@@ -1,0 +1,87 @@
+"""The GPU's rules against `drafter/step/rules.py`: every row of a block, drafts before it counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from devices import DEVICE
+from manta import SamplingParams
+from manta.cluster.token_rules import TokenRules
+from manta.drafter.step.device.arena import Arena
+from manta.drafter.step.device.rows import SlotTables
+from manta.drafter.step.device.rule_tables import RULE_LIMITS, RuleTables, rule_entries
+from manta.drafter.step.device.rules import apply_rules as apply_rules_in_kernels
+from manta.drafter.step.rule_states import RuleStates
+from manta.drafter.step.rules import apply_rules
+
+VOCAB, LENGTH, PROMPT = 1500, 1300, 40  # more than one chunk of columns, and of tokens
+DRAFTS = 3
+
+
+def params(rng: np.random.Generator) -> list[SamplingParams]:
+    some = rng.integers(0, VOCAB, 400).tolist()
+    return [
+        SamplingParams(presence_penalty=0.7),
+        SamplingParams(frequency_penalty=-0.3, presence_penalty=1.5),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(logit_bias=tuple((t, rng.normal()) for t in range(0, VOCAB, 7))),
+        SamplingParams(allowed_token_ids=tuple(some)),
+        SamplingParams(bad_words_token_ids=((5,), (1400,), (3, 4), (3, 4, 2), (3, 4, 3, 4), (1, 1))),
+        SamplingParams(
+            presence_penalty=0.2,
+            frequency_penalty=0.1,
+            repetition_penalty=0.8,
+            logit_bias=((3, 5.0), (1499, -100.0)),
+            allowed_token_ids=tuple(range(1, VOCAB, 2)),
+            bad_words_token_ids=((3,), (1, 3)),
+        ),
+        SamplingParams(),
+    ]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("begin", [LENGTH - 4, PROMPT + 2, PROMPT])
+def test_rows_are_ruled_as_the_definition_rules_them(begin: int, drafts: bool) -> None:
+    """Of the target each row sees the drafts before it, of the drafter only what is known."""
+    rng = np.random.default_rng(begin)
+    asked = params(rng)
+    slots = rng.permutation(len(asked))
+    tokens = torch.from_numpy(rng.integers(0, 6, (len(asked), LENGTH)))  # few, so that they repeat
+    tokens[:, ::50] = torch.from_numpy(rng.integers(0, VOCAB, tokens[:, ::50].shape))
+    shapes = RuleTables.shapes(len(asked))
+    arena = Arena(shapes, DEVICE)
+    arena.words.fill_(0x7F7F7F7F)  # what a slot's last request left there
+    states = RuleStates(torch.device("cpu"))
+    for slot, wanted in zip(slots.tolist(), asked, strict=True):
+        rules = TokenRules.of(wanted, PROMPT)
+        states.admit(slot, rules)
+        for words, values in rule_entries(arena, slot, rules):
+            arena.words[torch.from_numpy(words).long()] = torch.from_numpy(values).to(DEVICE)
+    num_before = begin + np.arange(DRAFTS + 1)
+    slots_N, positions_N = np.repeat(slots, DRAFTS + 1), np.tile(num_before, len(slots))
+    seen_N = np.full_like(positions_N, begin) if drafts else positions_N
+    logits = torch.randn(len(slots_N) + 1, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+    wanted = apply_rules(logits[:-1].clone(), states.rows(tokens, slots_N, seen_N))
+    tables = SlotTables(
+        token_ids=tokens.to(torch.int32).to(DEVICE),
+        page_tables=torch.zeros(1, len(asked), 1, dtype=torch.int32, device=DEVICE),
+        num_computed=torch.full((len(asked),), begin - 1, dtype=torch.int32, device=DEVICE),
+        page_size=16,
+        skip_slots=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+    )
+    got = logits.to(DEVICE)
+    apply_rules_in_kernels(
+        got,
+        torch.tensor([*slots_N, -1], dtype=torch.int32, device=DEVICE),
+        torch.tensor([*positions_N, 7], device=DEVICE),
+        RuleTables.of(arena),
+        tables,
+        drafts=drafts,
+    )
+    assert torch.equal(got[-1].cpu(), logits[-1]), "padding was ruled"
+    torch.testing.assert_close(got[:-1].cpu(), wanted, rtol=1e-6, atol=1e-6)
+    assert RULE_LIMITS.excess(asked[3]) is None, "the tables hold them"

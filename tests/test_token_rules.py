@@ -1,0 +1,274 @@
+"""Bias, impossible tokens and penalties: what they mean, and that speculation changes no token under them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from manta import LLM, SamplingParams
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import RequestError
+from manta.cluster.executor import ExecutorInfo
+from manta.cluster.limits import SchedulerConfig, check_request
+from manta.cluster.request import Request
+from manta.cluster.token_rules import RuleLimits, TokenRules
+from manta.drafter.step.rule_states import RuleStates
+from manta.drafter.step.rules import apply_rules
+from oracle_rules import generate, ruled
+from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+
+NUM_TOKENS = 24
+RULES = {
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 2.0},
+    "negative frequency": {"frequency_penalty": -1.5},
+    "repetition": {"repetition_penalty": 2.0},
+    "bias": {"logit_bias": {5: 3.0, 9: 2.5, 11: -100, 70: 1.5}},
+    "allowed": {"allowed_token_ids": tuple(range(1, 60, 2))},
+    "bad words": {
+        "bad_words_token_ids": [*([t] for t in range(1, 40)), *([t, t] for t in range(TINY_VOCAB))]
+    },
+}
+EVERYTHING = {
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.2,
+    "logit_bias": {5: 2.0, 9: 1.5, 3: 100},
+    "allowed_token_ids": tuple(range(1, 100)),
+    "bad_words_token_ids": [[3], [5, 9], [9, 5, 9], [7, 7]],
+    "min_tokens": 12,
+    "stop_token_ids": (5,),
+}
+KNOBS = {
+    **{
+        f"{name} at {t}": SamplingParams(**rule, temperature=t)
+        for name, rule in RULES.items()
+        for t in (0.0, 0.7, 1.0)
+    },
+    **{
+        f"everything at {t}": SamplingParams(**EVERYTHING, max_tokens=24, temperature=t)
+        for t in (0.0, 0.7, 1.0)
+    },
+    "everything and filters": SamplingParams(**EVERYTHING, max_tokens=24, top_k=9, top_p=0.9, min_p=0.01),
+    "none": SamplingParams(),
+}
+ENGINES = {
+    "as shipped": {},
+    "chunks of 16 rows": {"max_num_batched_tokens": 16},
+    "forced preemption": {"num_pages": 36, "page_size": 4},
+    "planned ahead": {"async_scheduling": True, "num_pages": 36, "page_size": 4},
+    "defined": {"attention_backend": "torch"},
+}
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(1, TINY_VOCAB - 1, 2 + 11 * i % 41).tolist() for i in range(count)]
+
+
+def asked() -> list[tuple[list[int], SamplingParams]]:
+    """A prompt with each knob, of different lengths, ages and seeds."""
+    params = (
+        replace(p, seed=50 + i, max_tokens=NUM_TOKENS + i % 5, ignore_eos=True)
+        for i, p in enumerate(KNOBS.values())
+    )
+    return list(zip(prompts(len(KNOBS)), params, strict=True))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    return make_tiny_target(folder / "target", "qwen3", seed=5), make_tiny_drafter(folder / "drafter")
+
+
+def run(pair: tuple[Path, Path], drafts: int | None, **settings: object) -> tuple[list[list[int]], LLM]:
+    spec = {"model": str(pair[1]), "num_speculative_tokens": drafts, "adaptive": False}
+    how = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_model_len": 128, **settings}
+    with LLM(
+        str(pair[0]), speculative_config=spec if drafts else None, skip_tokenizer_init=True, **how
+    ) as llm:
+        found = llm.generate([{"prompt_token_ids": p} for p, _ in asked()], [s for _, s in asked()])
+        return [o.outputs[0].token_ids for o in found], llm
+
+
+@pytest.fixture(scope="module")
+def reference(pair: tuple[Path, Path]) -> list[list[int]]:
+    return run(pair, None, enable_prefix_caching=False, max_num_seqs=1)[0]
+
+
+def test_plain_decoding_equals_rules_written_down_in_python(
+    pair: tuple[Path, Path], reference: list[list[int]]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+
+    @torch.inference_mode()
+    def logits_of(token_ids: list[int]) -> torch.Tensor:
+        return model(torch.tensor([token_ids])).logits[0, -1]
+
+    for name, (prompt, params), ours in zip(KNOBS, asked(), reference, strict=True):
+        if name != "everything and filters":
+            theirs = generate(logits_of, prompt, params)[0]
+            stop = next(
+                (
+                    i + 1
+                    for i, t in enumerate(theirs)
+                    if t in params.stop_token_ids and i >= params.min_tokens
+                ),
+                None,
+            )
+            assert ours == theirs[:stop], name
+
+
+def test_every_rule_changes_something(pair: tuple[Path, Path], reference: list[list[int]]) -> None:
+    """Else the grid would prove nothing."""
+    with LLM(str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1) as llm:
+        for name, (prompt, params), ours in zip(KNOBS, asked(), reference, strict=True):
+            free = SamplingParams(
+                temperature=params.temperature,
+                seed=params.seed,
+                max_tokens=params.max_tokens,
+                ignore_eos=True,
+            )
+            (output,) = llm.generate({"prompt_token_ids": prompt}, free)
+            assert (output.outputs[0].token_ids == ours) == (name == "none"), name
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts"),
+    [("as shipped", None), ("as shipped", 3), *((engine, 15) for engine in ENGINES), ("planned ahead", 3)],
+)
+def test_no_token_changes_under_speculation(
+    pair: tuple[Path, Path], reference: list[list[int]], engine: str, drafts: int | None
+) -> None:
+    got, llm = run(pair, drafts, **ENGINES[engine])
+    wrong = [name for name, ours, plain in zip(KNOBS, got, reference, strict=True) if ours != plain]
+    assert not wrong
+    assert (llm.stats().num_accepted_tokens > 0) == (drafts is not None), "drafts never accepted prove little"
+    assert (llm.stats().preemptions > 0) == ("num_pages" in ENGINES[engine])
+
+
+tokens = st.integers(0, 11)
+
+
+@given(
+    prompt=st.lists(tokens, min_size=1, max_size=6),
+    generated=st.lists(tokens, max_size=8),
+    drafts=st.lists(tokens, max_size=4),
+    words=st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=4),
+    penalties=st.tuples(st.sampled_from([0.5, 1.0, 1.3]), *[st.sampled_from([-0.5, 0.0, 0.7])] * 2),
+    known_before=st.integers(0, 8),
+)
+def test_a_row_sees_all_tokens_before_it_and_no_other(
+    prompt: list[int],
+    generated: list[int],
+    drafts: list[int],
+    words: list[list[int]],
+    penalties: tuple[float, float, float],
+    known_before: int,
+) -> None:
+    """Whatever was counted in an earlier step: each row is as plain decoding would have it."""
+    repetition, frequency, presence = penalties
+    params = SamplingParams(
+        bad_words_token_ids=words,  # type: ignore[arg-type]
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+    )
+    states = RuleStates(torch.device("cpu"))
+    states.admit(1, TokenRules.of(params, len(prompt)))
+    sequence = torch.tensor([[0] * 20, [*prompt, *generated, *drafts, *[7] * 20][:20]])
+    begin = len(prompt) + len(generated)
+    early = min(len(prompt) + known_before, begin)  # in a step before, fewer were known
+    states.rows(sequence, np.array([1]), np.array([early]))
+    num_before = np.arange(begin, begin + len(drafts) + 1)
+    logits = torch.randn(len(num_before) + 1, 12, generator=torch.Generator().manual_seed(0))
+    slots = np.array([0] + [1] * len(num_before))
+    got = apply_rules(logits.clone(), states.rows(sequence, slots, np.array([3, *num_before])))
+    assert torch.equal(got[0], logits[0]), "a row without rules was changed"
+    for row in range(len(num_before)):
+        wanted = ruled(logits[row + 1].tolist(), prompt, [*generated, *drafts[:row]], params)
+        torch.testing.assert_close(got[row + 1], torch.tensor(wanted))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("presence_penalty", 2.5, "from -2 to 2"),
+        ("frequency_penalty", float("nan"), "from -2 to 2"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("logit_bias", {3: 101}, "from -100 to 100"),
+        ("allowed_token_ids", [], "at least one"),
+        ("bad_words", ["a", ""], "non-empty"),
+        ("bad_words", ["a"] * 1025, "at most 1024"),
+        ("bad_words_token_ids", [[]], "none empty"),
+        ("logprobs", 21, "from 0 to 20"),
+        ("logprobs", -2, "from 0 to 20"),
+    ],
+)
+def test_a_wrong_rule_is_refused_by_name(field: str, value: object, remedy: str) -> None:
+    with pytest.raises(RequestError, match=remedy) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert (caught.value.param or "").startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("allowed_token_ids", [1, TINY_VOCAB]),
+        ("logit_bias", {TINY_VOCAB: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("bad_words_token_ids", [[1, TINY_VOCAB]]),
+        ("bad_words", ["needs a tokenizer"]),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(
+    pair: tuple[Path, Path], field: str, value: object
+) -> None:
+    with (
+        LLM(str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1) as llm,
+        pytest.raises(RequestError) as caught,
+    ):
+        llm.generate({"prompt_token_ids": [1]}, SamplingParams(**{field: value}))  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"allowed_token_ids": range(5)}, "allowed_token_ids"),
+        ({"logit_bias": {1: 1, 2: 1, 3: 1}}, "logit_bias"),
+        ({"bad_words_token_ids": [[1], [2]]}, "bad_words"),
+        ({"bad_words_token_ids": [[1, 2, 3, 4]]}, "bad_words"),
+        ({"logprobs": 0}, "logprobs"),
+    ],
+)
+def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, object], param: str) -> None:
+    limits = RuleLimits(allowed_tokens=4, biased_tokens=2, bad_words=1, bad_word_tokens=3)
+    info = ExecutorInfo(
+        num_pages=(64,),
+        page_size=16,
+        max_model_len=64,
+        vocab_size=100,
+        eos_token_ids=(0,),
+        num_speculative_tokens=0,
+        dtype="float32",
+        device="cpu",
+        has_logprobs=False,
+        rule_limits=limits,
+    )
+    config = SchedulerConfig.derive(EngineConfig(model="m"), info)
+    fits = SamplingParams(
+        allowed_token_ids=(1, 2), logit_bias=((1, 1.0),), bad_words_token_ids=((1, 2, 3),), seed=1
+    )
+    check_request(Request(request_id="r", prompt_token_ids=(1,), params=fits), config)
+    with pytest.raises(RequestError, match="attention_backend") as caught:
+        wanted = replace(fits, **params)  # type: ignore[arg-type]
+        check_request(Request(request_id="r", prompt_token_ids=(1,), params=wanted), config)
+    assert caught.value.param == param
