@@ -53,8 +53,13 @@ class Work:
 
     @property
     def told(self) -> bool:
-        """Whether a gateway is told the stream's tokens; only a single completion can go on elsewhere."""
-        return self.origin is not None and self.request.stream and self.single
+        """Whether a gateway is told the stream's tokens.
+
+        Only a single completion can go on elsewhere, and none whose log probabilities were asked for: their
+        offsets count from the beginning of a text that another replica has not made.
+        """
+        alone = self.single and self.params.logprobs is None
+        return self.origin is not None and self.request.stream and alone
 
     @property
     def begun(self) -> Begun:
