@@ -129,7 +129,7 @@ class Served:
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.processes(), 15.0)
         left = [] if ended else ["the command itself"]
-        left += sorted({f"process {command.split()[0]}" for _, command in self.processes()})
+        left += sorted({f"process {Path(command.split()[0]).name}" for _, command in self.processes()})
         left += [f"shared memory {name}" for name in sorted(forgotten_since(self._shared_before))]
         return left
 
