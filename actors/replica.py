@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
 RESERVED_REQUESTS = 16
+QUEUED_BATCHES = 4  # that may wait in front of a replica, where the engine has no limit of its own
 # A replica that is to go ends its streams within `shutdown_timeout`; Serve kills one that has not gone then.
 SHUTDOWN_MARGIN_S = 15.0
 SHUTDOWN_LOOK_S = 0.2
@@ -181,7 +182,7 @@ class RoutedReplica(Replica):
             state="draining" if self._traffic.draining else state_of(self._engine),
             running=stats.running - stats.background_running,
             waiting=stats.waiting - stats.background_waiting,
-            max_requests=max_ongoing_requests(self._config) - RESERVED_REQUESTS,
+            max_requests=most_requests(self._config),
             max_model_len=self._engine.info.max_model_len,
             created_s=self._started_s,
         )
@@ -216,10 +217,11 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
         ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)
         for config, settings in models
     ]
+    most = sum(most_requests(config) * parse_replicas(settings.replicas)[1] for config, settings in models)
     wrap = serve.deployment(
         name=GATEWAY,
         # A request too many is refused by the gateway, which knows its replicas; this is only a fence.
-        max_ongoing_requests=2 * sum(_most_requests(*model) for model in models) + RESERVED_REQUESTS,
+        max_ongoing_requests=2 * most + RESERVED_REQUESTS,
         # Longer than its replicas have: it hands on their last words.
         graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
@@ -236,10 +238,6 @@ def _engine(index: int, config: EngineConfig, settings: ServerSettings) -> serve
     return wrap(RoutedReplica).bind(config, settings)
 
 
-def _most_requests(config: EngineConfig, settings: ServerSettings) -> int:
-    return max_ongoing_requests(config) * parse_replicas(settings.replicas)[1]
-
-
 def deployment_options(
     config: EngineConfig, settings: ServerSettings, name: str = DEPLOYMENT
 ) -> dict[str, Any]:  # Any: Serve's options.
@@ -249,7 +247,7 @@ def deployment_options(
     return {
         "name": name,
         "max_ongoing_requests": max_ongoing_requests(config),
-        "max_queued_requests": 4 * config.max_num_seqs,
+        "max_queued_requests": QUEUED_BATCHES * config.max_num_seqs,
         "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + SHUTDOWN_MARGIN_S,
         "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOK_S,
@@ -270,6 +268,13 @@ def max_ongoing_requests(config: EngineConfig) -> int:
     """
     waiting = max(config.max_num_seqs, config.max_num_queued_reqs or 0)
     return config.max_num_seqs + waiting + RESERVED_REQUESTS
+
+
+def most_requests(config: EngineConfig) -> int:
+    """Requests that a gateway gives a replica, those that wait among them: as many as Serve would."""
+    if config.max_num_queued_reqs is not None:
+        return config.max_num_seqs + config.max_num_queued_reqs
+    return max_ongoing_requests(config) - RESERVED_REQUESTS + QUEUED_BATCHES * config.max_num_seqs
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.

@@ -22,7 +22,7 @@ from ..cluster.errors import ConfigError, PlacementError
 from .client import await_ready, num_requests
 from .greeting import models_told, try_it
 from .ray_session import join_or_start_ray, ray_address
-from .serve_checks import check_port, check_storage
+from .serve_checks import check_port, check_storage, open_connections
 from .serve_environment import ServeEnvironment
 from .stop import Stopped, StopSignals
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 POLL_S = 0.2
+LAST_WORDS_S = 5.0
 TELL_S = 5.0
 # Serve takes a replica away a little after its last request has ended.
 DRAIN_MARGIN_S = 20.0
@@ -84,6 +85,7 @@ class Server:
         report: Report,
     ) -> None:
         self.url = options.url
+        self._port = options.port
         self._name = options.name
         self._settings = settings
         self._environment = environment
@@ -122,8 +124,16 @@ class Server:
                 told_s = time.monotonic()
                 self._report(f"draining ({told_s - began_s:.0f} s)")
             time.sleep(POLL_S)
+        if time.monotonic() - began_s >= allowed_s:
+            self._await_last_words()
         self._deployed = False
         self._report(f"drained in {time.monotonic() - began_s:.1f} s")
+
+    def _await_last_words(self) -> None:
+        """HAProxy asks others, for some seconds, to take requests that had to end before they began."""
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while open_connections(self._port) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
 
     def deploy(self, app: Application) -> None:
         """Hand the application to Serve. From now on it is ours to end, also where it replaced another."""

@@ -51,11 +51,11 @@ class Job:
         self._log.seek(0)
         return self._log.read()
 
-    def wait_for(self, words: str) -> None:
+    def wait_for(self, words: str) -> None:  # a regular expression
         deadline_s = time.monotonic() + WAIT_S
         while True:
             ended = self.process.poll() is not None
-            if words in self.said():
+            if re.search(words, self.said()):
                 return
             assert not ended and time.monotonic() < deadline_s, self.said()
             time.sleep(0.05)
@@ -109,7 +109,7 @@ def test_a_stopped_job_keeps_every_answered_row(
     number: signal.Signals, flag: str, pair: tuple[Path, Path], tmp_path: Path, jobs: list[Job]
 ) -> None:
     jobs.append(job := Job(pair, tmp_path, flag))
-    job.wait_for(" 0 failed; ")
+    job.wait_for(rf"[1-9]\d*/{NUM_ROWS} rows .* 0 failed; ")
     started_s = time.monotonic()
     job.process.send_signal(number)
     job.wait_for("rows are in ")  # said when it is so, and before Ray is left

@@ -88,7 +88,7 @@ def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     log, port = tmp_path / "log", free_port()
-    with serving(pair, port, log) as process, ThreadPoolExecutor(4) as pool:
+    with serving(pair, port, log) as process, ThreadPoolExecutor(9) as pool:
         statuses: set[int] = set()
         wait_until(lambda: statuses.add(status := health(port)) or status == 200, process, log)
         assert statuses <= {0, 503, 200}, "never 404 while it loads"
@@ -96,7 +96,7 @@ def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_
         begun = [threading.Event() for _ in range(2)]
         short = pool.submit(stream, port, 1, 100, begun[0])
         # More than there are slots for.
-        long = [pool.submit(stream, port, 4, 500, begun[1]) for _ in range(3)]
+        long = [pool.submit(stream, port, 4, 500, begun[1]) for _ in range(8)]
         assert all(event.wait(WAIT_S) for event in begun)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: "no new requests" in log.read_text() and health(port) == 503, process, log)

@@ -97,7 +97,6 @@ class Supervisor:
             error=config.parent / "503.http",
             draining=folder / "draining.list",
         )
-        self._parent = os.getppid()
         self._ending = False
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -110,8 +109,7 @@ class Supervisor:
         for server in (self._admin_server(front.admin), self._scrape_server(front)):
             threading.Thread(target=server.serve_forever, daemon=True).start()
         status = self._keep_running()
-        if os.getppid() != self._parent:
-            self._sweep()
+        self._sweep()
         return status
 
     def _keep_running(self) -> int:
@@ -182,12 +180,17 @@ class Supervisor:
 
     def _sweep(self) -> None:
         """The folder of an owner that could not."""
-        if self._owner is None:
-            return
-        try:
-            os.kill(self._owner, 0)
-        except OSError:
+        if self._owner is not None and not _lives(self._owner):
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and whose parent has not asked yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def ask_haproxy(where: Path, command: bytes) -> bytes:
