@@ -71,7 +71,7 @@ class Family:
             )
             if pid not in processes and not counted:
                 self._lost_ticks += process.ticks
-        self._members = _descendants(processes, self._members)
+        self._members = descendants(processes, self._members)
         ticks = sum(process.ticks for process in self._members.values()) + self._lost_ticks
         return own_s + ticks / ticks_per_s()
 
@@ -101,8 +101,8 @@ def _core_clocks(stat: Path, cores: Sequence[int]) -> tuple[float, float]:
     return busy / ticks_per_s(), sum(of_core[_STEAL] for of_core in clocks) / ticks_per_s()
 
 
-def _descendants(processes: Mapping[int, CpuProcess], members: Collection[int]) -> dict[int, CpuProcess]:
-    """Of this process, and of those members that live."""
+def descendants(processes: Mapping[int, CpuProcess], members: Collection[int] = ()) -> dict[int, CpuProcess]:
+    """Of this process, and of those members that live; members are among them."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)

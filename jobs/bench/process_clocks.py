@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cpu_clocks import CpuProcess, read_processes, ticks_per_s
+from .cpu_clocks import descendants, read_processes, ticks_per_s
 
 ROLES = ("client", "worker", "replica", "haproxy", "ray")
 SERVER_MODULE = "serve_tax_server"  # the replica of the bare ASGI side
@@ -42,7 +42,7 @@ def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
     return RoleClocks(
         {
             pid: (role_of(pid, _command(proc, pid)), processes[pid].own_ticks / ticks_per_s())
-            for pid in _family(processes)
+            for pid in (os.getpid(), *descendants(processes))
         }
     )
 
@@ -68,17 +68,6 @@ def role_of(pid: int, command: str) -> str:
     if program.startswith("ray::ServeReplica") or SERVER_MODULE in command:
         return "replica"
     return "haproxy" if Path(program).name == "haproxy" else "ray"
-
-
-def _family(processes: Mapping[int, CpuProcess]) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, process in processes.items():
-        children.setdefault(process.parent, []).append(pid)
-    family, found = list[int](), [os.getpid()]
-    while found:
-        family.append(pid := found.pop())
-        found += children.get(pid, ())
-    return [pid for pid in family if pid in processes]
 
 
 def _command(proc: Path, pid: int) -> str:
