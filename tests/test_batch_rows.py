@@ -18,8 +18,9 @@ from manta.actors.batch.rows import Layout, content_id, parse_line, read_request
 from manta.actors.batch.source import check_columns, open_source
 from manta.actors.batch.survey import survey
 from manta.actors.engine import AsyncEngine
+from manta.actors.http.chat_request import ChatRequest
+from manta.actors.http.completion_request import CompletionRequest
 from manta.actors.http.defaults import GenerationDefaults
-from manta.actors.http.protocol import ChatRequest, CompletionRequest
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, DatasetError, EngineDeadError, RequestError
 from text_pair import make_text_pair

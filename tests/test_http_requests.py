@@ -6,10 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from manta.actors.http.chat_request import ChatRequest, conversation
+from manta.actors.http.completion_request import CompletionRequest
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.errors import error_response, public_error
 from manta.actors.http.fields import REFUSED, check_extra_fields
-from manta.actors.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, conversation
+from manta.actors.http.protocol import GenerationRequest
 from manta.actors.http.settings import split_settings
 from manta.actors.telemetry import Histogram, acceptance_line
 from manta.cluster.engine import EngineStats
@@ -109,14 +111,15 @@ def chat(**fields: object) -> ChatRequest:
 def test_text_parts_become_one_string_and_other_keys_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "assistant", "content": parts, "reasoning_content": "why"}])
-    (message,) = conversation(request, None).messages
+    (message,) = conversation(request, request.messages, None).messages
     assert message == {"role": "assistant", "content": "a\nb", "reasoning_content": "why"}
 
 
 def test_an_image_is_refused_by_its_dotted_path() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(RequestError) as caught:
-        conversation(chat(messages=[{"role": "user", "content": [image]}]), None)
+        request = chat(messages=[{"role": "user", "content": [image]}])
+        conversation(request, request.messages, None)
     assert caught.value.param == "messages.0.content.0"
 
 

@@ -19,10 +19,10 @@ import pyarrow as pa
 from ...cluster.errors import EngineDeadError, MantaError
 from ..engine import AsyncEngine
 from ..http.chat import ChatShape
+from ..http.chat_request import ChatRequest, conversation
 from ..http.completions import CompletionShape
 from ..http.defaults import GenerationDefaults
 from ..http.generation import whole_choice
-from ..http.protocol import ChatRequest, conversation
 from ..outputs import RequestOutput
 from .columns import handed_on
 from .figures import SPENT
@@ -148,7 +148,11 @@ class RowAnswerer:
 
     async def _complete(self, name: str, request: RowRequest, *, speculate: bool) -> RequestOutput:
         body, engine = request.body, self._engine
-        given = conversation(body, engine.tokenizer) if isinstance(body, ChatRequest) else body.prompts()[0]
+        given = (
+            conversation(body, body.messages, engine.tokenizer)
+            if isinstance(body, ChatRequest)
+            else body.prompts()[0]
+        )
         return await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),

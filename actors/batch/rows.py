@@ -21,10 +21,11 @@ import pydantic
 
 from ...cluster.errors import ConfigError, RequestError
 from ...cluster.request import SamplingParams
+from ..http.chat_request import ChatRequest
+from ..http.completion_request import CompletionRequest
 from ..http.completions import OPENAI_MAX_TOKENS
 from ..http.defaults import DEFAULT_MAX_TOKENS, GenerationDefaults
 from ..http.fields import check_extra_fields
-from ..http.protocol import ChatRequest, CompletionRequest
 from .template import render, template_columns
 
 Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.

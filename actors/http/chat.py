@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ..outputs import CompletionOutput
+from .chat_request import ChatRequest, conversation
 from .frontend import Frontend
 from .generation import prepare, respond
 from .logprobs import chat_logprobs
-from .protocol import ChatRequest, conversation
 from .wire import JsonObject, JsonRoute
 
 
@@ -39,7 +39,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
-        chat = conversation(body, frontend.engine.tokenizer)
+        chat = conversation(body, body.messages, frontend.engine.tokenizer)
         prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
         ignored = [
             f"chat_template_kwargs.{name}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ..outputs import CompletionOutput
+from .completion_request import CompletionRequest
 from .frontend import Frontend
 from .generation import prepare, respond
 from .logprobs import completion_logprobs
-from .protocol import CompletionRequest
 from .wire import JsonObject, JsonRoute
 
 OPENAI_MAX_TOKENS = 16

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ...cluster.errors import RequestError
+from .chat_request import conversation
 from .frontend import Frontend
-from .protocol import DetokenizeRequest, TokenizeRequest, conversation
+from .tokenize_request import DetokenizeRequest, TokenizeRequest
 from .wire import MAX_VALUES, JsonRoute, json_response
 
 
@@ -16,7 +17,9 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         frontend.check_model(body.model)
-        prompt = conversation(body, frontend.engine.tokenizer) if body.prompt is None else body.prompt
+        prompt = body.prompt
+        if prompt is None:
+            prompt = conversation(body, body.messages or (), frontend.engine.tokenizer)
         token_ids = await frontend.engine.encoder.list_tokens(
             prompt, MAX_VALUES, add_special_tokens=body.add_special_tokens
         )

@@ -23,9 +23,10 @@ from ...actors.batch.rows import (
     read_request,
 )
 from ...actors.batch.template import template_columns
+from ...actors.http.chat_request import ChatRequest, conversation
+from ...actors.http.completion_request import CompletionRequest
 from ...actors.http.defaults import GenerationDefaults
 from ...actors.http.fields import REFUSED, check_extra_fields
-from ...actors.http.protocol import ChatRequest, CompletionRequest, conversation
 from ...actors.prompts import EncodedPrompt, encode_prompt, load_tokenizer
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
@@ -91,7 +92,11 @@ class RowChecker:
         record = record_of(row, self._layout)
         request = read_request(record, self._layout, self._generation, id_of(row, self._layout))
         body = request.body
-        given = conversation(body, self._tokenizer) if isinstance(body, ChatRequest) else body.prompts()[0]
+        given = (
+            conversation(body, body.messages, self._tokenizer)
+            if isinstance(body, ChatRequest)
+            else body.prompts()[0]
+        )
         prompt = encode_prompt(given, self._tokenizer)
         check_vocabulary("prompt", prompt.token_ids, self._vocab_size)
         length = self._truncated(len(prompt.token_ids), body.truncate_prompt_tokens)

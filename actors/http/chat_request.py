@@ -1,0 +1,121 @@
+"""Bodies that hold a conversation: of /v1/chat/completions, and what else takes messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ...cluster.errors import RequestError
+from ...cluster.request import MAX_LOGPROBS
+from ..prompts import Chat, needed
+from ..tokenizer import Tokenizer
+from .protocol import GenerationRequest
+
+
+# Any: validators see raw JSON.
+def _whether_logprobs(value: Any) -> Any:
+    """0 is no `false`: who sends a number means completions' field."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise RequestError(
+        f"logprobs={value!r} is not allowed: chat takes true or false, and the number of likeliest tokens in "
+        "top_logprobs.",
+        param="logprobs",
+    )
+
+
+class ChatMessage(BaseModel):
+    """One message; what else it carries (name, tool_calls, reasoning_content ...) goes to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self, at: str) -> dict[str, Any]:
+        """The message with its content as one string."""
+        message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(
+                _text(part, f"{at}.content.{i}") for i, part in enumerate(self.content)
+            )
+        return message
+
+
+class ChatTemplateOptions(BaseModel):
+    """How messages become a prompt; the same wherever messages are taken."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_end(self) -> ChatTemplateOptions:
+        if self.continue_final_message and self.add_generation_prompt and self._both_were_asked():
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; send one of them.",
+                param="continue_final_message",
+            )
+        return self
+
+    def _both_were_asked(self) -> bool:
+        return "add_generation_prompt" in self.model_fields_set
+
+
+class ChatRequest(ChatTemplateOptions, GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} needs logprobs=true. Send both, or neither.",
+                param="top_logprobs",
+            )
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} is not allowed: it must be an integer from 0 to "
+                f"{MAX_LOGPROBS}.",
+                param="top_logprobs",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def conversation(
+    options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
+) -> Chat:
+    """A conversation for the engine's door; refused where the template would not heed it."""
+    variables = dict(options.chat_template_kwargs or {})
+    if options.reasoning_effort is not None:
+        if not needed(tokenizer, "messages").template_uses("reasoning_effort"):
+            raise RequestError(
+                "reasoning_effort: this model's chat template knows no reasoning effort. Leave it out.",
+                param="reasoning_effort",
+            )
+        variables["reasoning_effort"] = options.reasoning_effort
+    return Chat(
+        [message.for_template(f"messages.{i}") for i, message in enumerate(messages)],
+        options.add_generation_prompt,
+        options.continue_final_message,
+        variables,
+    )
+
+
+def _text(part: Mapping[str, Any], at: str) -> str:
+    text = part.get("text")
+    if part.get("type") not in ("text", "input_text") or not isinstance(text, str):
+        raise RequestError(
+            f'{at}: only parts {{"type": "text", "text": ...}} are supported; this model reads no images or '
+            "sound.",
+            param=at,
+        )
+    return text

@@ -1,0 +1,64 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainValidator
+
+from ...cluster.errors import RequestError
+from ...cluster.request import MAX_LOGPROBS
+from ..prompts import EncodedPrompt, Prompt
+from .protocol import GenerationRequest, are_ids
+
+MAX_PROMPTS = 1024
+TextOrIds = str | list[int]
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+# Any below: validators see raw JSON.
+def _prompt_list(value: Any) -> Any:
+    """One list of prompts, whichever of the four forms came: str, [str], [int], [[int]]."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, "
+            "and not empty.",
+            param="prompt",
+        )
+    prompts = [value] if are_ids(value) else value
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt: {len(prompts)} prompts in one request; at most {MAX_PROMPTS}.", param="prompt"
+        )
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and are_ids(prompt)):
+            raise RequestError(
+                "prompt: each prompt must be a string or a list of token ids, not a mixture.", param="prompt"
+            )
+    return prompts
+
+
+def _number_of_logprobs(value: Any) -> Any:
+    """An integer is meant, and 0 is one; `false` is what chat calls none."""
+    if value is True:
+        raise RequestError(
+            f"logprobs=true is not allowed: completions take an integer from 0 to {MAX_LOGPROBS}, how many "
+            "likeliest tokens to tell in each place.",
+            param="logprobs",
+        )
+    return None if value is False else value
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[Prompt]:
+        """As the engine's door takes them; that ids are integers has been seen."""
+        return [p if isinstance(p, str) else EncodedPrompt(tuple(p)) for p in self.prompt]
