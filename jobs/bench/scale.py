@@ -35,6 +35,8 @@ from .provenance import provenance
 LOOK_S = 0.5
 WINDOW_S = 5.0  # over which first tokens are summed up
 SPARE_CPUS = 2  # for what Serve may need besides replicas; entries in Ray's book, not cores
+# Of a replica, unless the user says otherwise: few enough for a laptop's clients to fill them.
+SLOTS = 8
 QUICK_RULES = ScalingRules(up_after_s=1.0, down_after_s=10.0)
 
 
@@ -156,7 +158,13 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
         MantaError: the replicas did not become as many as they should in time, or a request failed.
     """
     least, most = options.replicas
-    args = {"num_threads": 1, **settings, "replicas": f"{least}:{most}", "scaling": asdict(options.rules)}
+    args = {
+        "num_threads": 1,
+        "max_num_seqs": SLOTS,
+        **settings,
+        "replicas": f"{least}:{most}",
+        "scaling": asdict(options.rules),
+    }
     config, server_settings = split_settings(args)
     assert parse_replicas(server_settings.replicas) == options.replicas
     bundles = Topology.of(config, {}).replica_bundles(1.0)
