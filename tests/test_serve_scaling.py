@@ -63,3 +63,10 @@ def test_a_load_that_cannot_drive_anything_is_refused() -> None:
         ScaleOptions(replicas=(2, 2))
     with pytest.raises(ConfigError, match="many"):
         ScaleOptions(many=1)
+    with pytest.raises(ConfigError, match="97 at least"):
+        ScaleOptions(replicas=(1, 3), many=24).height(64)
+
+
+def test_clients_fill_as_many_replicas_as_there_may_be() -> None:
+    assert ScaleOptions(replicas=(1, 3)).height(64) == 122
+    assert ScaleOptions(replicas=(1, 3), many=97).height(64) == 97
