@@ -1,8 +1,8 @@
 """What the text of an answer must be: as users ask for it, and as it is held to.
 
-Values alone. They are read and checked at the door (`actors/grammars.py`), and held to where tokens are chosen
-(`drafter/grammars/`): both know llguidance, nothing here does. Carried by `SamplingParams` and, to workers, by
-`plan.SlotSampling`.
+Values alone. They are read and checked at the door (`actors/grammars.py`), and held to where tokens are
+chosen (`drafter/grammars/`): both know llguidance, nothing here does. Carried by `SamplingParams` and, to
+workers, by `plan.SlotSampling`.
 """
 
 from __future__ import annotations
