@@ -54,6 +54,9 @@ class StructuredOutputsParams:
         json_object: any JSON object.
         structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [..]}, as text or as what
             JSON makes of it: free text, in which what follows a trigger is one of the structures.
+        disable_any_whitespace: between the tokens of JSON; by default there may be some.
+        after_token_ids: see `Grammar`.
+        sent_as: the field that it came in, for messages; by default its name here.
     """
 
     json: str | Mapping[str, Any] | bool | None = None  # Any: JSON
@@ -62,6 +65,9 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None  # Any: JSON
+    disable_any_whitespace: bool = False
+    after_token_ids: tuple[int, ...] = ()
+    sent_as: str | None = None
 
     def __post_init__(self) -> None:
         if self.choice is not None:
@@ -80,3 +86,8 @@ class StructuredOutputsParams:
     def way(self) -> str:
         """The name of what is set."""
         return next(name for name in WAYS if getattr(self, name) is not None)
+
+    @property
+    def field(self) -> str:
+        """What messages call it."""
+        return self.sent_as or f"structured_outputs.{self.way}"

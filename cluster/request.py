@@ -147,6 +147,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-sequence tokens end the sequence."""
+        return not self.ignore_eos or self.grammar is not None
+
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is set (random if it was absent)."""
         return self if self.seed is not None else replace(self, seed=secrets.randbelow(MAX_SEED))

@@ -66,7 +66,7 @@ class Sequence:
         assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
         room = max_length - length
         grammar = params.grammar
-        eos = () if params.ignore_eos and grammar is None else model_eos
+        eos = model_eos if params.ends_at_eos else ()
         return cls(
             request=request,
             rank=rank,
