@@ -97,7 +97,7 @@ def _of_schema(schema: Any, field: str) -> tuple[GrammarKind, str]:
 
 
 def _has_misread_bounds(schema: Any) -> bool:
-    """Whether a part of it has bounds of which llguidance lets the excluded one through: 0 for 0 < x < 0.5."""
+    """Whether a part of it has bounds of which llguidance lets an excluded one through: 0 in 0 < x < 0.5."""
     if isinstance(schema, list):
         return any(map(_has_misread_bounds, schema))
     if not isinstance(schema, Mapping):

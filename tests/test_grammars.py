@@ -150,12 +150,13 @@ def test_every_answer_that_ends_by_itself_is_what_its_schema_says(pair: tuple[Pa
     with open_pair(pair, 7) as llm:
         answers = llm.generate([PROMPT] * len(params), params)
     ended = 0
-    for (name, schema), answer in zip([i for i in HELD.items() for _ in (1, 2)], answers, strict=True):
+    for schema, answer in zip([s for s in HELD.values() for _ in (1, 2)], answers, strict=True):
         (only,) = answer.outputs
         if only.finish_reason == "stop":
             ended += 1
+            text = re.sub(r":60(?=[Z+-])", ":59", only.text)  # a leap second is a time; not to Python
             checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-            jsonschema.validate(json.loads(only.text), schema, format_checker=checker), name
+            jsonschema.validate(json.loads(text), schema, format_checker=checker)
     assert ended >= 0.9 * len(params), "few of such small answers come to no end"
 
 
