@@ -85,15 +85,36 @@ def grammar_of(asked: StructuredOutputsParams) -> Grammar:
 # Any below: JSON.
 def _of_schema(schema: Any, field: str) -> tuple[GrammarKind, str]:
     value = _parsed(schema, field)
-    if not isinstance(value, dict | bool):
-        raise _refusal(field, "a JSON schema is an object, true or false")
-    return "json_schema", _written(value, field)
+    if value is False or not isinstance(value, Mapping | bool):
+        raise _refusal(field, "a JSON schema is an object, or true; false allows no answer")
+    text = _written({} if value is True else value, field)
+    if _has_misread_bounds(value):
+        raise _refusal(
+            field,
+            "a number with an exclusive whole bound, less than 1 from its other bound, cannot be held to",
+        )
+    return "json_schema", text
+
+
+def _has_misread_bounds(schema: Any) -> bool:
+    """Whether a part of it has bounds of which llguidance lets an excluded one through: 0 in 0 < x < 0.5."""
+    if isinstance(schema, list):
+        return any(map(_has_misread_bounds, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    low, high = (
+        next((v for name in names if isinstance(v := schema.get(name), int | float)), None)
+        for names in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
+    )
+    excluded = [schema.get(name) for name in ("exclusiveMinimum", "exclusiveMaximum")]
+    is_whole = any(isinstance(v, int | float) and v == v // 1 for v in excluded)
+    close = low is not None and high is not None and high - low < 1
+    return (close and is_whole) or any(map(_has_misread_bounds, schema.values()))
 
 
 def _without_whitespace(schema: str) -> str:
     """The schema with llguidance's own word for it."""
-    value = json.loads(schema)
-    keywords = {} if value is True else {"not": {}} if value is False else value
+    keywords = json.loads(schema)
     told = {**keywords.get("x-guidance", {}), "whitespace_flexible": False, "whitespace_pattern": None}
     return json.dumps({**keywords, "x-guidance": told}, ensure_ascii=False)
 
