@@ -14,8 +14,9 @@ from typing import Any
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
+from ..chat.reading import PLAIN, Reading
 from ..engine import RequestOptions
-from ..outputs import NOTHING, Begun, RequestOutput
+from ..outputs import NOTHING, Begun, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
 from .errors import public_error
 from .figures import RequestFigures
@@ -33,7 +34,8 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 class Work:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
-    `created_s` is Unix time; `origin` what a gateway fixed of the request.
+    `created_s` is Unix time; `origin` what a gateway fixed of the request; `resumable` says
+    whether its stream can go on at another replica, `reading` how its answers are read.
     """
 
     id: str
@@ -46,6 +48,8 @@ class Work:
     request: GenerationRequest
     created_s: int
     origin: Origin | None = None
+    resumable: bool = True
+    reading: Reading = PLAIN
 
     @property
     def single(self) -> bool:
@@ -59,7 +63,7 @@ class Work:
         offsets count from the beginning of a text that another replica has not made.
         """
         alone = self.single and self.params.logprobs is None
-        return self.origin is not None and self.request.stream and alone
+        return self.origin is not None and self.request.stream and alone and self.resumable
 
     @property
     def begun(self) -> Begun:
@@ -79,7 +83,8 @@ class Run:
     def __init__(self, frontend: Frontend, work: Work) -> None:
         self.frontend = frontend
         self.work = work
-        self.figures = RequestFigures(len(work.prompts), len(work.begun.token_ids))
+        counter = work.reading.token_counter
+        self.figures = RequestFigures(len(work.prompts), work.begun.token_ids, counter)
 
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
@@ -117,6 +122,13 @@ class Run:
         work = self.work
         id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
         return id if len(work.prompts) == 1 else f"{id}-{index}"
+
+    def begun_text(self) -> str:
+        """What the client has of the only completion, from another replica."""
+        work, tokenizer = self.work, self.frontend.engine.tokenizer
+        if tokenizer is None:
+            return ""
+        return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
 
     def _options(self) -> RequestOptions:
         request = self.work.request
