@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainValidator
 
 from ...cluster.errors import RequestError
-from ...cluster.request import MAX_LOGPROBS
 from ..prompts import EncodedPrompt, Prompt
-from .protocol import GenerationRequest, are_ids
+from .protocol import GenerationRequest, are_ids, no_boolean
 
 MAX_PROMPTS = 1024
 TextOrIds = str | list[int]
@@ -40,20 +39,9 @@ def _prompt_list(value: Any) -> Any:
     return prompts
 
 
-def _number_of_logprobs(value: Any) -> Any:
-    """An integer is meant, and 0 is one; `false` is what chat calls none."""
-    if value is True:
-        raise RequestError(
-            f"logprobs=true is not allowed: completions take an integer from 0 to {MAX_LOGPROBS}, how many "
-            "likeliest tokens to tell in each place.",
-            param="logprobs",
-        )
-    return None if value is False else value
-
-
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
+    logprobs: Annotated[int | None, BeforeValidator(no_boolean("logprobs"))] = None
 
     @property
     def num_logprobs(self) -> int | None:

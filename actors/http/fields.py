@@ -17,7 +17,6 @@ from .settings import UnknownParams
 # Field -> values that mean "not used"; None and absence always do.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "echo": (False,),
     "response_format": ({"type": "text"},),
@@ -28,7 +27,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "regex": (),
     "ebnf": (),
-    "thinking_token_budget": (),
     "repetition_detection": (),
     "stream_interval": (1,),
     "prompt_embeds": (),

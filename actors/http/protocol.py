@@ -7,12 +7,13 @@ dictionaries (`generation.py`): they are ours to get right, and building models 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ...cluster.errors import RequestError
-from ...cluster.request import SamplingParams
+from ...cluster.request import MAX_LOGPROBS, SamplingParams
 from .defaults import GenerationDefaults
 
 MAX_STOP_STRINGS = 64
@@ -32,6 +33,21 @@ def are_ids(values: list[Any]) -> bool:
 
 def _speculation(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
+
+
+def no_boolean(field: str) -> Callable[[Any], Any]:
+    """A check for numbers of log probabilities: 0 is one, and `false` is what others call none."""
+
+    def check(value: Any) -> Any:
+        if value is True:
+            raise RequestError(
+                f"{field}=true is not allowed: it takes an integer from 0 to {MAX_LOGPROBS}, how many "
+                "likeliest tokens to tell in each place.",
+                param=field,
+            )
+        return None if value is False else value
+
+    return check
 
 
 class StreamOptions(BaseModel):
@@ -87,6 +103,8 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
+    thinking_token_budget: int | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     return_token_ids: bool = False
@@ -106,6 +124,11 @@ class GenerationRequest(BaseModel):
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are asked for in each place; None: no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
         """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
@@ -133,6 +156,8 @@ class GenerationRequest(BaseModel):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),
                 logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+                thinking_token_budget=self.thinking_token_budget,
             )
         except RequestError as error:
             if error.param != "max_tokens":
