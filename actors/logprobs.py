@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-from ..cluster.logprobs import TokenLogprobs
+from ..cluster.logprobs import RowLogprobs, TokenLogprobs
 from .tokenizer import Tokenizer
 
 
@@ -42,3 +43,27 @@ def readable(
             place.setdefault(top_id, logprob(top_id, value, rank))
         places.append(place)
     return places
+
+
+class PromptLogprobs:
+    """Those of a prompt: numbers at first, for a long prompt's texts take a while to make.
+
+    Args:
+        token_ids: of the prompt.
+        rows: of all of its tokens but the first; None of a prompt of one token.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], rows: RowLogprobs | None, tokenizer: Tokenizer | None
+    ) -> None:
+        self._token_ids, self._rows, self._tokenizer = token_ids, rows, tokenizer
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @cached_property
+    def places(self) -> list[PlaceLogprobs | None]:
+        """One for each token; None of the first, which nothing foretells."""
+        if self._rows is None:
+            return [None]
+        return [None, *readable(self._rows.tokens(), self._token_ids[1:], self._tokenizer)]

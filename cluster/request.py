@@ -47,7 +47,8 @@ class SamplingParams:
             place, of the model's own distribution: before temperature and all else. None is none.
         prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is computed whole:
             the prefix cache, which holds no logits, does not serve it.
-        thinking_token_budget: behind so many tokens of reasoning its end is forced; None leaves it to the model.
+        thinking_token_budget: behind so many tokens of reasoning its end is forced; None is no
+            limit.
         reasoning_start_token_ids, reasoning_end_token_ids: between which tokens it reasons; the model's own
             (by its tokenizer) where they are empty. Of no effect without a budget.
     """
