@@ -95,6 +95,11 @@ class Begun:
 NOTHING = Begun()
 
 
+def begun_text(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun) -> str:
+    """What another engine gave out."""
+    return _Text(tokenizer, prompt, params, begun).text[: begun.num_chars]
+
+
 class _Text:
     """The growing text of one completion, with stop strings found and held back."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...cluster.errors import EngineDeadError, MantaError
+from ..chat.reading import PLAIN
 from ..engine import AsyncEngine
 from ..http.chat import ChatShape
 from ..http.chat_request import ChatRequest, conversation
@@ -183,9 +184,9 @@ class RowAnswerer:
 
     def _response(self, row: str, request: RowRequest, answer: RequestOutput) -> Mapping[str, Any]:
         """The body that the HTTP endpoint would have given."""
-        shape = ChatShape() if isinstance(request.body, ChatRequest) else CompletionShape()
-        num_logprobs = request.params.logprobs
-        choices = [whole_choice(shape, each.index, each, num_logprobs) for each in answer.outputs]
+        shape = ChatShape(PLAIN) if isinstance(request.body, ChatRequest) else CompletionShape()
+        id, num_logprobs = shape.prefix + content_id(row).removeprefix("row-"), request.params.logprobs
+        choices = [whole_choice(shape, id, each.index, each, num_logprobs) for each in answer.outputs]
         prompt_tokens, completion_tokens = len(answer.prompt_token_ids), _completion_tokens(answer)
         usage = {
             "prompt_tokens": prompt_tokens,
@@ -194,7 +195,7 @@ class RowAnswerer:
             "prompt_tokens_details": {"cached_tokens": answer.metrics.num_cached_tokens},
         }
         return {
-            "id": shape.prefix + content_id(row).removeprefix("row-"),
+            "id": id,
             "object": shape.whole_object,
             "created": int(time.time()),
             "model": self._model_name,

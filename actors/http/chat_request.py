@@ -13,6 +13,9 @@ from ..prompts import Chat, needed
 from ..tokenizer import Tokenizer
 from .protocol import GenerationRequest
 
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+MAX_TOOLS = 512
+
 
 # Any: validators see raw JSON.
 def _whether_logprobs(value: Any) -> Any:
@@ -65,8 +68,41 @@ class ChatTemplateOptions(BaseModel):
         return "add_generation_prompt" in self.model_fields_set
 
 
+class FunctionTool(BaseModel):
+    """A function that the model may call; `parameters` is a JSON schema of its arguments (Any: JSON)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """What `tools` lists; functions are all there is."""
+
+    type: Literal["function"] = "function"
+    function: FunctionTool
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    """`tool_choice` of one function, which then must be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
     logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
     top_logprobs: int | None = None
 

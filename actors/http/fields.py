@@ -30,11 +30,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "prompt_embeds": (),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "include_reasoning": (True,),
     "documents": ([],),
     "chat_template": (),
     "modalities": (["text"],),
@@ -50,9 +47,7 @@ NEVER: Mapping[str, tuple[object, str]] = {
     ),
 }
 # Fields that say something about the request, not about the answer.
-SILENT = frozenset(
-    {"user", "metadata", "session_id", "safety_identifier", "store", "service_tier", "parallel_tool_calls"}
-)
+SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "store", "service_tier"})
 
 
 def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:

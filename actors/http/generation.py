@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...cluster.errors import RequestError
+from ..chat.parts import Piece
+from ..chat.reading import Answer, Reading
 from ..outputs import CompletionOutput, RequestOutput
 from ..prompts import EncodedPrompt
 from . import sse
@@ -32,21 +34,26 @@ MAX_COMPLETIONS = 4096
 
 
 class Shape(Protocol):
-    """How choices of an endpoint look."""
+    """How choices of an endpoint look, for one request: `reading` takes their texts apart."""
 
     prefix: str
     whole_object: str
     chunk_object: str
+    reading: Reading
 
     def opening(self, index: int) -> JsonObject | None:
         """The chunk before a choice's first text, if there is one."""
         ...
 
-    def chunk(self, index: int, text: str | None, finish_reason: str | None) -> JsonObject:
-        """A choice in a stream: new text, or (text None) its end."""
+    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+        """A choice in a stream, at least once: what is new of it."""
         ...
 
-    def whole(self, index: int, text: str, finish_reason: str) -> JsonObject: ...
+    def end(self, index: int, finish_reason: str) -> JsonObject:
+        """A choice's end in a stream; nothing new comes with it."""
+        ...
+
+    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         """Of a choice's tokens, with so many likeliest ones; `offset` is the length of those before."""
@@ -104,7 +111,7 @@ async def whole_body(run: Run, shape: Shape) -> JsonObject:
     choices: list[JsonObject] = []
     for prompt, answer in zip(work.prompts, await run.answers(), strict=True):
         for completion in answer.outputs:
-            choice = whole_choice(shape, len(choices), completion, work.params.logprobs)
+            choice = whole_choice(shape, work.id, len(choices), completion, work.params.logprobs)
             if work.request.return_token_ids:
                 choice["token_ids"] = completion.token_ids
                 choice["prompt_token_ids"] = prompt.token_ids
@@ -113,13 +120,21 @@ async def whole_body(run: Run, shape: Shape) -> JsonObject:
     return _with_metrics(body, run)
 
 
-def whole_choice(shape: Shape, at: int, completion: CompletionOutput, num_logprobs: int | None) -> JsonObject:
+def whole_choice(
+    shape: Shape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
+) -> JsonObject:
     """A choice of a whole answer, the `at`th of its response."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
-    choice = shape.whole(at, completion.text, completion.finish_reason)
+    piece = shape.reading.whole(response_id, at, completion.text)
+    choice = shape.whole(at, piece, shown_reason(completion.finish_reason, called=bool(piece.calls)))
     if num_logprobs is not None:
         choice["logprobs"] = shape.logprobs(completion, num_logprobs, 0)
     return {**choice, "stop_reason": completion.stop_reason}
+
+
+def shown_reason(finish_reason: str, *, called: bool) -> str:
+    """OpenAI's name for how a choice ended; one that calls tools and was not cut short waits for them."""
+    return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
 
 async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
@@ -155,23 +170,29 @@ def _usage_event(run: Run, envelope: JsonObject) -> bytes:
 
 
 class _ChunkWriter:
-    """Turns outputs into choices of chunks; knows which choices have begun."""
+    """Turns outputs into choices of chunks; knows how far each choice has come."""
 
     def __init__(self, run: Run, shape: Shape) -> None:
         self._work = run.work
         self._shape = shape
-        self._opened: set[int] = {0} if run.work.begun.token_ids else set()
+        self._answers: dict[int, Answer] = {}
+        if run.work.begun.token_ids:
+            self._answers[0] = self._answer(0)
+            self._answers[0].feed(run.begun_text())
         self._lengths: dict[int, int] = {}  # of the text of the tokens whose log probabilities went out
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
         found: list[JsonObject] = []
         for completion in output.outputs:
             at = prompt_index * self._work.params.n + completion.index
-            if at not in self._opened:
-                self._opened.add(at)
+            if at not in self._answers:
+                self._answers[at] = self._answer(at)
                 found.extend(self._opening(at, prompt_index))
             found.extend(self._body(at, completion))
         return found
+
+    def _answer(self, at: int) -> Answer:
+        return self._shape.reading.answer(self._work.id, at)
 
     def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
         choice = self._shape.opening(at)
@@ -182,17 +203,19 @@ class _ChunkWriter:
         return [choice]
 
     def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
+        """What is new of a choice; log probabilities and tokens stand in its first chunk."""
         found: list[JsonObject] = []
         with_ids = self._work.request.return_token_ids
-        if completion.text or completion.logprobs or (with_ids and completion.token_ids):
-            choice = self._shape.chunk(at, completion.text, None)
+        answer = self._answers[at]
+        piece = answer.feed(completion.text, final=completion.finish_reason is not None)
+        if piece or completion.logprobs or (with_ids and completion.token_ids):
+            found = self._shape.chunks(at, piece)
             if with_ids:
-                choice["token_ids"] = completion.token_ids
+                found[0]["token_ids"] = completion.token_ids
             if completion.logprobs:
-                choice["logprobs"] = self._logprobs(at, completion)
-            found.append(choice)
+                found[0]["logprobs"] = self._logprobs(at, completion)
         if completion.finish_reason is not None:
-            choice = self._shape.chunk(at, None, completion.finish_reason)
+            choice = self._shape.end(at, shown_reason(completion.finish_reason, called=answer.called))
             choice["stop_reason"] = completion.stop_reason
             found.append(choice)
         return found

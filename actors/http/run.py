@@ -15,7 +15,7 @@ from typing import Any
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
 from ..engine import RequestOptions
-from ..outputs import NOTHING, Begun, RequestOutput
+from ..outputs import NOTHING, Begun, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
 from .errors import public_error
 from .figures import RequestFigures
@@ -117,6 +117,13 @@ class Run:
         work = self.work
         id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
         return id if len(work.prompts) == 1 else f"{id}-{index}"
+
+    def begun_text(self) -> str:
+        """What the client has of the only completion, from another replica."""
+        work, tokenizer = self.work, self.frontend.engine.tokenizer
+        if tokenizer is None:
+            return ""
+        return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
 
     def _options(self) -> RequestOptions:
         request = self.work.request
