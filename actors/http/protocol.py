@@ -120,6 +120,15 @@ class GenerationRequest(BaseModel):
             raise RequestError("stream_options needs stream=true.", param="stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are told in whole answers alone. Leave out stream, or prompt_logprobs.",
+                param="prompt_logprobs",
+            )
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are asked for in each place; None: no log probabilities."""
@@ -129,6 +138,16 @@ class GenerationRequest(BaseModel):
     def num_prompt_logprobs(self) -> int | None:
         """The same of the prompt's tokens."""
         return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def echoes_only(self) -> bool:
+        """Whether nothing is to follow it."""
+        return False
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
         """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
