@@ -150,6 +150,7 @@ def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
         )
     check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
     check_vocabulary("logit_bias", tuple(token_id for token_id, _ in params.logit_bias), limits.vocab_size)
+    _check_thinking(params, limits)
     for word in params.bad_words_token_ids:
         check_vocabulary("bad_words_token_ids", word, limits.vocab_size)
     if params.bad_words and not params.bad_words_token_ids:
@@ -157,6 +158,26 @@ def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
             "bad_words: this engine runs without a tokenizer (skip_tokenizer_init). Give "
             "bad_words_token_ids.",
             param="bad_words",
+        )
+
+
+def _check_thinking(params: SamplingParams, limits: SchedulerConfig) -> None:
+    if params.thinking_token_budget is None:
+        return
+    start, end = params.reasoning_start_token_ids, params.reasoning_end_token_ids
+    if not end:
+        raise RequestError(
+            "thinking_token_budget: it is not known how this model's reasoning ends. Leave it out, or give "
+            "reasoning_end_token_ids (over HTTP: start the server with a reasoning parser).",
+            param="thinking_token_budget",
+        )
+    check_vocabulary("reasoning_start_token_ids", start, limits.vocab_size)
+    check_vocabulary("reasoning_end_token_ids", end, limits.vocab_size)
+    if params.min_tokens and {*end} & {*params.stop_token_ids, *limits.eos_token_ids}:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} forbids tokens that end the answer, and reasoning ends with one "
+            "of them. Leave out min_tokens, or thinking_token_budget.",
+            param="min_tokens",
         )
 
 
