@@ -43,7 +43,6 @@ class SchedulerConfig:
     adaptive_drafts: bool
     halves: bool
     max_stop_token_ids: int | None
-    has_logprobs: bool
     rule_limits: RuleLimits | None
 
     @classmethod
@@ -64,7 +63,6 @@ class SchedulerConfig:
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
-            has_logprobs=info.has_logprobs,
             rule_limits=info.rule_limits,
         )
 
@@ -136,12 +134,6 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
 
 def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
     """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
-    if params.logprobs is not None and not limits.has_logprobs:
-        raise RequestError(
-            "logprobs are not supported by this engine's kernels yet. Leave them out, or set "
-            "attention_backend to torch.",
-            param="logprobs",
-        )
     excess = limits.rule_limits and limits.rule_limits.excess(params)
     if excess:
         raise RequestError(

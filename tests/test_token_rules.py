@@ -262,7 +262,6 @@ def test_what_the_model_cannot_do_is_refused_by_name(
         ({"bad_words_token_ids": [[1, 2, 3, 4]]}, "bad_words"),
         ({"reasoning_start_token_ids": (1, 2, 3)}, "reasoning_start_token_ids"),
         ({"reasoning_end_token_ids": (1, 2, 3)}, "reasoning_end_token_ids"),
-        ({"logprobs": 0}, "logprobs"),
     ],
 )
 def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, object], param: str) -> None:
@@ -276,7 +275,6 @@ def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, obj
         num_speculative_tokens=0,
         dtype="float32",
         device="cpu",
-        has_logprobs=False,
         rule_limits=limits,
     )
     config = SchedulerConfig.derive(EngineConfig(model="m"), info)

@@ -75,7 +75,7 @@ class AskedSlots:
         return AskedRows.of(self._num_top_S[slots_R], begins_R, counts_R)
 
     def prompts(self, slots_R: Ints, first_R: Ints, num_rows_R: Ints) -> AskedRows | None:
-        """Of rows of prompts, which all have another token behind them.
+        """Of rows of prompts, which all have another token of theirs behind them.
 
         Args:
             first_R: absolute position of each request's first row.
