@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
-from .logprobs import PlaceLogprobs, readable
+from .logprobs import PlaceLogprobs, PromptLogprobs, readable
 from .prompts import EncodedPrompt, encode_bad_words
 from .tokenizer import Tokenizer
 
@@ -65,7 +65,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of a request: everything so far, or (in a stream) what is new since the last one."""
+    """The state of a request: everything so far, or (in a stream) what is new since the last one.
+
+    `prompt_told` holds log probabilities of the prompt, where they were asked for, from the first tokens on.
+    """
 
     request_id: str
     prompt: str | None
@@ -73,6 +76,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_told: PromptLogprobs | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[PlaceLogprobs | None] | None:
+        """Of each token of the prompt, None of the first; None where they were not asked for."""
+        return None if self.prompt_told is None else self.prompt_told.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +210,8 @@ class RequestTracker:
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = list(prompt.token_ids)
+        self._tokenizer, self._tells_prompt = tokenizer, params.prompt_logprobs is not None
+        self._prompt_told: PromptLogprobs | None = None
         self._completions = [
             _Completion(
                 i,
@@ -244,6 +255,9 @@ class RequestTracker:
             missing = update.num_accepted + 1 - len(self._histogram)
             self._histogram.extend([0] * missing)
             self._histogram[update.num_accepted] += 1
+        if self._tells_prompt and self._prompt_told is None and update.token_ids:
+            rows = update.prompt_logprobs
+            self._prompt_told = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
         delta, stopped = self._completions[index].feed(update)
         return self._output([delta]), stopped
 
@@ -253,7 +267,13 @@ class RequestTracker:
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self._metrics()
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.finished,
+            self._metrics(),
+            self._prompt_told,
         )
 
     def _metrics(self) -> RequestMetrics:

@@ -46,6 +46,12 @@ class SamplingParams:
         bad_words_token_ids: the same as token ids.
         logprobs: the log probability of each token that comes out, and of so many likeliest ones in its
             place, of the model's own distribution: before temperature and all else. None is none.
+        prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is computed whole:
+            the prefix cache, which holds no logits, does not serve it.
+        thinking_token_budget: behind so many tokens of reasoning its end is forced; None is no
+            limit.
+        reasoning_start_token_ids, reasoning_end_token_ids: between which tokens it reasons; the model's own
+            (by its tokenizer) where they are empty. Of no effect without a budget.
         structured_outputs: what the text must be; needs a tokenizer, by which it becomes the `grammar`.
         grammar: the same, checked; `ignore_eos` counts for nothing beside it, since it says where the text
             can end.
@@ -74,6 +80,10 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    reasoning_start_token_ids: tuple[int, ...] = ()
+    reasoning_end_token_ids: tuple[int, ...] = ()
     structured_outputs: StructuredOutputsParams | None = None
     grammar: Grammar | None = None
 
@@ -83,6 +93,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _as_pairs(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_tuple(self.bad_words))
         object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
+        for name in ("reasoning_start_token_ids", "reasoning_end_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
         _require(1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
@@ -137,11 +149,15 @@ class SamplingParams:
         _require(
             all(self.bad_words_token_ids), "bad_words_token_ids", [()], "sequences of token ids, none empty"
         )
+        for name in ("logprobs", "prompt_logprobs"):
+            value, wanted = getattr(self, name), f"an integer from 0 to {MAX_LOGPROBS}, or null"
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, wanted)
+        budget = self.thinking_token_budget
         _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"an integer from 0 to {MAX_LOGPROBS}, or null",
+            budget is None or 0 <= budget <= MAX_COUNT,
+            "thinking_token_budget",
+            budget,
+            "0 or more (and a 32-bit integer), or null",
         )
 
     @property

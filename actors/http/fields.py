@@ -18,10 +18,8 @@ from .settings import UnknownParams
 # Field -> values that mean "not used"; None and absence always do.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "echo": (False,),
-    "thinking_token_budget": (),
     "repetition_detection": (),
     "stream_interval": (1,),
     "prompt_embeds": (),

@@ -26,6 +26,7 @@ from .frontend import Frontend
 from .gate import new_id, use_request_id
 from .logprobs import token_lengths
 from .origin import Origin, told
+from .prompt_parts import PromptParts
 from .protocol import GenerationRequest
 from .run import Run, Work
 from .wire import JsonObject, json_response
@@ -118,15 +119,19 @@ async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -
 async def whole_body(run: Run, shape: Shape) -> JsonObject:
     work = run.work
     choices: list[JsonObject] = []
+    beside: JsonObject = {}
     for prompt, answer in zip(work.prompts, await run.answers(), strict=True):
+        parts = await run.prompt_parts(prompt, answer)
+        beside |= parts.beside()
         for completion in answer.outputs:
             choice = whole_choice(shape, work.id, len(choices), completion, work.params.logprobs)
+            choice = parts.begin(choice)
             if work.request.return_token_ids:
                 choice["token_ids"] = completion.token_ids
                 choice["prompt_token_ids"] = prompt.token_ids
             choices.append(choice)
     body = {**run.envelope(shape.whole_object), "choices": choices, "usage": run.figures.usage()}
-    return _with_metrics(body, run)
+    return _with_metrics(body | beside, run)
 
 
 def whole_choice(
@@ -160,6 +165,7 @@ async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
         async for prompt_index, output in outputs:
             if continuous:
                 envelope["usage"] = run.figures.usage()
+            await writer.look_at_prompt(prompt_index, output)
             choices = writer.choices(prompt_index, output)
             piece = b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
             if work.single and output.finished and with_usage:
@@ -189,6 +195,14 @@ class _ChunkWriter:
             self._answers[0] = self._answer(0)
             self._answers[0].feed(run.begun_text())
         self._lengths: dict[int, int] = {}  # of the text of the tokens whose log probabilities went out
+        self._run = run
+        self._echoes: dict[int, PromptParts] = {}  # by prompt
+
+    async def look_at_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Make ready what its choices begin with, before the first of them."""
+        if self._work.request.echoes and prompt_index not in self._echoes:
+            prompt = self._work.prompts[prompt_index]
+            self._echoes[prompt_index] = await self._run.prompt_parts(prompt, output)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
         found: list[JsonObject] = []
@@ -204,7 +218,9 @@ class _ChunkWriter:
         return self._shape.reading.answer(self._work.id, at)
 
     def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
-        choice = self._shape.opening(at)
+        choice, echo = self._shape.opening(at), self._echoes.get(prompt_index)
+        if echo is not None:
+            choice, self._lengths[at] = echo.opening(at), echo.num_chars
         if choice is None:
             return []
         if self._work.request.return_token_ids:

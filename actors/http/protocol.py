@@ -7,12 +7,13 @@ dictionaries (`generation.py`): they are ours to get right, and building models 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ...cluster.errors import RequestError
-from ...cluster.request import SamplingParams
+from ...cluster.request import MAX_LOGPROBS, SamplingParams
 from .defaults import GenerationDefaults
 from .structured import ResponseFormat, StructuredOutputs, asked_of
 
@@ -33,6 +34,21 @@ def are_ids(values: list[Any]) -> bool:
 
 def _speculation(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
+
+
+def no_boolean(field: str) -> Callable[[Any], Any]:
+    """A check for numbers of log probabilities: 0 is one, and `false` is what others call none."""
+
+    def check(value: Any) -> Any:
+        if value is True:
+            raise RequestError(
+                f"{field}=true is not allowed: it takes an integer from 0 to {MAX_LOGPROBS}, how many "
+                "likeliest tokens to tell in each place.",
+                param=field,
+            )
+        return None if value is False else value
+
+    return check
 
 
 class StreamOptions(BaseModel):
@@ -88,6 +104,8 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
+    thinking_token_budget: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
@@ -105,10 +123,34 @@ class GenerationRequest(BaseModel):
             raise RequestError("stream_options needs stream=true.", param="stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are told in whole answers alone. Leave out stream, or prompt_logprobs.",
+                param="prompt_logprobs",
+            )
+        return self
+
     @property
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are asked for in each place; None: no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def echoes_only(self) -> bool:
+        """Whether nothing is to follow it."""
+        return False
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
         """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
@@ -136,6 +178,8 @@ class GenerationRequest(BaseModel):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),
                 logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+                thinking_token_budget=self.thinking_token_budget,
                 structured_outputs=asked_of(self.response_format, self.structured_outputs),
             )
         except RequestError as error:

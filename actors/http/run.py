@@ -22,6 +22,7 @@ from .errors import public_error
 from .figures import RequestFigures
 from .frontend import Frontend
 from .origin import TOLD_HEADER, Origin
+from .prompt_parts import PromptParts, without_answer
 from .protocol import GenerationRequest
 from .wire import JsonObject
 
@@ -59,11 +60,13 @@ class Work:
     def told(self) -> bool:
         """Whether a gateway is told the stream's tokens.
 
-        Only a single completion can go on elsewhere, and none whose log probabilities were asked for: their
-        offsets count from the beginning of a text that another replica has not made.
+        Only a single completion can go on elsewhere, and none that begins with its prompt, or whose log
+        probabilities were asked for: their offsets count from the beginning of a text that another replica
+        has not made.
         """
         alone = self.single and self.params.logprobs is None
-        return self.origin is not None and self.request.stream and alone and self.resumable
+        alone = alone and self.resumable and not self.request.echoes
+        return self.origin is not None and self.request.stream and alone
 
     @property
     def begun(self) -> Begun:
@@ -95,7 +98,8 @@ class Run:
         ]
         with self._logged():
             async with aclosing(merge(streams)) as merged:
-                async for index, output in merged:
+                async for index, made in merged:
+                    output = self._shown(made)
                     self._watch(index, output)
                     yield index, output
 
@@ -106,13 +110,17 @@ class Run:
 
     async def _complete(self, index: int) -> RequestOutput:
         work = self.work
-        return await self.frontend.engine.complete(
+        answer = await self.frontend.engine.complete(
             self._engine_id(index),
             work.prompts[index],
             work.params,
-            watch=lambda output: self._watch(index, output),
+            watch=lambda output: self._watch(index, self._shown(output)),
             **self._options(),
         )
+        return self._shown(answer)
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        return without_answer(output) if self.work.request.echoes_only else output
 
     def _watch(self, index: int, output: RequestOutput) -> None:
         self.figures.feed(index, output, self.frontend.telemetry)
@@ -129,6 +137,11 @@ class Run:
         if tokenizer is None:
             return ""
         return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
+
+    async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
+        """What the answer shows of a prompt."""
+        tokenizer = self.frontend.engine.tokenizer
+        return await PromptParts.of(self.work.request, prompt, answer.prompt_told, tokenizer)
 
     def _options(self) -> RequestOptions:
         request = self.work.request

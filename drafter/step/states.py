@@ -27,7 +27,7 @@ from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
 from ..grammars.states import GrammarStates, RowMasks
-from .logprobs import LogprobRows
+from .logprobs import AskedRows, AskedSlots
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
 from .rule_states import RuleStates
@@ -80,7 +80,7 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._rules = RuleStates(self.device)
-        self._num_top_logprobs = np.full(num_slots, -1, dtype=np.int64)  # -1: not asked for
+        self._asked = AskedSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
         self._grammars = grammars
         self._masks: RowMasks | None = None  # of the step under way, as is:
@@ -107,9 +107,9 @@ class RequestStates:
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
         self._rules.admit(slot, sampling.rules)
+        self._asked.admit(slot, sampling)
         if self._grammars is not None:
             self._grammars.admit(slot, sampling.grammar)
-        self._num_top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
@@ -127,10 +127,23 @@ class RequestStates:
         rows_of_D = (r.slots_R[who_D], r.first_R[who_D], drafts_D + 1, drafts_D)
         return self._lay_out(*rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id)
 
-    def logprob_rows(self, plan: SchedulerOutput) -> LogprobRows | None:
-        """Of which rows of the target log probabilities are asked for."""
+    def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+        """Of which rows that choose log probabilities are asked for."""
         r = self._requests(plan)
-        return LogprobRows.of(self._num_top_logprobs[r.slots_R], r.counts_R)
+        return self._asked.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
+
+    def asked_prompt_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+        """Of which rows of prompts they are."""
+        r = self._requests(plan)
+        return self._asked.prompts(r.slots_R, r.first_R, r.num_rows_R)
+
+    def tokens_behind(self, plan: SchedulerOutput, asked: AskedRows) -> Tensor:
+        """The known token [Y] (int64) behind each of these rows of prompts."""
+        r = self._requests(plan)
+        in_request_Y = asked.rows() - np.repeat(asked.begins_A, asked.counts_A)
+        requests_Y = np.repeat(asked.requests_A, asked.counts_A)
+        positions_Y = r.first_R[requests_Y] + in_request_Y + 1
+        return self.token_ids[self._put(r.slots_R[requests_Y]), self._put(positions_Y)]
 
     def guide(self, plan: SchedulerOutput, drafts_RK: Tensor) -> Tensor:
         """The drafts as requests' grammars leave them; these say too what rows may choose."""

@@ -152,7 +152,6 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...], *, has_grammars: bool) -> 
         max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
         halves=plan.split,
         max_stop_token_ids=_max_stop_token_ids(plan),
-        has_logprobs=not runs_on_device(plan),
         has_grammars=has_grammars,
         rule_limits=_rule_limits(plan),
     )
@@ -251,6 +250,9 @@ class _Rank:
             states=DeviceStates(*size, plan.device, plan.pages),
             workspace=SamplingWorkspace.build(num_rows, plan.target.vocab_size, plan.device),
             communicator=self._communicator,
+            hidden=torch.empty(
+                num_rows, plan.target.hidden_size, dtype=self._model.dtype, device=plan.device
+            ),
             remote=self._remote(),
         )
         return DeviceRunner(
