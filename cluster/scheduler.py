@@ -342,7 +342,7 @@ class Scheduler:
     def _enter(self, sequence: Sequence, hit: PrefixHit, now_s: float) -> None:
         """From waiting to running."""
         table, num_cached = self.table, hit.num_pages * self.config.page_size
-        max_drafts = self.config.num_speculative_tokens if sequence.request.speculate else 0
+        max_drafts = sequence.request.most_drafts(self.config.num_speculative_tokens)
         slot = table.enter(sequence, num_cached, max_drafts)
         self.books.enter(slot, hit, len(sequence.token_ids))
         insort(self.running, sequence, key=_by_rank)

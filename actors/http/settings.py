@@ -16,7 +16,7 @@ from ...cluster.config import EngineConfig, from_mapping, one_of
 from ...cluster.errors import ConfigError, did_you_mean
 
 UnknownParams = Literal["ignore", "warn", "reject"]
-MetricsLevel = Literal["none", "summary"]
+SpeculationMetrics = Literal["none", "summary", "detailed"]
 DefaultsSource = Literal["auto", "openai"]
 # One answer for all models: they cannot differ in these.
 ENDPOINT_SETTINGS = frozenset(
@@ -36,7 +36,9 @@ class ServerSettings:
             leaves open; "openai" ignores that file.
         unknown_params: unknown request fields are ignored in silence, ignored with the header
             X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
-        per_request_metrics: "summary" adds timings and acceptance of the request to its response body.
+        enable_per_request_metrics: responses tell the request's times in `metrics`.
+        per_request_spec_decode_metrics: they tell there what speculation did, too: "summary", or "detailed"
+            with each step, or "none". Requests can ask for more with `speculative.return_trace`.
         sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it
             is set, a stream may begin (status 200) before its first token.
         max_request_bytes: larger request bodies are refused with 413.
@@ -57,7 +59,8 @@ class ServerSettings:
     served_model_name: str | tuple[str, ...] | None = None
     generation_config: DefaultsSource = "auto"
     unknown_params: UnknownParams = "warn"
-    per_request_metrics: MetricsLevel = "summary"
+    enable_per_request_metrics: bool = True
+    per_request_spec_decode_metrics: SpeculationMetrics = "summary"
     sse_keep_alive_interval: float = 0.0
     max_request_bytes: int = 32 * 1024 * 1024
     api_key: str | tuple[str, ...] | None = None
@@ -77,7 +80,7 @@ class ServerSettings:
         for name, kind in (
             ("generation_config", DefaultsSource),
             ("unknown_params", UnknownParams),
-            ("per_request_metrics", MetricsLevel),
+            ("per_request_spec_decode_metrics", SpeculationMetrics),
         ):
             one_of(name, getattr(self, name), get_args(kind))
         for name, at_zero in (("sse_keep_alive_interval", "off"), ("shutdown_timeout", "at once")):
