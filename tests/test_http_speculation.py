@@ -122,6 +122,12 @@ def metrics(steps: tuple[TracedStep, ...]) -> RequestMetrics:
     return RequestMetrics(0, 0.0, 0.1, 0.2, 3, 9, 6, [0, 1, 1, 1], steps)
 
 
+def test_an_answer_without_a_draft_has_numbers_as_in_vllm() -> None:
+    figures = acceptance(RequestMetrics(0, 0.0, 0.1, 0.2, 0, 0, 0, []), 3, detailed=False)
+    assert (figures["mean_acceptance_length"], figures["draft_acceptance_rate"]) == (1.0, 0.0)
+    assert figures["acceptance_histogram"] == [0, 0, 0, 0]
+
+
 def test_tokens_of_a_step_are_its_accepted_drafts_and_then_the_targets_own() -> None:
     found = list(token_origins(STEPS))
     assert found[:3] == [(0, "plain"), (1, "draft"), (1, "bonus")]

@@ -40,8 +40,9 @@ def acceptance(
     drafted, trace = cost.num_draft_tokens, cost.trace or ()
     verified = [step for step in trace if step.num_drafted]
     found: JsonObject = {
-        "mean_acceptance_length": rounded(cost.mean_acceptance_length),
-        "draft_acceptance_rate": rounded(cost.num_accepted_tokens / drafted) if drafted else None,
+        # Where nothing was drafted numbers, too: that is vLLM's shape, and clients check it.
+        "mean_acceptance_length": rounded(cost.mean_acceptance_length or 1.0),
+        "draft_acceptance_rate": rounded(cost.num_accepted_tokens / drafted) if drafted else 0.0,
         "acceptance_histogram": histogram,
         "num_spec_steps": cost.num_steps,
         "num_accepted_draft_tokens": cost.num_accepted_tokens,
