@@ -1,4 +1,4 @@
-"""What the checks of all clients have in common. They run in the client's environment, so only Python is known.
+"""What the checks of all clients have in common. They run in its environment, so only Python is known.
 
 A script names its checks with `@check("what is seen")` and ends with `main()`, which runs them in their order
 and prints a line of JSON about each. `compat.py` starts the scripts and reads the lines.
@@ -10,6 +10,8 @@ import asyncio
 import inspect
 import json
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -69,3 +71,20 @@ def main() -> None:
 
 async def _finish(result: Any) -> None:
     await result
+
+
+def command(name: str, *arguments: str) -> None:
+    """Run a program of the client's environment. Raises with its last words if it fails."""
+    program = Path(sys.executable).with_name(name)
+    done = subprocess.run(
+        [program, *arguments],
+        cwd=FOLDER,
+        env={**os.environ, "OPENAI_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stdout.strip()[-400:]}")
