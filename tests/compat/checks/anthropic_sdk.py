@@ -7,7 +7,9 @@ import jsonschema
 from trial import KEY, MODEL, URL, USER, WEATHER, check, main
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=120)
-BODY = {"model": MODEL, "max_tokens": 32, "temperature": 0, "messages": USER}
+# The SDK has no argument for the temperature any more; the API has it.
+COLD, WARM = {"temperature": 0}, {"temperature": 1}
+BODY = {"model": MODEL, "max_tokens": 32, "messages": USER, "extra_body": COLD}
 TOOL = {
     "name": WEATHER["name"],
     "description": WEATHER["description"],
@@ -37,7 +39,7 @@ def stream() -> None:
 
 @check("tools: any, named, streamed, and the result in the next request")
 def tools() -> None:
-    body = {**BODY, "max_tokens": 200, "temperature": 1, "tools": [TOOL]}
+    body = {**BODY, "max_tokens": 200, "extra_body": WARM, "tools": [TOOL]}
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
         answer = client.messages.create(**body, tool_choice=choice)
         call = next(block for block in answer.content if block.type == "tool_use")
