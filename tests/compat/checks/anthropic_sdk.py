@@ -60,7 +60,8 @@ def tools() -> None:
 @check("messages.count_tokens is what the request then costs")
 def count() -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=USER).input_tokens
-    assert counted == client.messages.create(**BODY).usage.input_tokens
+    usage = client.messages.create(**BODY).usage
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
 @check("errors: AuthenticationError, NotFoundError, BadRequestError")

@@ -149,10 +149,11 @@ def responses() -> None:
     whole = client.responses.create(**body, input="Write a function.", instructions="Be brief.", store=False)
     assert whole.status in ("completed", "incomplete") and whole.usage.output_tokens > 0
     with client.responses.stream(**body, input="Write a function.", instructions="Be brief.") as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_response()
-    assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
-    assert final.output_text == whole.output_text
+        events = list(stream)
+    assert events[0].type == "response.created"
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    assert events[-1].response.output_text == whole.output_text
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
     form = {"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}}
     shaped = client.responses.create(**{**body, "max_output_tokens": 200}, input="Weather?", text=form)
     jsonschema.validate(json.loads(shaped.output_text), SCHEMA)
