@@ -95,5 +95,9 @@ soak-batch: install  ## 5 million rows through a batch job on a simulated execut
 soak-serve: install  ## ten minutes of streams that come, go and leave, then overload; fails if memory grows
 	$(BIN)/python -m manta.jobs.bench.soak_serve -o docs/benchmarks/soak-serve.json
 
+.PHONY: compat
+compat: install  ## other people's clients against the served pair; writes docs/compatibility.md
+	$(BIN)/python tests/compat/compat.py docs/compatibility.md
+
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -43,11 +43,15 @@ class SwapsDrafters(Protocol):
 
 
 class RequestOptions(TypedDict, total=False):
-    """How a request is served, as in `cluster/request.py`: `Request`; `begun` by another engine."""
+    """How a request is served, as in `cluster/request.py`: `Request`; `begun` by another engine.
+
+    With `trace` the metrics of the whole answer tell each step.
+    """
 
     priority: int
     cache_salt: str | None
-    speculate: bool
+    max_draft_tokens: int | None
+    trace: bool
     background: bool
     begun: Begun
 

@@ -67,6 +67,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        max_draft_tokens: int | None = None,
+        trace: bool = False,
     ) -> list[RequestOutput]:
         """Continue prompts, all at once; results in the order of the prompts.
 
@@ -74,10 +76,12 @@ class LLM:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
             sampling_params: for all, or one per prompt.
             use_tqdm: show progress; by default when stderr is a terminal.
+            max_draft_tokens: most drafts per step of each prompt; 0 decodes plainly. No answer changes.
+            trace: `metrics.trace` of each output is to tell its steps (of one completion per prompt).
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
-        trackers = self._add_all(batch, params)
+        trackers = self._add_all(batch, params, max_draft_tokens, trace=trace)
         show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
         with tqdm(total=len(trackers), disable=not show, unit="request") as bar:
             while self._engine.has_unfinished:
@@ -93,20 +97,31 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_draft_tokens: int | None = None,
+        trace: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments)."""
+        """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments, and
+        those of `generate`)."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             Chat(conversation, add_generation_prompt, continue_final_message, chat_template_kwargs)  # type: ignore[arg-type]
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, max_draft_tokens=max_draft_tokens, trace=trace
+        )
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_draft_tokens: int | None = None,
+        trace: bool = False,
     ) -> Iterator[RequestOutput]:
         """Continue one prompt; yields what is new, once per verified block. Leaving early aborts it."""
-        (tracker,) = self._add_all([prompt], [sampling_params or SamplingParams()])
+        params = [sampling_params or SamplingParams()]
+        (tracker,) = self._add_all([prompt], params, max_draft_tokens, trace=trace)
         try:
             while not tracker.finished:
                 yield from (delta for delta in self._step() if delta.request_id == tracker.request_id)
@@ -132,14 +147,23 @@ class LLM:
             self._engine.abort(request_id, "stop")
         return deltas
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestTracker]:
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        max_draft_tokens: int | None = None,
+        *,
+        trace: bool = False,
+    ) -> list[RequestTracker]:
         """Add all or none: a bad prompt must not leave the good ones running."""
         trackers: list[RequestTracker] = []
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
                 encoded = encode_prompt(prompt, self.tokenizer)
                 seeded = self._seeds.seeded(self._grammars.let_in(wanted))
-                tracker, requests = self._processor.add(str(next(self._ids)), encoded, seeded)
+                tracker, requests = self._processor.add(
+                    str(next(self._ids)), encoded, seeded, max_draft_tokens=max_draft_tokens, trace=trace
+                )
                 trackers.append(tracker)
                 self._engine.add_requests(requests)
         except BaseException:

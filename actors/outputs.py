@@ -15,6 +15,7 @@ from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
 from .logprobs import PlaceLogprobs, PromptLogprobs, readable
 from .prompts import EncodedPrompt, encode_bad_words
+from .request_steps import RequestSteps, TracedStep
 from .tokenizer import Tokenizer
 
 
@@ -46,6 +47,7 @@ class RequestMetrics:
     """What a request cost. Times in seconds; None until known.
 
     `acceptance_histogram[a]` counts verify steps in which `a` drafts were accepted (the bonus not counted).
+    `trace` holds every step of a finished request of one completion, where it was asked for.
     """
 
     num_cached_tokens: int
@@ -56,6 +58,7 @@ class RequestMetrics:
     num_draft_tokens: int
     num_accepted_tokens: int
     acceptance_histogram: list[int]
+    trace: tuple[TracedStep, ...] | None = None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -205,6 +208,8 @@ class RequestTracker:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         begun: Begun = NOTHING,
+        *,
+        trace: bool = False,
     ) -> None:
         assert params.n == 1 or not begun.token_ids, "only a single completion goes on elsewhere"
         self.request_id = request_id
@@ -227,8 +232,7 @@ class RequestTracker:
         self._last_s = self._arrival_s
         self._num_cached = 0
         self._queue_s = 0.0
-        self._num_drafted = 0
-        self._histogram: list[int] = []
+        self._steps = RequestSteps(trace=trace and params.n == 1)
 
     def _new_text(self, tokenizer: Tokenizer | None, params: SamplingParams, begun: Begun) -> _Text | None:
         return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, begun)
@@ -250,15 +254,11 @@ class RequestTracker:
             self._first_token_s = self._last_s
         self._num_cached = max(self._num_cached, update.num_cached_tokens)
         self._queue_s = max(self._queue_s, update.queue_s)
-        if update.num_drafted:
-            self._num_drafted += update.num_drafted
-            missing = update.num_accepted + 1 - len(self._histogram)
-            self._histogram.extend([0] * missing)
-            self._histogram[update.num_accepted] += 1
         if self._tells_prompt and self._prompt_told is None and update.token_ids:
             rows = update.prompt_logprobs
             self._prompt_told = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
         delta, stopped = self._completions[index].feed(update)
+        self._steps.feed(update, len(delta.token_ids))
         return self._output([delta]), stopped
 
     def whole(self) -> RequestOutput:
@@ -277,16 +277,17 @@ class RequestTracker:
         )
 
     def _metrics(self) -> RequestMetrics:
-        first = self._first_token_s
+        first, steps = self._first_token_s, self._steps
         return RequestMetrics(
             num_cached_tokens=self._num_cached,
             queue_s=self._queue_s,
             ttft_s=None if first is None else first - self._arrival_s,
             e2e_s=self._last_s - self._arrival_s,
-            num_steps=sum(self._histogram),
-            num_draft_tokens=self._num_drafted,
-            num_accepted_tokens=sum(a * count for a, count in enumerate(self._histogram)),
-            acceptance_histogram=list(self._histogram),
+            num_steps=steps.num_verify_steps,
+            num_draft_tokens=steps.num_drafted,
+            num_accepted_tokens=steps.num_accepted,
+            acceptance_histogram=list(steps.histogram),
+            trace=tuple(steps.trace) if steps.trace is not None and self.finished else None,
         )
 
 
@@ -305,17 +306,19 @@ class OutputProcessor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        speculate: bool = True,
+        max_draft_tokens: int | None = None,
+        trace: bool = False,
         background: bool = False,
         begun: Begun = NOTHING,
     ) -> tuple[RequestTracker, list[Request]]:
         """Register a user request; returns its tracker and one engine request per completion.
 
         Args:
+            trace: the metrics of the whole answer are to tell each step.
             begun: what is not generated, and no text of it given out, again.
         """
         params = encode_bad_words(params, self._tokenizer)
-        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun)
+        tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun, trace=trace)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):
             self._living[child_id] = (tracker, index)
@@ -327,7 +330,7 @@ class OutputProcessor:
                     priority=priority,
                     arrival_s=time.monotonic(),
                     cache_salt=cache_salt,
-                    speculate=speculate,
+                    max_draft_tokens=max_draft_tokens,
                     background=background,
                     output_token_ids=begun.token_ids,
                 )

@@ -55,7 +55,7 @@ class Refill:
         self.current = None
         for sequence in running:
             request = sequence.request
-            if request.speculate:
+            if request.max_draft_tokens != 0:
                 self._prompts[request.background][sequence.slot] = len(request.prompt_token_ids)
 
     def leave(self, slot: int) -> None:

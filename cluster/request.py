@@ -212,7 +212,8 @@ class Request:
         priority: lower runs earlier under the `priority` policy.
         arrival_s: monotonic time of arrival, seconds.
         cache_salt: isolates the prefix cache between users; None shares it.
-        speculate: False decodes this request plainly; the tokens are the same.
+        max_draft_tokens: most drafts per step, where the engine would take more; 0 decodes this request
+            plainly, None leaves it to the engine. The tokens are the same.
         background: served behind every request that is not, in what those leave of the engine's time: it may
             wait for hours where they never pause. Counts before `priority`.
         output_token_ids: what was generated before, by another engine, with the same parameters and seed: the
@@ -226,6 +227,14 @@ class Request:
     priority: int = 0
     arrival_s: float = field(default=0.0)
     cache_salt: str | None = None
-    speculate: bool = True
+    max_draft_tokens: int | None = None
     background: bool = False
     output_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        limit = self.max_draft_tokens
+        _require(limit is None or limit >= 0, "max_draft_tokens", limit, "0 or more, or null")
+
+    def most_drafts(self, of_engine: int) -> int:
+        """Per step, where the engine takes at most so many."""
+        return of_engine if self.max_draft_tokens is None else min(self.max_draft_tokens, of_engine)

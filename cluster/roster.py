@@ -129,7 +129,7 @@ class Roster:
         """Let the first of those that wait run, with these pages of its beginning."""
         table, sequence = self.table, self.waiting.pop(0)
         num_cached = hit.num_pages * self._config.page_size
-        max_drafts = self._config.num_speculative_tokens if sequence.request.speculate else 0
+        max_drafts = sequence.request.most_drafts(self._config.num_speculative_tokens)
         slot = table.enter(sequence, num_cached, max_drafts)
         self.books.enter(slot, hit, len(sequence.token_ids))
         insort(self.running, sequence, key=_by_rank)

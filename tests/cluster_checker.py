@@ -45,7 +45,7 @@ def make_request(request_id: str, prompt: object = (2, 3, 4), **fields: object) 
     """A request; keywords of `SamplingParams` are sorted out from those of `Request`."""
     own = {
         name: fields.pop(name)
-        for name in ("priority", "cache_salt", "speculate", "background", "output_token_ids")
+        for name in ("priority", "cache_salt", "max_draft_tokens", "background", "output_token_ids")
         if name in fields
     }
     params = SamplingParams(**{"seed": sum(map(ord, request_id)), **fields})
@@ -57,6 +57,7 @@ class _Slot:
     tokens: list[int]
     salt: str | None
     max_length: int
+    max_drafts: int
     pages: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page; stale ones stay
     ends: dict[int, int] = field(default_factory=dict)  # group -> index behind its last page
     num_computed: int | None = None  # not known until the first plan: depends on prefix hits
@@ -92,6 +93,7 @@ class CheckingExecutor(SimulatedExecutor):
         chains = [self._write(plan, r, first, result, written) for r, first in enumerate(first_R)]
         for r, chain in enumerate(chains):
             slot = self.slots[int(plan.slots[r])]
+            assert plan.num_drafts[r] <= slot.max_drafts, f"row {r} has more drafts than it asked for"
             for g, group in enumerate(self.info.page_groups):
                 begin = 0 if group.window is None else max(first_R[r] - group.window + 1, 0)
                 for position in range(begin, len(chain)):
@@ -126,7 +128,8 @@ class CheckingExecutor(SimulatedExecutor):
             limits = self.info.max_model_len, longest(self.info, self.max_rows)
             length = len(request.prompt_token_ids)
             limit = min(length + (request.params.max_tokens or limits[0]), *limits)
-            self.slots[a.slot] = _Slot(a.token_ids.tolist(), request.cache_salt, limit)
+            drafts = request.most_drafts(self.info.num_speculative_tokens)
+            self.slots[a.slot] = _Slot(a.token_ids.tolist(), request.cache_salt, limit, drafts)
         entries = zip(
             plan.page_groups.tolist(),
             plan.page_slots.tolist(),

@@ -118,7 +118,7 @@ def test_who_is_about_to_end_or_has_no_room_beside_itself_goes_on_plainly() -> N
 
 def test_who_asks_for_no_drafts_is_not_computed_anew() -> None:
     engine, outputs = open_engine(INFO), Outputs()
-    add(engine, make_request("r", speculate=False, **LONG))
+    add(engine, make_request("r", max_draft_tokens=0, **LONG))
     plans_of(engine, outputs, 5)
     engine._executor.start_drafter()
     assert not any(plan.admitted for plan in plans_of(engine, outputs, 20))
@@ -146,7 +146,7 @@ def test_nothing_computed_before_a_drafter_came_is_found_in_the_prefix_cache() -
 
 def test_a_page_that_was_half_full_when_a_drafter_came_is_not_found_either() -> None:
     engine, outputs = open_engine(INFO), Outputs()
-    request = make_request("r", (5,) * 10, speculate=False, **LONG)
+    request = make_request("r", (5,) * 10, max_draft_tokens=0, **LONG)
     add(engine, request)
     plans_of(engine, outputs, 4)  # 13 tokens are computed: of the fourth page one
     engine._executor.start_drafter()
@@ -255,7 +255,12 @@ def test_computed_tokens_are_those_of_plain_decoding_whatever_becomes_of_the_dra
             params = SamplingParams(temperature=i / 3, seed=i, max_tokens=150, ignore_eos=True)
             prompt = tuple(range(3 + i, 30 + i))
             engine.add_request(
-                Request(request_id=f"r{i}", prompt_token_ids=prompt, params=params, speculate=bool(changes))
+                Request(
+                    request_id=f"r{i}",
+                    prompt_token_ids=prompt,
+                    params=params,
+                    max_draft_tokens=None if changes else 0,
+                )
             )
         for step in count():
             if not engine.has_unfinished:

@@ -173,7 +173,7 @@ def test_the_time_in_the_queue_ends_with_the_first_step_of_a_request() -> None:
     executor = SimulatedExecutor(INFO, cost=LinearCost(verify_floor_s=0.5), spend=clock.advance)
     engine = Engine(EngineConfig(model="simulated", max_num_seqs=1), executor, clock)
     for name in ("a", "b"):
-        engine.add_request(make_request(name, max_tokens=2, ignore_eos=True, speculate=False))
+        engine.add_request(make_request(name, max_tokens=2, ignore_eos=True, max_draft_tokens=0))
     updates = [update for _ in range(4) for update in engine.step()]
     assert [(u.request_id, u.queue_s) for u in updates] == [("a", 0.0), ("a", 0.0), ("b", 1.0), ("b", 1.0)]
 

@@ -295,7 +295,7 @@ def test_a_newcomer_leaves_everybody_a_page_in_every_group() -> None:
     groups = (FULL, PageGroup(window=40))
     for num_pages, enters in ((13, False), (14, True)):
         engine = open_engine(make_info(page_groups=groups, num_pages=(num_pages,)), survival=[])
-        add(engine, make_request("a", (2, 3, 4), max_tokens=8, speculate=False, **LONG))
+        add(engine, make_request("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG))
         plan_step(engine)
         add(engine, make_request("b", PROMPT[:20], max_tokens=1))
         assert bool(plan_step(engine).admitted) is enters

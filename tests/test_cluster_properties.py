@@ -70,7 +70,7 @@ def arrivals(draw: st.DrawFn, index: int) -> Arrival:
         stop_token_ids=draw(st.sampled_from(((), (), (5,), (9, EOS[0]), EOS))),
         priority=draw(st.integers(-1, 1)),
         cache_salt=draw(st.sampled_from((None, None, "alice"))),
-        speculate=draw(st.booleans()),
+        max_draft_tokens=draw(st.sampled_from((None, None, 0, 1, 3, 9))),
         background=draw(st.sampled_from((False, False, True))),
     )
     abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))

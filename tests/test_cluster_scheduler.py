@@ -96,11 +96,20 @@ def test_drafts_are_bounded_by_the_context_length() -> None:
 
 
 def test_a_request_that_does_not_speculate_gets_the_same_tokens_without_drafts() -> None:
-    plain = make_request("r", max_tokens=20, speculate=False)
+    plain = make_request("r", max_tokens=20, max_draft_tokens=0)
     engine = open_engine(make_info())
     outputs = run(engine, plain)
     assert engine.stats().num_drafts == 0
     assert outputs.tokens["r"] == run(open_engine(make_info()), make_request("r", max_tokens=20)).tokens["r"]
+
+
+def test_a_request_that_bounds_its_drafts_gets_no_more_and_the_same_tokens() -> None:
+    bounded = make_request("r", (2, 3, 4), max_tokens=20, max_draft_tokens=2)
+    engine = open_engine(make_info(), survival=[])
+    add(engine, bounded)
+    assert [int(plan_step(engine).num_drafts[0]) for _ in range(3)] == [0, 2, 2]
+    tokens = run(open_engine(make_info()), bounded).tokens["r"]
+    assert tokens == run(open_engine(make_info()), make_request("r", max_tokens=20)).tokens["r"]
 
 
 def test_a_prompt_seen_before_is_computed_only_from_its_last_page_on() -> None:
@@ -186,7 +195,7 @@ def test_too_few_pages_cost_drafts_before_they_cost_anybody_its_place() -> None:
 def test_a_newcomer_leaves_a_page_for_everybody_who_runs_to_grow() -> None:
     for num_pages, enters in ((6, False), (7, True)):
         engine = open_engine(make_info(num_pages=(num_pages,)), survival=[])
-        add(engine, make_request("a", (2, 3, 4), max_tokens=8, speculate=False, **LONG))
+        add(engine, make_request("a", (2, 3, 4), max_tokens=8, max_draft_tokens=0, **LONG))
         plan_step(engine)
         add(engine, make_request("b", PROMPT, max_tokens=1))
         assert (admitted(plan_step(engine)) == ["b"]) is enters

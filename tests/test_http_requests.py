@@ -91,11 +91,16 @@ def test_speculation_is_switched_off_per_request(given: object) -> None:
     assert completion().speculative.enabled
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "drafter", "return_trace"])
-def test_unsupported_speculation_options_are_refused(field: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        completion(speculative={field: {"max_tokens": 3, "drafter": "d", "return_trace": True}[field]})
-    assert caught.value.param == f"speculative.{field}"
+def test_a_request_bounds_its_drafts() -> None:
+    assert completion(speculative={"max_tokens": 3}).speculative.max_draft_tokens == 3
+    assert completion(speculative={"max_tokens": 3, "enabled": False}).speculative.max_draft_tokens == 0
+    assert completion(speculative=True).speculative.max_draft_tokens is None
+
+
+def test_a_drafter_for_one_request_is_refused() -> None:
+    with pytest.raises(RequestError, match="one drafter") as caught:
+        completion(speculative={"drafter": "d"})
+    assert caught.value.param == "speculative.drafter"
 
 
 def test_stream_options_need_a_stream() -> None:

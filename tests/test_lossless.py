@@ -215,6 +215,20 @@ def test_no_token_changes_among_eight_at_once_with_every_knob(
         assert stats.preemptions > 0  # layers that all slide hold next to nothing: sequences seldom grow
 
 
+@pytest.mark.parametrize("bound", [1, 4])
+def test_a_bound_on_a_requests_drafts_changes_no_token(
+    pair: Pair, reference: dict[str, list[list[int]]], bound: int
+) -> None:
+    batch = [{"prompt_token_ids": prompt} for prompt in prompts(3)]
+    with pair.open(speculate=True) as llm:
+        for name in ("greedy", "plain"):
+            got = llm.generate(batch, params_of(name, 3), max_draft_tokens=bound, trace=True)
+            assert [output.outputs[0].token_ids for output in got] == reference[name][:3], name
+            steps = [step for output in got for step in output.metrics.trace or ()]
+            assert max(step.num_drafted for step in steps) == bound
+        assert llm.stats().num_accepted_tokens > 0
+
+
 def test_prefix_hits_change_no_token_and_keep_the_drafters_context(pair: Pair) -> None:
     shared = prompts(8)[7]
     batch = [shared + tail for tail in ([5, 6], [9], [], [5, 6, 7, 8, 9])]

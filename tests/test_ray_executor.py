@@ -74,13 +74,13 @@ def requests() -> list[Request]:
 
 
 def run_all(
-    engine: Engine, *, speculate: bool = True, die: Callable[[], None] | None = None
+    engine: Engine, *, max_draft_tokens: int | None = None, die: Callable[[], None] | None = None
 ) -> list[list[int]]:
     """Tokens by request; `die` is called while they are under way."""
     tokens: dict[str, list[int]] = {}
     for request in requests():
         tokens[request.request_id] = []
-        engine.add_request(replace(request, speculate=speculate))
+        engine.add_request(replace(request, max_draft_tokens=max_draft_tokens))
     steps = 0
     while engine.has_unfinished:
         for update in engine.step():
@@ -150,7 +150,7 @@ def test_two_target_ranks_give_the_same_tokens_and_die_together(speculative, exp
     engine = Engine(config, executor)
     assert run_all(engine) == expected
     assert engine.stats().num_accepted_tokens > 0
-    assert run_all(engine, speculate=False) == expected
+    assert run_all(engine, max_draft_tokens=0) == expected
     assert_killing_ends_it(engine, executor, rank=1)
 
 

@@ -170,7 +170,7 @@ class RowAnswerer:
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
             params,
-            speculate=speculate and body.speculative.enabled,
+            max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
             background=self._background,
         )
         return answer, reading

@@ -1,4 +1,4 @@
-"""What one HTTP request cost: its `usage`, its `metrics` and its log line, counted as outputs come.
+"""What one HTTP request cost: its `usage`, its times and its log line, counted as outputs come.
 
 One HTTP request may hold several prompts, and each several completions. Times of the whole are the
 earliest first token and the latest last one.
@@ -13,6 +13,7 @@ from ...cluster.acceptance import mean_acceptance_length
 from ..chat.reasoning_tokens import ReasoningCounter
 from ..outputs import RequestMetrics, RequestOutput
 from ..telemetry import FinishedRequest, Telemetry
+from .speculation import rounded
 from .wire import JsonObject
 
 
@@ -103,18 +104,20 @@ class RequestFigures:
         cached = min(cached, prompt)  # what another engine generated may be found, too
         return usage_of(prompt, output, cached, list(self._counters.values()))
 
-    def metrics(self, num_spec_tokens: int, *, speculated: bool) -> JsonObject | None:
-        """Timings and acceptance in vLLM's shape, for a request of one completion."""
-        cost = self._costs[0]
-        if cost is None or self.first_token_s is None or self.last_token_s is None:
-            return None
+    @property
+    def cost(self) -> RequestMetrics | None:
+        """Of a request of one prompt; None before its first output."""
+        return self._costs[0]
+
+    def times(self) -> JsonObject:
+        """In vLLM's shape, for a request of one completion."""
+        first_s, last_s = self.first_token_s, self.last_token_s
         return {
             "time_to_first_token_ms": _ms(self.ttft_s),
-            "generation_time_ms": _ms(self.last_token_s - self.first_token_s),
-            "queue_time_ms": _ms(cost.queue_s),
+            "generation_time_ms": None if first_s is None or last_s is None else _ms(last_s - first_s),
+            "queue_time_ms": None if self.cost is None else _ms(self.cost.queue_s),
             "mean_itl_ms": _ms(self.tpot_s),
             "tokens_per_second": round(self.num_output_tokens / self.e2e_s, 3) if self.e2e_s else None,
-            "speculative_decoding": _acceptance(cost, num_spec_tokens) if speculated else None,
         }
 
     def finished(self, *, request_id: str, response_id: str, model: str, status: int) -> FinishedRequest:
@@ -127,7 +130,7 @@ class RequestFigures:
             ttft_ms=_ms(self.ttft_s),
             tpot_ms=_ms(self.tpot_s),
             e2e_ms=round(self.e2e_s * 1000.0, 3),
-            mean_acceptance_length=_rounded(self.mean_acceptance_length),
+            mean_acceptance_length=rounded(self.mean_acceptance_length),
             finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
             status=status,
         )
@@ -150,26 +153,5 @@ def usage_of(
     }
 
 
-def _acceptance(cost: RequestMetrics, num_spec_tokens: int) -> JsonObject:
-    """The histogram is dense: index = accepted drafts without the bonus token, 0..num_spec_tokens."""
-    histogram = cost.acceptance_histogram + [0] * (num_spec_tokens + 1 - len(cost.acceptance_histogram))
-    drafted = cost.num_draft_tokens
-    return {
-        "mean_acceptance_length": _rounded(cost.mean_acceptance_length),
-        "draft_acceptance_rate": _rounded(cost.num_accepted_tokens / drafted) if drafted else None,
-        "acceptance_histogram": histogram,
-        "num_spec_steps": cost.num_steps,
-        "num_accepted_draft_tokens": cost.num_accepted_tokens,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": num_spec_tokens,
-        "per_step_accepted": None,
-        "per_step_drafted": None,
-    }
-
-
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000.0, 3)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

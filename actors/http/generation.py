@@ -88,6 +88,8 @@ def prepare(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
             param="n",
         )
+    if request.speculative.return_trace and not _tells_trace(frontend, request, len(prompts) * params.n):
+        all_ignored.append("speculative.return_trace")
     origin: Origin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
@@ -104,6 +106,15 @@ def prepare(
         origin=origin,
         resumable=resumable,
     )
+
+
+def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions: int) -> bool:
+    """Whether the answer has a place for a trace (`Run.metrics`), and there will be one."""
+    if num_completions > 1 or not (frontend.speculates and request.speculative.max_draft_tokens != 0):
+        return False
+    options = request.stream_options
+    has_usage = not request.stream or (options is not None and options.include_usage)
+    return has_usage and request.include_metrics
 
 
 async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:

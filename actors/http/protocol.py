@@ -57,24 +57,32 @@ class StreamOptions(BaseModel):
 
 
 class Speculative(BaseModel):
-    """How this request is to be speculated on; the answer is the same whatever stands here."""
+    """How this request is to be speculated on; the answer is the same whatever stands here.
+
+    `max_tokens` bounds the drafts of a step, `return_trace` asks where each token came from.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     enabled: bool = True
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
     drafter: str | None = None
     return_trace: bool = False
 
     @model_validator(mode="after")
-    def _only_what_works(self) -> Speculative:
-        for name in ("max_tokens", "drafter", "return_trace"):
-            if getattr(self, name):
-                raise RequestError(
-                    f"speculative.{name} is not supported by this server yet; speculative.enabled is.",
-                    param=f"speculative.{name}",
-                )
+    def _one_drafter_for_all(self) -> Speculative:
+        if self.drafter is not None:
+            raise RequestError(
+                "speculative.drafter is not supported: an engine has one drafter, for all of its requests. "
+                "Leave it out.",
+                param="speculative.drafter",
+            )
         return self
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """As of `cluster/request.py`: `Request`."""
+        return self.max_tokens if self.enabled else 0
 
 
 class GenerationRequest(BaseModel):

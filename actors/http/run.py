@@ -16,7 +16,7 @@ from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
 from ..chat.reading import PLAIN, Reading
 from ..engine import RequestOptions
-from ..outputs import NOTHING, Begun, RequestOutput, begun_text
+from ..outputs import NOTHING, Begun, RequestMetrics, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
 from .errors import public_error
 from .figures import RequestFigures
@@ -24,6 +24,7 @@ from .frontend import Frontend
 from .origin import TOLD_HEADER, Origin
 from .prompt_parts import PromptParts, without_answer
 from .protocol import GenerationRequest
+from .speculation import acceptance
 from .wire import JsonObject
 
 _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
@@ -148,7 +149,8 @@ class Run:
         return {
             "priority": self.work.priority,
             "cache_salt": request.cache_salt,
-            "speculate": request.speculative.enabled,
+            "max_draft_tokens": request.speculative.max_draft_tokens,
+            "trace": self._traces or self._detailed,
             "begun": self.work.begun,
         }
 
@@ -186,14 +188,31 @@ class Run:
         }
 
     def metrics(self) -> JsonObject | None:
-        """Acceptance and timings; only where they belong to one completion."""
-        request = self.work.request
-        if not (self.work.single and request.include_metrics):
+        """Times and acceptance; only where they belong to one completion."""
+        settings, cost = self.frontend.settings, self.figures.cost
+        if cost is None or not (self.work.single and self.work.request.include_metrics):
             return None
-        if self.frontend.settings.per_request_metrics == "none":
-            return None
-        speculated = request.speculative.enabled and self.frontend.speculates
-        return self.figures.metrics(self.frontend.engine.info.num_speculative_tokens, speculated=speculated)
+        times = self.figures.times() if settings.enable_per_request_metrics else {}
+        if settings.per_request_spec_decode_metrics == "none" and not self._traces:
+            return times or None
+        speculates = self.work.request.speculative.max_draft_tokens != 0 and self.frontend.speculates
+        return {**times, "speculative_decoding": self._acceptance(cost) if speculates else None}
+
+    def _acceptance(self, cost: RequestMetrics) -> JsonObject:
+        return acceptance(
+            cost,
+            self.frontend.engine.info.num_speculative_tokens,
+            detailed=self._traces or self._detailed,
+            first_traced=len(self.work.begun.token_ids) if self._traces else None,
+        )
+
+    @property
+    def _traces(self) -> bool:
+        return self.work.request.speculative.return_trace
+
+    @property
+    def _detailed(self) -> bool:
+        return self.frontend.settings.per_request_spec_decode_metrics == "detailed"
 
 
 async def together(work: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:

@@ -16,7 +16,7 @@ from ...cluster.config import EngineConfig, from_mapping, one_of
 from ...cluster.errors import ConfigError, did_you_mean
 
 UnknownParams = Literal["ignore", "warn", "reject"]
-MetricsLevel = Literal["none", "summary"]
+SpeculationMetrics = Literal["none", "summary", "detailed"]
 DefaultsSource = Literal["auto", "openai"]
 ReasoningField = Literal["reasoning", "reasoning_content"]
 # One answer for all models: they cannot differ in these.
@@ -43,7 +43,9 @@ class ServerSettings:
         enable_auto_tool_choice: requests may leave it to the model whether to call their tools.
         reasoning_field_name: the field of an answer that holds its reasoning; None: `reasoning` (vLLM) and
             `reasoning_content` (most others).
-        per_request_metrics: "summary" adds timings and acceptance of the request to its response body.
+        enable_per_request_metrics: responses tell the request's times in `metrics`.
+        per_request_spec_decode_metrics: they tell there what speculation did, too: "summary", or "detailed"
+            with each step, or "none". Requests can ask for more with `speculative.return_trace`.
         sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it
             is set, a stream may begin (status 200) before its first token.
         max_request_bytes: larger request bodies are refused with 413.
@@ -68,7 +70,8 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = True
     reasoning_field_name: ReasoningField | None = None
-    per_request_metrics: MetricsLevel = "summary"
+    enable_per_request_metrics: bool = True
+    per_request_spec_decode_metrics: SpeculationMetrics = "summary"
     sse_keep_alive_interval: float = 0.0
     max_request_bytes: int = 32 * 1024 * 1024
     api_key: str | tuple[str, ...] | None = None
@@ -88,7 +91,7 @@ class ServerSettings:
         for name, kind in (
             ("generation_config", DefaultsSource),
             ("unknown_params", UnknownParams),
-            ("per_request_metrics", MetricsLevel),
+            ("per_request_spec_decode_metrics", SpeculationMetrics),
         ):
             one_of(name, getattr(self, name), get_args(kind))
         if self.reasoning_field_name is not None:

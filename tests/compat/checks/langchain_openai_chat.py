@@ -1,0 +1,69 @@
+"""langchain-openai: ChatOpenAI and OpenAI, invoked, streamed, with tools and structured output."""
+
+from __future__ import annotations
+
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+from trial import API, KEY, MODEL, WEATHER, check, main
+
+COMMON = {"base_url": API, "api_key": KEY, "model": MODEL, "max_retries": 0, "timeout": 120}
+QUESTION = "Write a function that adds two numbers."
+
+
+class Reading(BaseModel):
+    """A reading of the weather."""
+
+    city: str = Field(max_length=12)
+    celsius: int
+
+
+def chat(**fields):
+    return ChatOpenAI(**{**COMMON, "temperature": 0, "max_tokens": 32, **fields})
+
+
+@check("ChatOpenAI: invoke, stream, batch; usage")
+def invoke() -> None:
+    whole = chat().invoke(QUESTION)
+    assert whole.content and whole.usage_metadata["output_tokens"] <= 32
+    pieces = list(chat(stream_usage=True).stream(QUESTION))
+    total = sum(pieces[1:], pieces[0])
+    assert total.content == whole.content
+    assert total.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+    assert [answer.content for answer in chat().batch([QUESTION] * 3)] == [whole.content] * 3
+
+
+@check("ChatOpenAI.ainvoke and astream")
+async def asynchronous() -> None:
+    whole = await chat().ainvoke(QUESTION)
+    assert "".join([piece.content async for piece in chat().astream(QUESTION)]) == whole.content
+
+
+@check("with_structured_output: json_schema and function_calling")
+def structured() -> None:
+    for method in ("json_schema", "function_calling"):
+        model = chat(max_tokens=200, temperature=1, seed=4)
+        assert isinstance(model.with_structured_output(Reading, method=method).invoke("Weather?"), Reading)
+
+
+@check("bind_tools with tool_choice, whole and streamed")
+def tools() -> None:
+    bound = chat(max_tokens=120, temperature=1, seed=4).bind_tools(
+        [{"type": "function", "function": WEATHER}], tool_choice="get_weather"
+    )
+    assert set(bound.invoke("Weather?").tool_calls[0]["args"]) == {"city"}
+    pieces = list(bound.stream("Weather?"))
+    assert sum(pieces[1:], pieces[0]).tool_calls[0]["name"] == "get_weather"
+
+
+@check("ChatOpenAI over /v1/responses")
+def responses() -> None:
+    assert chat(use_responses_api=True).invoke(QUESTION).text
+
+
+@check("OpenAI (text completion): invoke, stream")
+def completion() -> None:
+    model = OpenAI(**COMMON, temperature=0, max_tokens=16)
+    assert "".join(model.stream("def add(a, b):")) == model.invoke("def add(a, b):")
+
+
+main()

@@ -1,0 +1,90 @@
+"""What the checks of all clients have in common. They run in its environment, so only Python is known.
+
+A script names its checks with `@check("what is seen")` and ends with `main()`, which runs them in their order
+and prints a line of JSON about each. `compat.py` starts the scripts and reads the lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+URL = os.environ["COMPAT_URL"]  # of the server, without a path
+API = f"{URL}/v1"
+MODEL = os.environ["COMPAT_MODEL"]
+TARGET = os.environ["COMPAT_TARGET"]  # its checkpoint, for clients that bring a tokenizer of their own
+KEY = os.environ["COMPAT_API_KEY"]
+FOLDER = Path(os.environ["COMPAT_FOLDER"])  # for what a client writes
+
+USER = [{"role": "user", "content": "Write a function that adds two numbers."}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "celsius": {"type": "integer"}},
+    "required": ["city", "celsius"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+_checks: list[tuple[str, Callable[[], Any]]] = []
+
+
+def check(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Registers a function; a coroutine function is awaited. It fails by raising."""
+
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        _checks.append((title, function))
+        return function
+
+    return register
+
+
+def main() -> None:
+    """Run all that were registered."""
+    for title, function in _checks:
+        failure = ""
+        try:
+            result = function()
+            if inspect.isawaitable(result):
+                asyncio.run(_finish(result))
+        except Exception as error:
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"
+        print(json.dumps({"check": title, "failure": failure}), flush=True)
+
+
+async def _finish(result: Any) -> None:
+    await result
+
+
+def command(name: str, *arguments: str) -> None:
+    """Run a program of the client's environment. Raises with its last words if it fails."""
+    program = Path(sys.executable).with_name(name)
+    done = subprocess.run(
+        [program, *arguments],
+        cwd=FOLDER,
+        env={**os.environ, "OPENAI_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stdout.strip()[-400:]}")

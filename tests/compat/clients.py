@@ -1,0 +1,39 @@
+"""Which clients are tried: what is installed for each, and the script that tries it. Read by `compat.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One environment.
+
+    Attributes:
+        name: as people know it.
+        package: whose version the table tells.
+        script: in `checks/`.
+        also: packages beside it.
+    """
+
+    name: str
+    package: str
+    script: str
+    also: tuple[str, ...] = ()
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        return (self.package, *self.also)
+
+
+CLIENTS = (
+    Client("openai-python", "openai", "openai_sdk", ("jsonschema",)),
+    Client("LiteLLM", "litellm", "litellm_sdk"),
+    Client("langchain-openai", "langchain-openai", "langchain_openai_chat"),
+    Client("openai-agents", "openai-agents", "openai_agents"),
+    Client("Anthropic SDK", "anthropic", "anthropic_sdk", ("jsonschema",)),
+    Client("guidellm", "guidellm", "guidellm_run"),
+    Client("aiperf", "aiperf", "aiperf_profile"),
+    Client("lm-eval", "lm-eval[api]", "lm_eval_run", ("transformers",)),
+    Client("vllm bench serve (its requests, by aiohttp)", "aiohttp", "vllm_bench"),
+)

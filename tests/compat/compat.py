@@ -1,0 +1,180 @@
+"""`make compat`: other people's clients, unmodified, against a served pair; writes docs/compatibility.md.
+
+    python tests/compat/compat.py docs/compatibility.md [name ..]
+
+Each client (`clients.py`) has an environment of its own, kept between runs; its script (`checks/`) runs there
+and says of each check how it ended. The server is `manta serve` with the shipped pair, so a request takes the
+whole way: HAProxy, Ray Serve, the engine. With names only those clients are tried, and nothing is written.
+
+MANTA_COMPAT_ENVIRONMENTS is the folder of the environments, MANTA_COMPAT_URL a server that runs already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients import CLIENTS, Client
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODEL, KEY = "manta", "compat-key"
+INSTALL_S, CHECKS_S = 1800, 900
+ADDRESS = re.compile(r"\S*(?:://|/)\S*")  # of a registry, or of this machine's files
+
+INTRODUCTION = """# Compatibility
+
+Written by `make compat`: each client as its package comes, in an environment of its own, against `manta serve`
+with the shipped pair on loopback. Nothing of a client is changed, and no setting of the server made for it.
+
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table; `failure` is empty where the check passed."""
+
+    client: str
+    version: str
+    check: str
+    failure: str
+
+
+class Environment:
+    """Where one client is installed."""
+
+    def __init__(self, client: Client, folder: Path) -> None:
+        self.client = client
+        self.folder = folder / client.script
+        self.python = self.folder / "bin" / "python"
+        self._stamp = self.folder / "installed"
+
+    def install(self) -> str:
+        """Make it if it is not there. Returns why that failed, or nothing."""
+        wanted = "\n".join(self.client.requirements)
+        if self._stamp.is_file() and self._stamp.read_text() == wanted:
+            return ""
+        venv.create(self.folder, with_pip=True, clear=True)
+        command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        done = subprocess.run(
+            [*command, *self.client.requirements], capture_output=True, text=True, timeout=INSTALL_S
+        )
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            return ADDRESS.sub("..", said[-1] if said else f"pip ended with {done.returncode}")
+        self._stamp.write_text(wanted)
+        return ""
+
+    def version(self) -> str:
+        package = self.client.package.partition("[")[0]
+        ask = f"from importlib.metadata import version; print(version({package!r}))"
+        return subprocess.run([self.python, "-c", ask], capture_output=True, text=True).stdout.strip() or "?"
+
+    def check(self, environment: dict[str, str], log: Path) -> Iterator[tuple[str, str]]:
+        """Run the script; (check, failure) of each as they end. What it says beside goes to the log."""
+        script = HERE / "checks" / f"{self.client.script}.py"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [self.python, script],
+                env={**os.environ, **environment, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
+                    said = json.loads(line)
+                    yield said["check"], said["failure"]
+        if process.wait(CHECKS_S):
+            yield "(its script)", f"ended with {process.returncode}: {log.read_text()[-300:]}"
+
+
+def rows_of(client: Client, folder: Path, environment: dict[str, str], logs: Path) -> Iterator[Row]:
+    """One client from its installation to its last check."""
+    place = Environment(client, folder)
+    if failure := place.install():
+        yield Row(client.name, "-", "installation", failure)
+        return
+    version = place.version()
+    with tempfile.TemporaryDirectory() as scratch:
+        given = {**environment, "COMPAT_FOLDER": scratch}
+        for check, failure in place.check(given, logs / f"{client.script}.log"):
+            yield Row(client.name, version, check, failure)
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The address of one with the shipped pair: started here, unless one is named."""
+    if url := os.environ.get("MANTA_COMPAT_URL"):
+        yield url
+        return
+    sys.path.insert(0, str(HERE.parent))
+    from served import Served
+
+    settings = {
+        "model": str(ROOT / "models" / "target"),
+        "speculative_config": {"model": str(ROOT / "models" / "drafter")},
+        "served_model_name": MODEL,
+        "api_key": KEY,
+    }
+    with Served(settings, Path(tempfile.gettempdir()) / "manta-compat-server.log") as served:
+        yield served.url
+
+
+def page(rows: list[Row]) -> str:
+    """The document."""
+    lines = ["| client | version | what was run | result |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        result = f"**failed**: {_one_line(row.failure)}" if row.failure else "passed"
+        lines.append(f"| {row.client} | {row.version} | {row.check} | {result} |")
+    failed = sum(bool(row.failure) for row in rows)
+    told = f"{len(rows) - failed} of {len(rows)} passed, under Python {platform.python_version()}."
+    return INTRODUCTION + "\n".join(lines) + f"\n\n{told}\n"
+
+
+def _one_line(text: str) -> str:
+    line = ADDRESS.sub("..", " ".join(text.split())).replace("|", "\\|")
+    return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+def main(output: Path, names: list[str]) -> int:
+    """How many checks failed."""
+    folder = Path(os.environ.get("MANTA_COMPAT_ENVIRONMENTS", ROOT / ".venv" / "compat")).absolute()
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    with server() as url:
+        environment = {
+            "COMPAT_URL": url,
+            "COMPAT_MODEL": MODEL,
+            "COMPAT_API_KEY": KEY,
+            "COMPAT_TARGET": str(ROOT / "models" / "target"),
+        }
+        for client in CLIENTS:
+            if names and client.script not in names:
+                continue
+            for row in rows_of(client, folder, environment, logs):
+                rows.append(row)
+                said = "FAILED" if row.failure else "passed"
+                print(f"{said}  {row.client} {row.version}: {row.check}", flush=True)
+                if row.failure:
+                    print(f"        {row.failure[:600]}", flush=True)
+    if not names:
+        output.write_text(page(rows))
+    print(f"Logs: {logs}")
+    return sum(bool(row.failure) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(Path(sys.argv[1]), sys.argv[2:]), 1))
