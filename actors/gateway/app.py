@@ -20,7 +20,9 @@ from ...cluster.errors import DrainingError
 from ..haproxy.scrape import joined
 from ..http.errors import install_handlers
 from ..http.gate import Gate
+from ..http.messages.errors import MessagesLayer
 from ..http.models import model_card
+from ..http.operations import load_figures
 from ..http.settings import ServerSettings
 from ..http.traffic import Traffic
 from ..http.wire import JsonObject, json_response
@@ -90,6 +92,12 @@ def create_gateway(
         texts = await asyncio.gather(*(_scrape(parts.upstream, member) for member in members))
         return Response(joined([*texts, figures.render()]), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/load")
+    async def load() -> Response:
+        records = [member.record for model in fleet.models for member in fleet.ready(model)]
+        running, waiting = sum(r.running for r in records), sum(r.waiting for r in records)
+        return json_response(load_figures(traffic, running=running, waiting=waiting))
+
     @app.get("/v1/models")
     async def list_models() -> Response:
         cards = [_card(fleet, model, name, started_s) for model in fleet.models for name in model.names]
@@ -113,6 +121,7 @@ def create_gateway(
     app.add_middleware(
         Gate, settings=settings, telemetry=figures, traffic=traffic, echo_request_id=echo_request_id
     )
+    app.add_middleware(MessagesLayer)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -14,6 +14,7 @@ from .chat_request import ChatRequest, conversation
 from .frontend import Frontend
 from .generation import prepare, respond
 from .logprobs import chat_logprobs
+from .run import Work
 from .wire import JsonObject, JsonRoute
 
 REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM's name, and that of most others
@@ -80,15 +81,37 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
-        chat = conversation(body, body.messages, frontend.engine.tokenizer)
-        prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
-        ignored = [
-            f"chat_template_kwargs.{name}"
-            for name in chat.variables or ()
-            if not frontend.tokenizer.template_uses(name)
-        ]
-        shape = ChatShape(PLAIN)
-        work = prepare(frontend, shape, body, http, [prompt], default_max_tokens=None, ignored=ignored)
-        return await respond(frontend, shape, work, http)
+        work, reading = await prepare_chat(frontend, ChatShape.prefix, body, http)
+        return await respond(frontend, ChatShape(reading), work, http)
 
     return router
+
+
+async def prepare_chat(
+    frontend: Frontend,
+    prefix: str,
+    body: ChatRequest,
+    http: Request,
+    *,
+    ignored: Sequence[str] = (),
+    resumable: bool = True,
+) -> tuple[Work, Reading]:
+    """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
+    chat = conversation(body, body.messages, frontend.engine.tokenizer)
+    prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
+    unheeded = [
+        f"chat_template_kwargs.{name}"
+        for name in chat.variables or ()
+        if not frontend.tokenizer.template_uses(name)
+    ]
+    work = prepare(
+        frontend,
+        prefix,
+        body,
+        http,
+        [prompt],
+        default_max_tokens=None,
+        ignored=[*ignored, *unheeded],
+        resumable=resumable,
+    )
+    return work, PLAIN

@@ -33,7 +33,8 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 class Work:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
-    `created_s` is Unix time; `origin` what a gateway fixed of the request.
+    `created_s` is Unix time; `origin` what a gateway fixed of the request; `resumable` says
+    whether its stream can go on at another replica.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Work:
     request: GenerationRequest
     created_s: int
     origin: Origin | None = None
+    resumable: bool = True
 
     @property
     def single(self) -> bool:
@@ -59,7 +61,7 @@ class Work:
         offsets count from the beginning of a text that another replica has not made.
         """
         alone = self.single and self.params.logprobs is None
-        return self.origin is not None and self.request.stream and alone
+        return self.origin is not None and self.request.stream and alone and self.resumable
 
     @property
     def begun(self) -> Begun:

@@ -1,0 +1,73 @@
+"""How an endpoint that is no chat answers a `ChatRequest`: whole, or by the events of its `SectionWriter`.
+
+Called by `responses/routes.py` and `messages/routes.py`; the request's own way is chat's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..chat.parts import Piece
+from ..chat.reading import Reading
+from ..outputs import CompletionOutput
+from . import sse
+from .run import Run
+from .sections import Events, SectionWriter
+from .wire import JsonObject, json_response
+
+
+async def answer(run: Run, reading: Reading, writer: SectionWriter, http: Request) -> Response:
+    """The response, once its first token is there. Raises MantaError for a failure before it."""
+    headers = run.work.headers
+    if run.work.request.stream:
+        keep_alive_s = run.frontend.settings.sse_keep_alive_interval
+        events = _stream_events(run, reading, writer)
+        return await sse.stream(events, http, headers, keep_alive_s, _Ending(writer))
+    return json_response(await sse.unless_gone(http, _whole_body(run, reading, writer)), headers=headers)
+
+
+class _Ending:
+    """The last event of these APIs says that it is the last."""
+
+    done = b""
+
+    def __init__(self, writer: SectionWriter) -> None:
+        self._writer = writer
+
+    def failed(self, error: BaseException) -> bytes:
+        return _joined(self._writer.failed(error))
+
+
+async def _stream_events(run: Run, reading: Reading, writer: SectionWriter) -> AsyncGenerator[bytes, None]:
+    """One piece of bytes per verified block."""
+    parts, begun = reading.answer(run.work.id, 0), False
+    async with aclosing(run.outputs()) as outputs:
+        async for _, output in outputs:
+            (completion,) = output.outputs
+            events = [] if begun else writer.begin(run.figures.usage())
+            begun = True
+            piece = parts.feed(completion.text, final=completion.finish_reason is not None)
+            events += _written(run, writer, piece, completion)
+            if events:
+                yield _joined(events)
+
+
+async def _whole_body(run: Run, reading: Reading, writer: SectionWriter) -> JsonObject:
+    ((completion,),) = [output.outputs for output in await run.answers()]
+    _written(run, writer, reading.whole(run.work.id, 0, completion.text), completion)
+    return writer.whole()
+
+
+def _written(run: Run, writer: SectionWriter, piece: Piece, completion: CompletionOutput) -> Events:
+    events = writer.feed(piece)
+    if completion.finish_reason is not None:
+        events += writer.finish(completion.finish_reason, completion.stop_reason, run.figures.usage())
+    return events
+
+
+def _joined(events: Events) -> bytes:
+    return b"".join(map(sse.named_event, events))
