@@ -39,6 +39,7 @@ NAMES = {
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    "tool_choice.function": "tool_choice",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -140,8 +141,16 @@ class CountRequest(BaseModel):
             if extra.get(name):
                 raise RequestError(f"{name} is not supported. {remedy}", param=name)
         known = {name: value for name, value in extra.items() if name not in NEVER and name not in SILENT}
-        with said_of({**NAMES, **conversation.names}):
+        with said_of({**NAMES, **conversation.names, **self._tool_names()}):
             return chat_request({**known, **self._fields(conversation, uses)})
+
+    def _tool_names(self) -> dict[str, str]:
+        """Chat's paths into a tool, of which this body's are flat."""
+        names: dict[str, str] = {}
+        for i in range(len(self.tools or ())):
+            names[f"tools.{i}.function"] = f"tools.{i}"
+            names[f"tools.{i}.function.parameters"] = f"tools.{i}.input_schema"
+        return names
 
     def _fields(self, conversation: Conversation, uses: Mapping[str, bool]) -> JsonObject:
         choice, config = self.tool_choice, self.output_config or OutputConfig()

@@ -47,6 +47,7 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
 }
 
 
@@ -169,7 +170,8 @@ class ResponsesRequest(BaseModel):
             )
         tools = [tool.for_chat() for tool in self.tools or ()]
         named = isinstance(self.tool_choice, NamedTool)
-        with said_of({**NAMES, **conversation.names}):
+        flat = {f"tools.{i}.function": f"tools.{i}" for i in range(len(tools))}
+        with said_of({**NAMES, **conversation.names, **flat}):
             return chat_request(
                 {
                     **{
