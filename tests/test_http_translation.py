@@ -1,4 +1,4 @@
-"""Bodies of the Responses and the Messages API become a chat: items, blocks, and in whose words errors are."""
+"""Bodies of the Responses and the Messages API become a chat; errors use the words of the body."""
 
 from __future__ import annotations
 

@@ -20,10 +20,12 @@ from ...cluster.errors import DrainingError
 from ..haproxy.scrape import joined
 from ..http.errors import install_handlers
 from ..http.gate import Gate
-from ..http.messages.errors import MessagesLayer
+from ..http.messages.errors import LostMessage, MessagesLayer
 from ..http.models import model_card
 from ..http.operations import load_figures
+from ..http.responses.errors import LostResponse
 from ..http.settings import ServerSettings
+from ..http.sse import DoneEnding, Ending
 from ..http.traffic import Traffic
 from ..http.wire import JsonObject, json_response
 from .asked import read_asked
@@ -34,6 +36,13 @@ from .generation import BROKEN, Generation, Parts
 from .upstream import Upstream
 
 SCRAPE_TIMEOUT_S = 2.0
+# Of the routes that generate.
+ENDINGS: dict[str, Ending] = {
+    "/v1/completions": DoneEnding(),
+    "/v1/chat/completions": DoneEnding(),
+    "/v1/responses": LostResponse(),
+    "/v1/messages": LostMessage(),
+}
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -107,11 +116,13 @@ def create_gateway(
     async def get_model(name: str) -> Response:
         return json_response(_card(fleet, fleet.find(name), name, started_s))
 
-    @app.post("/v1/completions")
-    @app.post("/v1/chat/completions")
     async def generate(http: Request) -> Response:
         body = await http.body()
-        return Generation(parts, http, body, await read_asked(http.headers, body))
+        ending = ENDINGS[http.url.path]
+        return Generation(parts, http, body, await read_asked(http.headers, body), ending)
+
+    for path in ENDINGS:
+        app.post(path)(generate)
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def forward(http: Request) -> Response:

@@ -12,6 +12,8 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import public_error
+from ..sse import named_event
 from ..wire import JsonObject
 
 ROUTES = "/v1/messages"
@@ -30,6 +32,16 @@ def anthropic_error(status: int, message: str, request_id: str | None = None) ->
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     error: JsonObject = {"type": "error", "error": {"type": kind, "message": message}}
     return error if request_id is None else {**error, "request_id": request_id}
+
+
+class LostMessage:
+    """The ending of a stream whose replica has died."""
+
+    done = b""
+
+    def failed(self, error: BaseException) -> bytes:
+        shown = public_error(error)
+        return named_event(anthropic_error(shown.status, shown.message))
 
 
 class MessagesLayer:
