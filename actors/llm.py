@@ -18,10 +18,11 @@ from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats
 from ..cluster.executor import ExecutorInfo
 from ..cluster.request import SamplingParams
+from .chat.template import Message
 from .executor import make_executor
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
 from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
-from .tokenizer import Message, Tokenizer
+from .tokenizer import Tokenizer
 
 
 class LLM:

@@ -55,6 +55,8 @@ class EngineConfig:
     Attributes:
         model: folder or hub id of the target checkpoint.
         tokenizer: folder or hub id; the target's if absent.
+        chat_template: file of a Jinja template; the tokenizer's own if absent.
+        default_chat_template_kwargs: variables for that template, where a request does not set them.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
         speculative_config: None decodes plainly.
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where that is native and
@@ -88,6 +90,8 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
     skip_tokenizer_init: bool = False
     speculative_config: SpeculativeConfig | None = None
     dtype: DType = "auto"

@@ -33,7 +33,7 @@ class SamplingParams:
         max_tokens: limit of generated tokens; None means up to the context's end.
         min_tokens: end-of-sequence and stop tokens are impossible before so many tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text, but for `kept_special_token_ids`.
         detokenize: make text at all.
         presence_penalty, frequency_penalty: taken from the logit of a token that was generated: once, and for
             each time; from -2 to 2.
@@ -60,6 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_token_ids: tuple[int, ...] = ()
     detokenize: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -118,8 +118,8 @@ class Splitter:
         """Thoughts at the start and behind calls, content and calls in any order."""
         begins = _begins(calls)
         marks = Marks(*begins, newlines=_NEWLINES) if begins else _NO_MARKS
-        bare = isinstance(calls, JsonCalls) and not calls.begin
-        if bare and not (yield from self._read_bare_calls(calls)):
+        bare = calls if isinstance(calls, JsonCalls) and not calls.begin else None
+        if bare is not None and not (yield from self._read_bare_calls(bare)):
             return
         while True:
             if thinking is not None:
