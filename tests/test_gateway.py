@@ -144,7 +144,8 @@ def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: 
         streamed = client.post("/v1/messages", json={**talk, "stream": True}).text
         assert streamed.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
         counted = client.post("/v1/messages/count_tokens", json=talk).json()["input_tokens"]
-        assert counted == message.json()["usage"]["input_tokens"]
+        usage = message.json()["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
         for body in (
             {**talk, "model": "none"},
             {**talk, "max_tokens": 0},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,6 @@ from manta.cluster.errors import EngineDeadError
 from manta.cluster.executor import Executor
 from manta.cluster.plan import StepResult
 from scripted_executor import ScriptedExecutor
-from served import wait_for
 from text_pair import LiveServer, make_text_pair
 
 NAME = "org/tiny"
@@ -277,7 +277,10 @@ def test_a_client_that_leaves_ends_its_request(stand: Stand) -> None:
         with stand.anthropic.messages.create(**ASK_A, stream=True) as message:
             next(iter(message))
             assert stand.http.get("/load").json()["running"] == 2
-    wait_for(lambda: stand.http.get("/load").json() == IDLE, 20)
+    deadline_s = time.monotonic() + 20
+    while stand.http.get("/load").json() != IDLE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_async_clients_are_answered_beside_each_other(stand: Stand) -> None:
