@@ -156,6 +156,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         resolve_checkpoint(config.tokenizer or config.model, field=field),
         chat_template=None if config.chat_template is None else _read_template(config.chat_template),
         template_kwargs=config.default_chat_template_kwargs,
+        trust_templates=config.trust_request_chat_template,
     )
 
 

@@ -35,8 +35,11 @@ class Tokenizer:
         chat_template: str | None,
         special_tokens: Mapping[str, str],
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        trust_templates: bool = False,
     ) -> None:
         self._backend = backend
+        self._trust_templates = trust_templates
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.coverage = token_coverage(backend)
         self.template = (
@@ -50,12 +53,14 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        trust_templates: bool = False,
     ) -> Tokenizer:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template from a checkpoint folder.
 
         Args:
             chat_template: Jinja in place of the checkpoint's.
             template_kwargs: variables for conversations that do not bring them.
+            trust_templates: conversations may bring their own Jinja.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -72,7 +77,13 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         source = _chat_template(folder, settings) if chat_template is None else chat_template
-        return cls(backend, source, _special_tokens(settings), template_kwargs)
+        return cls(
+            backend, source, _special_tokens(settings), template_kwargs, trust_templates=trust_templates
+        )
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the `tokenizers` library writes it."""
+        return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -105,8 +116,14 @@ class Tokenizer:
             source: Jinja in place of the model's own template.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: there is no template, or it refuses the messages, or none may be brought.
         """
+        if source is not None and not self._trust_templates:
+            raise RequestError(
+                "chat_template: this server takes no templates from requests, since they are code. Leave it "
+                "out, or start the server with --trust-request-chat-template.",
+                param="chat_template",
+            )
         if self.template is None:
             raise RequestError(
                 "messages: this model has no chat template. Use /v1/completions with a prompt, or a "

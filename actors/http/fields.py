@@ -34,8 +34,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "documents": ([],),
-    "chat_template": (),
     "modalities": (["text"],),
     "audio": (),
     "lora_path": (),
