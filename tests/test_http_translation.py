@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from manta.actors.http.chat_request import ChatRequest
 from manta.actors.http.messages.request import MessagesRequest
 from manta.actors.http.responses.request import ResponsesRequest
+from manta.actors.http.translation import said_of
 from manta.cluster.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 ANSWER = {"role": "assistant", "content": "Let me look.", "reasoning_content": "Hm.", "tool_calls": [CALL]}
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -36,7 +36,9 @@ def messages(*, uses: dict[str, bool] = USES, **body: Any) -> ChatRequest:
 
 
 def said(chat: ChatRequest) -> list[dict[str, Any]]:
-    return [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
+    """What a template gets; reasoning stands there under several names."""
+    shown = [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
+    return [{k: v for k, v in each.items() if k not in ("reasoning", "thinking")} for each in shown]
 
 
 def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,18 +66,7 @@ def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_items_of_an_answer_are_one_message() -> None:
     chat = responses(input=items({"role": "user", "content": "So?"}), instructions="Be brief.")
-    assert without_arguments_parsed(said(chat)) == TALK
-
-
-def without_arguments_parsed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Templates get a call's arguments as an object; a test compares the strings that came."""
-    for message in found:
-        for call in message.get("tool_calls") or ():
-            if isinstance(call["function"]["arguments"], dict):
-                call["function"]["arguments"] = json.dumps(
-                    call["function"]["arguments"], separators=(",", ":")
-                )
-    return found
+    assert said(chat) == TALK
 
 
 def test_blocks_of_an_answer_are_one_message_and_results_stand_alone() -> None:
@@ -95,7 +86,7 @@ def test_blocks_of_an_answer_are_one_message_and_results_stand_alone() -> None:
             {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
         ],
     )
-    assert without_arguments_parsed(said(chat)) == TALK
+    assert said(chat) == TALK
 
 
 def test_answers_of_different_turns_stay_apart() -> None:
@@ -154,9 +145,8 @@ def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
         assert (chat.max_completion_tokens or chat.max_tokens) == 5
         wanted = chat.model_dump()["response_format"]
         assert wanted["type"] == "json_schema" and wanted["json_schema"]["schema"] == SCHEMA
-    assert messages(messages=[{"role": "user", "content": "x"}], tool_choice={"type": "any"}).tool_choice == (
-        "required"
-    )
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "input_schema": SCHEMA}]}
+    assert messages(**asked, tool_choice={"type": "any"}).tool_choice == "required"
 
 
 def test_a_message_of_the_assistant_that_comes_last_is_gone_on_with() -> None:
@@ -174,7 +164,17 @@ def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
     assert MessagesRequest.model_validate({"max_tokens": 1, **body}).ignored(off) == ["thinking"]
 
 
+def said_by_template(**body: Any) -> None:
+    """As far as the template's door."""
+    request = ResponsesRequest.model_validate(body)
+    read = request.conversation(knows_developers=False)
+    chat = request.for_chat(read, effort=None)
+    with said_of(read.names):
+        said(chat)
+
+
 USER = {"role": "user", "content": "x"}
+FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f"}
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (responses, {"input": [USER, {"type": "item_reference", "id": "x"}]}, "input.1.type"),
     (responses, {"input": [USER, {"type": "web_search_call"}]}, "input.1.type"),
@@ -182,6 +182,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     (responses, {"input": [{"type": "function_call_output", "call_id": 1}]}, "input.0.call_id"),
     (responses, {"input": []}, "input"),
+    (said_by_template, {"input": [USER, {**FUNCTION_CALL, "arguments": "{"}]}, "input.1.arguments"),
     (responses, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     (responses, {"input": "x", "background": True}, "background"),
     (responses, {"input": "x", "truncation": "auto"}, "truncation"),

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from ....cluster.errors import RequestError
 from ..wire import JsonObject
 
@@ -91,7 +89,7 @@ def _call(block: Mapping[str, Any], at: str) -> JsonObject:
     arguments = block.get("input")
     if not isinstance(arguments, Mapping):
         raise RequestError(f"{at}.input must be an object.", param=f"{at}.input")
-    function = {"name": _string(block, "name", at), "arguments": orjson.dumps(arguments).decode()}
+    function = {"name": _string(block, "name", at), "arguments": arguments}
     return {"id": _string(block, "id", at), "type": "function", "function": function}
 
 

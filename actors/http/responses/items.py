@@ -62,9 +62,7 @@ class _Reader:
             if text := _reasoning(item, at):
                 self._answer(at, without=PARTS)["reasoning_content"] = text
         elif kind == "function_call":
-            function = {"name": _string(item, "name", at), "arguments": _string(item, "arguments", at)}
-            call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
-            self._answer(at).setdefault("tool_calls", []).append(call)
+            self._read_call(item, at)
         elif kind == "function_call_output":
             id, output = _string(item, "call_id", at), text_of(item.get("output"), f"{at}.output")
             self.conversation.add({"role": "tool", "tool_call_id": id, "content": output}, at)
@@ -90,6 +88,14 @@ class _Reader:
             self._answer(at, without=PARTS[1:])["content"] = text
         else:
             self.conversation.add({"role": role, "content": text}, at)
+
+    def _read_call(self, item: Mapping[str, Any], at: str) -> None:
+        function = {"name": _string(item, "name", at), "arguments": _string(item, "arguments", at)}
+        call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
+        calls = self._answer(at).setdefault("tool_calls", [])
+        place = f"messages.{len(self.conversation.messages) - 1}.tool_calls.{len(calls)}"
+        self.conversation.names |= {f"{place}.function": at, place: at}
+        calls.append(call)
 
     def _answer(self, at: str, without: Sequence[str] = ()) -> JsonObject:
         """The message of the answer that an item is a part of; a new one if it has any of `without`."""
