@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from manta.actors.http.chat_request import ChatRequest
+from manta.actors.http.conversing import Heeds
 from manta.actors.http.messages.request import MessagesRequest
 from manta.actors.http.responses.request import ResponsesRequest
 from manta.actors.http.translation import said_of
@@ -21,18 +23,18 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     {"role": "user", "content": "So?"},
 ]
-USES = {"reasoning_effort": True, "enable_thinking": True}
+ALL = Heeds(developers=True, effort=True, switch=True, thinks=True)
+NONE = Heeds(developers=False, effort=False, switch=False, thinks=False)
 
 
-def responses(**body: Any) -> ChatRequest:
+def responses(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
     request = ResponsesRequest.model_validate(body)
-    effort = request.reasoning.effort if request.reasoning else None
-    return request.for_chat(request.conversation(knows_developers=False), effort=effort)
+    return request.for_chat(request.conversation(knows_developers=False), heeds)
 
 
-def messages(*, uses: dict[str, bool] = USES, **body: Any) -> ChatRequest:
+def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
     request = MessagesRequest.model_validate({"max_tokens": 9, **body})
-    return request.for_chat(request.conversation(), uses)
+    return request.for_chat(request.conversation(), heeds)
 
 
 def said(chat: ChatRequest) -> list[dict[str, Any]]:
@@ -159,16 +161,20 @@ def test_a_message_of_the_assistant_that_comes_last_is_gone_on_with() -> None:
 def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "thinking": {"type": "disabled"}}
     assert messages(**body).chat_template_kwargs == {"enable_thinking": False}
-    off = dict.fromkeys(USES, False)
-    assert messages(uses=off, **body).chat_template_kwargs is None
-    assert MessagesRequest.model_validate({"max_tokens": 1, **body}).ignored(off) == ["thinking"]
+    assert messages(heeds=NONE, **body).chat_template_kwargs is None
+    assert MessagesRequest.model_validate({"max_tokens": 1, **body}).ignored(NONE) == ["thinking"]
+    switch = replace(NONE, switch=True)
+    none = {"input": "x", "reasoning": {"effort": "none"}}
+    assert responses(heeds=switch, **none).chat_template_kwargs == {"enable_thinking": False}
+    assert ResponsesRequest.model_validate(none).ignored(switch) == []
+    assert ResponsesRequest.model_validate(none).ignored(NONE) == ["reasoning.effort"]
 
 
 def said_by_template(**body: Any) -> None:
     """As far as the template's door."""
     request = ResponsesRequest.model_validate(body)
     read = request.conversation(knows_developers=False)
-    chat = request.for_chat(read, effort=None)
+    chat = request.for_chat(read, ALL)
     with said_of(read.names):
         said(chat)
 

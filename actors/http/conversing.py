@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,9 +16,37 @@ from ..chat.parts import Piece
 from ..chat.reading import Reading
 from ..outputs import CompletionOutput
 from . import sse
+from .frontend import Frontend
 from .run import Run
 from .sections import Events, SectionWriter
 from .wire import JsonObject, json_response
+
+
+@dataclass(frozen=True, slots=True)
+class Heeds:
+    """What the model can be told beside its conversation. Agents tell it whatever the model.
+
+    Attributes:
+        developers: of instructions by a developer, apart from the system's.
+        effort: of reasoning.
+        switch: to think, or not to.
+        thinks: its reasoning can be told from its answer.
+    """
+
+    developers: bool
+    effort: bool
+    switch: bool
+    thinks: bool
+
+    @classmethod
+    def of(cls, frontend: Frontend) -> Heeds:
+        uses = frontend.tokenizer.template_uses
+        return cls(
+            developers=uses("developer"),
+            effort=uses("reasoning_effort"),
+            switch=uses("enable_thinking"),
+            thinks=frontend.chat.thinking is not None,
+        )
 
 
 async def answer(run: Run, reading: Reading, writer: SectionWriter, http: Request) -> Response:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ....cluster.errors import RequestError
 from ..chat_request import ChatRequest
+from ..conversing import Heeds
 from ..translation import chat_request, said_of
 from ..wire import JsonObject
 from .blocks import Content, Conversation, read_messages
@@ -118,31 +119,25 @@ class CountRequest(BaseModel):
     def conversation(self) -> Conversation:
         return read_messages(self.system, [(message.role, message.content) for message in self.messages])
 
-    def ignored(self, uses: Mapping[str, bool]) -> list[str]:
-        """What a client sends whatever the model, and this model's chat template does not heed."""
-        asked = {
-            "output_config.effort": bool(self.output_config and self.output_config.effort),
-            "thinking": self.thinking is not None and self.thinking.type == "disabled",
-        }
-        heeded = {"output_config.effort": uses["reasoning_effort"], "thinking": uses["enable_thinking"]}
-        return [name for name, is_asked in asked.items() if is_asked and not heeded[name]]
+    def ignored(self, heeds: Heeds) -> list[str]:
+        """What a client sends whatever the model, and is not heeded."""
+        effort = self.output_config is not None and self.output_config.effort is not None
+        found = ["output_config.effort"] if effort and not heeds.effort else []
+        if self.thinking is None:
+            return found
+        if self.thinking.budget_tokens is not None and not heeds.thinks:
+            found.append("thinking.budget_tokens")
+        return [*found, "thinking"] if self.thinking.type == "disabled" and not heeds.switch else found
 
-    def for_chat(self, conversation: Conversation, uses: Mapping[str, bool]) -> ChatRequest:
-        """What is asked for, as a chat.
-
-        Args:
-            uses: whether the model's chat template heeds reasoning_effort and enable_thinking.
-
-        Raises:
-            RequestError: in this body's words.
-        """
+    def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
+        """What is asked for, as a chat. Raises RequestError, in this body's words."""
         extra = self.model_extra or {}
         for name, remedy in NEVER.items():
             if extra.get(name):
                 raise RequestError(f"{name} is not supported. {remedy}", param=name)
         known = {name: value for name, value in extra.items() if name not in NEVER and name not in SILENT}
         with said_of({**NAMES, **conversation.names, **self._tool_names()}):
-            return chat_request({**known, **self._fields(conversation, uses)})
+            return chat_request({**known, **self._fields(conversation, heeds)})
 
     def _tool_names(self) -> dict[str, str]:
         """Chat's paths into a tool, of which this body's are flat."""
@@ -152,7 +147,7 @@ class CountRequest(BaseModel):
             names[f"tools.{i}.function.parameters"] = f"tools.{i}.input_schema"
         return names
 
-    def _fields(self, conversation: Conversation, uses: Mapping[str, bool]) -> JsonObject:
+    def _fields(self, conversation: Conversation, heeds: Heeds) -> JsonObject:
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         return {
             "model": self.model,
@@ -161,20 +156,20 @@ class CountRequest(BaseModel):
             "tool_choice": choice.for_chat() if choice else None,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "response_format": _response_format(config.format),
-            "reasoning_effort": config.effort if uses["reasoning_effort"] else None,
+            "reasoning_effort": config.effort if heeds.effort else None,
             **(
                 {"continue_final_message": True, "add_generation_prompt": False}
                 if conversation.is_open
                 else {}
             ),
-            **self._thinking_fields(uses),
+            **self._thinking_fields(heeds),
         }
 
-    def _thinking_fields(self, uses: Mapping[str, bool]) -> JsonObject:
+    def _thinking_fields(self, heeds: Heeds) -> JsonObject:
         if self.thinking is None:
             return {}
-        fields: JsonObject = {"thinking_token_budget": self.thinking.budget_tokens}
-        if uses["enable_thinking"]:
+        fields: JsonObject = {"thinking_token_budget": self.thinking.budget_tokens if heeds.thinks else None}
+        if heeds.switch:
             own = (self.model_extra or {}).get("chat_template_kwargs") or {}
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled", **own}
         return fields
@@ -188,9 +183,9 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
 
-    def _fields(self, conversation: Conversation, uses: Mapping[str, bool]) -> JsonObject:
+    def _fields(self, conversation: Conversation, heeds: Heeds) -> JsonObject:
         return {
-            **super()._fields(conversation, uses),
+            **super()._fields(conversation, heeds),
             "max_tokens": self.max_tokens,
             "stream": self.stream,
             "temperature": self.temperature,

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from ..chat import prepare_chat
 from ..chat_request import conversation
-from ..conversing import answer
+from ..conversing import Heeds, answer
 from ..frontend import Frontend
 from ..run import Run
 from ..translation import said_of
@@ -15,30 +15,26 @@ from .errors import ROUTES
 from .request import NAMES, CountRequest, MessagesRequest
 from .writer import PREFIX, MessageWriter
 
-SWITCHES = ("reasoning_effort", "enable_thinking")
-
 
 def message_routes(frontend: Frontend) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
-    def uses() -> dict[str, bool]:
-        return {name: frontend.tokenizer.template_uses(name) for name in SWITCHES}
-
     @router.post(ROUTES)
     async def create_message(body: MessagesRequest, http: Request) -> Response:
         read = body.conversation()
-        chat = body.for_chat(read, uses())
+        heeds = Heeds.of(frontend)
+        chat = body.for_chat(read, heeds)
         with said_of({**NAMES, **read.names}):
             work, reading = await prepare_chat(
-                frontend, PREFIX, chat, http, ignored=body.ignored(uses()), resumable=False
+                frontend, PREFIX, chat, http, ignored=body.ignored(heeds), resumable=False
             )
-        run = Run(frontend, work)
-        return await answer(run, reading, MessageWriter(work.id, work.model, run.metrics), http)
+            run = Run(frontend, work)
+            return await answer(run, reading, MessageWriter(work.id, work.model, run.metrics), http)
 
     @router.post(f"{ROUTES}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
         read = body.conversation()
-        chat = body.for_chat(read, uses())
+        chat = body.for_chat(read, Heeds.of(frontend))
         with said_of({**NAMES, **read.names}):
             frontend.check_model(chat.model)
             prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ....cluster.errors import RequestError
 from ..chat_request import ChatRequest
+from ..conversing import Heeds
 from ..translation import chat_request, said_of
 from ..wire import JsonObject
 from .items import Conversation, read_items
@@ -139,25 +140,20 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
-    def ignored(self) -> list[str]:
+    def ignored(self, heeds: Heeds) -> list[str]:
         """What an SDK may send of its own, and is not heeded."""
         found = ["store"] if self.store else []
         found += [f"include.{name}" for name in self.include or () if name != "reasoning.encrypted_content"]
         found += ["reasoning.summary"] if self._asks_for(self.reasoning, "summary") else []
-        return found + (["text.verbosity"] if self._asks_for(self.text, "verbosity") else [])
+        found += ["text.verbosity"] if self._asks_for(self.text, "verbosity") else []
+        unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
+        return [*found, "reasoning.effort"] if unheeded else found
 
     def conversation(self, *, knows_developers: bool) -> Conversation:
         return read_items(self.instructions, self.input, knows_developers=knows_developers)
 
-    def for_chat(self, conversation: Conversation, *, effort: str | None) -> ChatRequest:
-        """What is asked for, as a chat.
-
-        Args:
-            effort: `reasoning.effort`, if the model's chat template heeds it.
-
-        Raises:
-            RequestError: in this body's words.
-        """
+    def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
+        """What is asked for, as a chat. Raises RequestError, in this body's words."""
         extra = self.model_extra or {}
         for name, (nothing, remedy) in NEVER.items():
             if extra.get(name) is not None and extra[name] not in nothing:
@@ -187,9 +183,24 @@ class ResponsesRequest(BaseModel):
                     "tool_choice": _named(self.tool_choice) if named else self.tool_choice,
                     "parallel_tool_calls": self.parallel_tool_calls,
                     "response_format": self.text.response_format() if self.text else None,
-                    "reasoning_effort": effort,
+                    "reasoning_effort": self._effort if heeds.effort else None,
+                    **self._thinking_fields(heeds),
                 }
             )
+
+    @property
+    def _effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    def _switches(self, heeds: Heeds) -> bool:
+        """Whether thinking is to be switched off, where no effort could be told."""
+        return self._effort == "none" and heeds.switch and not heeds.effort
+
+    def _thinking_fields(self, heeds: Heeds) -> JsonObject:
+        if not self._switches(heeds):
+            return {}
+        own = (self.model_extra or {}).get("chat_template_kwargs") or {}
+        return {"chat_template_kwargs": {"enable_thinking": False, **own}}
 
     @staticmethod
     def _asks_for(options: BaseModel | None, name: str) -> bool:

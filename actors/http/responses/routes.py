@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from ....cluster.errors import NotFoundError
 from ..chat import prepare_chat
-from ..conversing import answer
+from ..conversing import Heeds, answer
 from ..frontend import Frontend
 from ..run import Run
 from ..translation import said_of
@@ -21,18 +21,15 @@ def response_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, http: Request) -> Response:
-        uses = frontend.tokenizer.template_uses
-        conversation = body.conversation(knows_developers=uses("developer"))
-        ignored = body.ignored()
-        effort = body.reasoning.effort if body.reasoning else None
-        if effort is not None and not uses("reasoning_effort"):
-            # Agents send it with every request, whatever the model.
-            effort, ignored = None, [*ignored, "reasoning.effort"]
-        chat = body.for_chat(conversation, effort=effort)
+        heeds = Heeds.of(frontend)
+        conversation = body.conversation(knows_developers=heeds.developers)
+        chat = body.for_chat(conversation, heeds)
         with said_of({**NAMES, **conversation.names}):
-            work, reading = await prepare_chat(frontend, PREFIX, chat, http, ignored=ignored, resumable=False)
-        run = Run(frontend, work)
-        return await answer(run, reading, ResponseWriter(frame(body, chat, run), run.metrics), http)
+            work, reading = await prepare_chat(
+                frontend, PREFIX, chat, http, ignored=body.ignored(heeds), resumable=False
+            )
+            run = Run(frontend, work)
+            return await answer(run, reading, ResponseWriter(frame(body, chat, run), run.metrics), http)
 
     @router.get("/v1/responses/{response_id}")
     @router.delete("/v1/responses/{response_id}")
