@@ -85,7 +85,8 @@ def test_blocks_of_an_answer_are_one_message_and_results_stand_alone() -> None:
                     {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
                 ],
             },
-            {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+            {"role": "user", "content": [result]},
+            {"role": "user", "content": [{"type": "text", "text": "So?"}]},
         ],
     )
     assert said(chat) == TALK
@@ -199,6 +200,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (messages, {"messages": [USER], "tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
     (messages, {"messages": [USER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     (messages, {"messages": [USER], "container": "c"}, "container"),
+    (messages, {"messages": [{"role": "user", "content": []}]}, "messages"),
+    (responses, {"input": [{"type": "reasoning", "summary": []}]}, "input"),
     (messages, {"messages": [USER], "stop_sequences": ["x"] * 65}, "stop_sequences"),
 ]
 

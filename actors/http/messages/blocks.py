@@ -1,7 +1,8 @@
 """Content blocks of /v1/messages become messages of a chat.
 
-What tools returned stands there in messages of the user; a chat has messages of their own for it. Every block
-is read or refused; only thinking that its server has encrypted says nothing here.
+What tools returned stands there in messages of the user; a chat has messages of their own for it. Messages of
+one role beside each other are one turn. Every block is read or refused; only thinking that its server has
+encrypted says nothing here.
 """
 
 from __future__ import annotations
@@ -32,57 +33,68 @@ class Conversation:
         self.names[f"messages.{len(self.messages)}"] = name
         self.messages.append(message)
 
+    def turn(self, role: str, name: str) -> JsonObject:
+        """The last message if it is of that role, else a new one."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.add({"role": role, "content": ""}, name)
+        return self.messages[-1]
+
+    def say(self, role: str, text: str, name: str) -> None:
+        """A text on a line of its own in the turn of a role."""
+        turn = self.turn(role, name)
+        turn["content"] += "\n" + text if turn["content"] else text
+
 
 def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> Conversation:
-    """The conversation of a request; `messages` are pairs of a role, user or assistant, and a content."""
+    """The conversation of a request.
+
+    Args:
+        messages: pairs of a role (user, assistant or system) and a content.
+    """
     found = Conversation()
     if system:
-        found.add({"role": "system", "content": _text_of(system, "system")}, "system")
+        _read_system(found, system, "system", "system")
     for i, (role, content) in enumerate(messages):
         at = f"messages.{i}"
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if role == "user":
             _read_user(found, blocks, at)
+        elif role == "system":
+            _read_system(found, content, at, f"{at}.content")
         else:
-            found.add(_assistant(blocks, at), at)
-    last = found.messages[-1]
-    found.is_open = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+            _read_assistant(found.turn("assistant", at), blocks, at)
+    if found.messages:
+        last = found.messages[-1]
+        found.is_open = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
     return found
 
 
+def _read_system(found: Conversation, content: Content, at: str, where: str) -> None:
+    found.say("system", _text_of(content, where), at)
+
+
 def _read_user(found: Conversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
-    """Texts and what tools returned, in their order; texts beside each other are one message."""
-    texts: list[str] = []
-
-    def flush() -> None:
-        if texts:
-            found.add({"role": "user", "content": "\n".join(texts)}, at)
-            texts.clear()
-
+    """Texts and what tools returned, in their order."""
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         if block.get("type") == "tool_result":
-            flush()
             content = _text_of(block.get("content") or "", f"{where}.content")
             id = _string(block, "tool_use_id", where)
             found.add({"role": "tool", "tool_call_id": id, "content": content}, at)
         else:
-            texts.append(_text(block, where))
-    flush()
+            found.say("user", _text(block, where), at)
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
-    message: JsonObject = {"role": "assistant", "content": ""}
+def _read_assistant(turn: JsonObject, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         kind = block.get("type")
         if kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, kind, where)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _string(block, kind, where)
         elif kind == "tool_use":
-            message.setdefault("tool_calls", []).append(_call(block, where))
+            turn.setdefault("tool_calls", []).append(_call(block, where))
         elif kind != "redacted_thinking":
-            message["content"] += _text(block, where)
-    return message
+            turn["content"] += _text(block, where)
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:

@@ -34,6 +34,7 @@ SILENT = frozenset(
 )
 # Path in the chat -> in this body.
 NAMES = {
+    "prompt": "messages",
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
@@ -46,7 +47,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Message(BaseModel):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Content
 
 

@@ -42,6 +42,7 @@ SILENT = frozenset(
 )
 # Path in the chat -> in this body.
 NAMES = {
+    "prompt": "input",
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",

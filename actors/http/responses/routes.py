@@ -21,7 +21,8 @@ def response_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesRequest, http: Request) -> Response:
-        heeds = Heeds.of(frontend)
+        with said_of(NAMES):
+            heeds = Heeds.of(frontend)
         conversation = body.conversation(knows_developers=heeds.developers)
         chat = body.for_chat(conversation, heeds)
         with said_of({**NAMES, **conversation.names}):
