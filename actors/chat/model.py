@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.errors import ConfigError, RequestError, did_you_mean
+from ...cluster.grammar import StructuredOutputsParams
 from ..tokenizer import Tokenizer
+from .forced_calls import forced_calls
 from .formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, Thinking, marks_of
 from .reading import Reading
 
@@ -72,14 +74,14 @@ class ChatModel:
         """
         if self.calls is None:
             raise RequestError(
-                "tools: this model's chat template knows no tools, so it would never hear of them. Leave them "
-                "out, or start the server with --tool-call-parser and --chat-template.",
+                "tools: this model's chat template knows no tools, so it would never hear of them. Leave "
+                "them out, or start the server with --tool-call-parser and --chat-template.",
                 param="tools",
             )
         if tool_choice == "auto" and not self.auto_calls:
             raise RequestError(
-                'tool_choice "auto" needs a server started with --enable-auto-tool-choice; "required", "none" '
-                "and a named function work without.",
+                'tool_choice "auto" needs a server started with --enable-auto-tool-choice; "required", '
+                '"none" and a named function work without.',
                 param="tool_choice",
             )
 
@@ -111,6 +113,31 @@ class ChatModel:
             tokenizer=self.tokenizer,
         )
 
+    def forced(
+        self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool
+    ) -> StructuredOutputsParams:
+        """What makes an answer call these tools, behind its reasoning. Arguments as of `reading`."""
+        assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
+        lark = forced_calls(self.calls, schemas, self.tokenizer.special_token_ids, several=parallel)
+        return StructuredOutputsParams(
+            grammar=lark, after_token_ids=self.end_of_reasoning(prompt), sent_as="tools"
+        )
+
+    def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
+        """The tokens that end the reasoning which is to follow a prompt; () where none can be awaited.
+
+        That is also where its end is no token of its own: a model may write the same text with others.
+        """
+        if self.thinking is None or self.tokenizer is None:
+            return ()
+        if isinstance(self.thinking, Messages):
+            ids = self.tokenizer.encode(self.thinking.ends[0], add_special_tokens=False)
+        elif prompt.rstrip().endswith(self.thinking.end):
+            return ()
+        else:
+            ids = self.tokenizer.encode(self.thinking.end, add_special_tokens=False)
+        return tuple(ids) if len(ids) == 1 else ()
+
     def _opened(self, prompt: str, continued: str | None) -> bool:
         """Whether the prompt ends within reasoning."""
         if not isinstance(self.thinking, Thinking):
@@ -122,9 +149,8 @@ class ChatModel:
         return tail.endswith(begin) or (self.thinking.always_open and not tail.endswith(end))
 
     def __str__(self) -> str:
-        return (
-            f"tool_call_parser={self.call_parser or NONE}, reasoning_parser={self.reasoning_parser or NONE}"
-        )
+        calls, thinking = self.call_parser or NONE, self.reasoning_parser or NONE
+        return f"tool_call_parser={calls}, reasoning_parser={thinking}"
 
 
 def _chosen(setting: str, name: str, known: Mapping[str, object], found: str | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from ..tokenizer import Tokenizer
 from .formats import CallSyntax, Messages, Thinking
 from .parts import Piece, together
+from .reasoning_tokens import ReasoningCounter
 from .splitter import Splitter
 
 
@@ -45,7 +46,7 @@ class Reading:
 
     Attributes:
         with_reasoning: False leaves out what the model thinks.
-        tokenizer: of the model; only to count tokens of reasoning.
+        tokenizer: of the model; only to count tokens.
     """
 
     thinking: Thinking | Messages | None = None
@@ -67,6 +68,18 @@ class Reading:
             parallel=self.parallel,
         )
         return Answer(splitter, with_reasoning=self.with_reasoning)
+
+    def token_counter(self) -> ReasoningCounter | None:
+        """What counts the reasoning of one completion; None where its marks are no tokens."""
+        if self.thinking is None or self.tokenizer is None:
+            return None
+        return ReasoningCounter.of(self.thinking, self.tokenizer, opened=self.opened)
+
+    def counted(self, token_ids: Sequence[int]) -> ReasoningCounter | None:
+        """Of a whole answer."""
+        if counter := self.token_counter():
+            counter.feed(token_ids)
+        return counter
 
     def whole(self, response_id: str, index: int, text: str) -> Piece:
         """A whole answer at once."""

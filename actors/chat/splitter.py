@@ -214,8 +214,10 @@ class Splitter:
                 if (tool := _tool(messages, header) if with_calls else None) is not None:
                     self.open(tool)
             except NotACallError:
-                if not self._source.ended:  # else it is a header that was cut short
-                    self._source.go_back()
+                was_cut_short = self._source.ended
+                self._source.go_back()
+                if was_cut_short and (yield from self._source.starts_with(*_header_marks(messages))):
+                    yield from self._source.through(_NO_MARKS, lambda text: None)
                 return
             self._source.forget()
             if tool is not None:
@@ -238,6 +240,11 @@ def _tool(messages: Messages, header: str) -> str | None:
     if to is None or to[1] in messages.thoughts | messages.answers or not to[1].startswith(messages.prefix):
         return None
     return to[1].removeprefix(messages.prefix)
+
+
+def _header_marks(messages: Messages) -> tuple[str, ...]:
+    """What no content begins with."""
+    return tuple(filter(None, (messages.start, messages.channel)))
 
 
 def _begins(calls: CallSyntax | None) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from ..chat.parts import CallPiece, Piece
-from ..chat.reading import PLAIN, Reading
+from ..chat.reading import Reading
 from ..outputs import CompletionOutput
+from .chat_answer import chat_params, check_tools, reading_of
 from .chat_request import ChatRequest, conversation
 from .frontend import Frontend
 from .generation import prepare, respond
@@ -82,7 +83,9 @@ def chat_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
         work, reading = await prepare_chat(frontend, ChatShape.prefix, body, http)
-        return await respond(frontend, ChatShape(reading), work, http)
+        field = frontend.settings.reasoning_field_name
+        shape = ChatShape(reading, REASONING_FIELDS if field is None else (field,))
+        return await respond(frontend, shape, work, http)
 
     return router
 
@@ -97,6 +100,7 @@ async def prepare_chat(
     resumable: bool = True,
 ) -> tuple[Work, Reading]:
     """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
+    check_tools(frontend.chat, body)
     chat = conversation(body, body.messages, frontend.engine.tokenizer)
     prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
     unheeded = [
@@ -114,4 +118,6 @@ async def prepare_chat(
         ignored=[*ignored, *unheeded],
         resumable=resumable,
     )
-    return work, PLAIN
+    reading = reading_of(frontend.chat, body, prompt.text or "")
+    params = chat_params(frontend.chat, body, work.params, prompt.text or "")
+    return replace(work, params=params, reading=reading), reading

@@ -73,7 +73,7 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
 
     def for_template(self, at: str) -> dict[str, Any]:
-        """The message with its content as one string, and its reasoning under each name that templates know."""
+        """Its content as one string, and its reasoning under each name that templates know."""
         message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
         if isinstance(self.content, list):
             message["content"] = "\n".join(

@@ -37,8 +37,8 @@ class ServerSettings:
             leaves open; "openai" ignores that file.
         unknown_params: unknown request fields are ignored in silence, ignored with the header
             X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
-        tool_call_parser: how the model calls tools: the name of a format (`actors/chat/formats.py`), "auto" to
-            find it by the chat template, "none".
+        tool_call_parser: how the model calls tools: the name of a format (`actors/chat/formats.py`), "auto"
+            to find it by the chat template, "none".
         reasoning_parser: how it writes what it thinks; likewise.
         enable_auto_tool_choice: requests may leave it to the model whether to call their tools.
         reasoning_field_name: the field of an answer that holds its reasoning; None: `reasoning` (vLLM) and

@@ -1,4 +1,4 @@
-"""The tools that a conversation offers, as OpenAI writes them: functions, and which of them must be called."""
+"""The tools that a conversation offers, as OpenAI writes them: functions, and which must be called."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ToolOptions(BaseModel):
             raise RequestError("tool_choice needs tools: send some, or leave it out.", param="tool_choice")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise RequestError(
-                f"tool_choice.function.name: {choice.function.name} is none of the tools: {', '.join(names)}.",
+                f"tool_choice.function.name: {choice.function.name} is no tool. Tools: {', '.join(names)}.",
                 param="tool_choice.function.name",
             )
         return self
