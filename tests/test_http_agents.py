@@ -25,9 +25,7 @@ from text_pair import LiveServer, make_text_pair
 
 NAME = "org/tiny"
 TEMPLATE = """\
-{%- if tools %}<tools>{{ tools | tojson }}</tools> Call them like
-<tool_call>{"name": .., "arguments": ..}</tool_call>
-{% endif %}
+{%- for t in tools or [] %}<tool_call>{"name": "{{ t['function']['name'] }}", .. {% endfor %}
 {%- for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['reasoning_content'] %}<think>
 {{ m['reasoning_content'] }}
