@@ -24,6 +24,7 @@ from .tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 131_072
 MAX_CHOICES = 4096
+MOST_WHITESPACE = r"[ \n\r\t]{0,64}"
 
 
 class GrammarDoor:
@@ -77,25 +78,55 @@ class GrammarDoor:
 def grammar_of(asked: StructuredOutputsParams) -> Grammar:
     """What was asked for, in llguidance's words. Raises RequestError for what is seen without compiling."""
     kind, text = _READERS[asked.way](getattr(asked, asked.way), asked.field)
-    if kind == "json_schema" and asked.disable_any_whitespace:
-        text = _without_whitespace(text)
+    if kind == "json_schema":
+        schema = with_whitespace(json.loads(text), none=asked.disable_any_whitespace)
+        text = json.dumps(schema, ensure_ascii=False)
     return Grammar(kind, text, asked.after_token_ids)
+
+
+# Any: JSON.
+def with_whitespace(schema: Mapping[str, Any], *, none: bool = False) -> Mapping[str, Any]:
+    """The schema with llguidance's word for how much whitespace there may be, if it does not say so itself.
+
+    A model that has lost its way writes spaces to the end of its answer: after so many it has to go on.
+    """
+    told = schema.get("x-guidance", {})
+    if none:
+        told = {**told, "whitespace_flexible": False}
+    elif not told.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+        told = {**told, "whitespace_pattern": MOST_WHITESPACE}
+    return {**schema, "x-guidance": told}
 
 
 # Any below: JSON.
 def _of_schema(schema: Any, field: str) -> tuple[GrammarKind, str]:
     value = _parsed(schema, field)
-    if not isinstance(value, dict | bool):
-        raise _refusal(field, "a JSON schema is an object, true or false")
-    return "json_schema", _written(value, field)
+    told = value.get("x-guidance", {}) if isinstance(value, Mapping) else {}
+    if value is False or not isinstance(value, Mapping | bool) or not isinstance(told, Mapping):
+        raise _refusal(field, "a JSON schema is an object, or true; false allows no answer")
+    text = _written({} if value is True else value, field)
+    if _has_misread_bounds(value):
+        raise _refusal(
+            field,
+            "a number with an exclusive whole bound, less than 1 from its other bound, cannot be held to",
+        )
+    return "json_schema", text
 
 
-def _without_whitespace(schema: str) -> str:
-    """The schema with llguidance's own word for it."""
-    value = json.loads(schema)
-    keywords = {} if value is True else {"not": {}} if value is False else value
-    told = {**keywords.get("x-guidance", {}), "whitespace_flexible": False, "whitespace_pattern": None}
-    return json.dumps({**keywords, "x-guidance": told}, ensure_ascii=False)
+def _has_misread_bounds(schema: Any) -> bool:
+    """Whether a part of it has bounds of which llguidance lets an excluded one through: 0 in 0 < x < 0.5."""
+    if isinstance(schema, list):
+        return any(map(_has_misread_bounds, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    low, high = (
+        next((v for name in names if isinstance(v := schema.get(name), int | float)), None)
+        for names in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
+    )
+    excluded = [schema.get(name) for name in ("exclusiveMinimum", "exclusiveMaximum")]
+    is_whole = any(isinstance(v, int | float) and v == v // 1 for v in excluded)
+    close = low is not None and high is not None and high - low < 1
+    return (close and is_whole) or any(map(_has_misread_bounds, schema.values()))
 
 
 def _of_regex(regex: Any, field: str) -> tuple[GrammarKind, str]:

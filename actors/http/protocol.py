@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from ...cluster.errors import RequestError
 from ...cluster.request import SamplingParams
 from .defaults import GenerationDefaults
+from .structured import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64
 REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
@@ -87,6 +88,8 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     return_token_ids: bool = False
@@ -133,6 +136,7 @@ class GenerationRequest(BaseModel):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),
                 logprobs=self.num_logprobs,
+                structured_outputs=asked_of(self.response_format, self.structured_outputs),
             )
         except RequestError as error:
             if error.param != "max_tokens":
