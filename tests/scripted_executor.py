@@ -16,7 +16,8 @@ class ScriptedExecutor(PassingExecutor):
     """For one request at a time.
 
     Attributes:
-        script: token ids of the answer to whatever is asked next, its end token included.
+        script: token ids of the answer to whatever is asked next, its end token included; empty, and the
+            model speaks for itself.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -31,6 +32,8 @@ class ScriptedExecutor(PassingExecutor):
 
     def collect(self) -> StepResult:
         plan, result = self._plans.popleft(), super().collect()
+        if not self.script:
+            return result
         for admitted in plan.admitted:
             self._said[admitted.slot] = 0
         token_ids = result.token_ids.copy()

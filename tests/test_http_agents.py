@@ -14,6 +14,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import pydantic
 import pytest
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
@@ -78,6 +79,14 @@ class Stand:
             *tokenizer.encode(text, add_special_tokens=False),
             *tokenizer.encode("<|endoftext|>", add_special_tokens=False),
         ]
+
+    def say_what_it_likes(self) -> dict[str, Any]:
+        """Returns fields that keep it from blanks, which JSON allows without end."""
+        self._models[0].script = ()
+        tokenizer = self.server.engine.tokenizer
+        assert tokenizer is not None
+        ids = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip() == ""]
+        return {"extra_body": {"temperature": 0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
 
     def die(self) -> None:
         self._models[0].dies = True
@@ -238,6 +247,37 @@ def test_an_answer_that_is_cut_says_so(stand: Stand) -> None:
     stopped = stand.anthropic.messages.create(**ASK_A, stop_sequences=[", th"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ", th")
     assert stopped.content[0].text == "One, two"
+
+
+def test_answers_are_held_to_schemas_and_calls_are_forced(stand: Stand) -> None:
+    """The model's own words here: it is random, and grammars make sense of it."""
+
+    class Weather(pydantic.BaseModel):
+        rain: bool
+
+    freely = stand.say_what_it_likes()
+    parsed = stand.openai.responses.parse(**ASK, text_format=Weather, **freely)
+    assert isinstance(parsed.output_parsed, Weather)
+    format = {"type": "json_schema", "schema": {**Weather.model_json_schema(), "additionalProperties": False}}
+    message = stand.anthropic.messages.create(**ASK_A, output_config={"format": format}, **freely)
+    assert isinstance(Weather.model_validate_json(message.content[-1].text), Weather)
+    tool = {"type": "function", "name": "weather", "parameters": Weather.model_json_schema()}
+    (call,) = stand.openai.responses.create(
+        **ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, **freely
+    ).output
+    assert call.type == "function_call" and Weather.model_validate_json(call.arguments)
+    named = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    used = stand.anthropic.messages.create(
+        **ASK_A,
+        tools=[{"name": "weather", "input_schema": tool["parameters"]}],
+        tool_choice=named,
+        **freely,
+    )
+    assert used.stop_reason == "tool_use" and Weather.model_validate(used.content[-1].input)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        bad = {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}
+        stand.openai.responses.create(**ASK, text={"format": bad})
+    assert wrong.value.param == "text.format.schema"
 
 
 def test_an_answer_without_a_word_is_an_empty_text(stand: Stand) -> None:
