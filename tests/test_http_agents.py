@@ -228,6 +228,19 @@ def test_what_tools_returned_goes_back_and_is_answered(stand: Stand) -> None:
     assert count.input_tokens == prompt_tokens(answer.usage) == second.usage.input_tokens
 
 
+def test_tools_count_among_a_conversations_tokens(stand: Stand) -> None:
+    asked = {"model": NAME, "messages": ASK_A["messages"]}
+    bare = stand.anthropic.messages.count_tokens(**asked).input_tokens
+    with_tools = stand.anthropic.messages.count_tokens(**asked, tools=TOOLS_A).input_tokens
+    tools = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in TOOLS]
+    listed = [
+        stand.http.post("/tokenize", json={**asked, **extra}).json() for extra in ({}, {"tools": tools})
+    ]
+    assert [each["count"] for each in listed] == [bare, with_tools] and bare < with_tools
+    text = stand.http.post("/detokenize", json={"tokens": listed[1]["tokens"]}).json()["prompt"]
+    assert "weather" in text and "clock" in text
+
+
 def prompt_tokens(usage: Any) -> int:
     """Anthropic counts cached tokens apart."""
     return usage.input_tokens + usage.cache_read_input_tokens

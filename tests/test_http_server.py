@@ -208,6 +208,7 @@ ERRORS: list[tuple[str, Any, int, str | None]] = [
     ("/v1/chat/completions", {**CHAT, "reasoning_effort": "high"}, 400, "reasoning_effort"),
     ("/v1/embeddings", {"input": "x"}, 404, None),
     ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {**CHAT, "tools": [NOW]}, 400, "tools"),
     ("/detokenize", {"tokens": [99999]}, 400, "tokens.0"),
 ]
 

@@ -146,8 +146,9 @@ def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
         assert chat.tool_choice.function.name == "weather" and not chat.parallel_tool_calls
         assert chat.reasoning_effort == "low" and chat.top_k == 3
         assert (chat.max_completion_tokens or chat.max_tokens) == 5
-        wanted = chat.model_dump()["response_format"]
-        assert wanted["type"] == "json_schema" and wanted["json_schema"]["schema"] == SCHEMA
+        wanted = chat.response_format
+        assert wanted is not None and wanted.json_schema is not None
+        assert wanted.json_schema.json_schema == SCHEMA
     asked = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "input_schema": SCHEMA}]}
     assert messages(**asked, tool_choice={"type": "any"}).tool_choice == "required"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from ..chat import prepare_chat
+from ..chat_answer import check_tools
 from ..chat_request import conversation
 from ..conversing import Heeds, answer
 from ..frontend import Frontend
@@ -37,6 +38,7 @@ def message_routes(frontend: Frontend) -> APIRouter:
         chat = body.for_chat(read, Heeds.of(frontend))
         with said_of({**NAMES, **read.names}):
             frontend.check_model(chat.model)
+            check_tools(frontend.chat, chat)
             prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)
             token_ids = await frontend.engine.encoder.list_tokens(prompt, MAX_VALUES)
         return json_response({"input_tokens": len(token_ids)})
