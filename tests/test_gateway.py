@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from gateway_stand import GatewayStand
 from hypothesis import given
@@ -119,6 +120,39 @@ def test_what_is_wrong_is_said_by_a_replica_in_openais_shape(http: httpx.Client)
     assert http.get("/v1/files").status_code == 501
     assert http.get("/nowhere").json()["error"]["code"] == 404
     assert http.post("/v1/completions", headers={"Authorization": "Bearer no"}).status_code == 401
+
+
+def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: GatewayStand) -> None:
+    before = stand.replicas[2].engine.stats().generation_tokens
+    with openai.OpenAI(base_url=f"{stand.url}/v1", api_key="key", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "other", "input": "x", "max_output_tokens": 4}
+        whole = client.responses.create(**asked, temperature=0)
+        *_, last = client.responses.create(**asked, temperature=0, stream=True)
+        assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
+        with pytest.raises(openai.NotFoundError, match="keeps none"):
+            client.responses.retrieve(whole.id)
+    talk = {
+        "model": "other",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+    }
+    key = {"x-api-key": "key"}
+    with httpx.Client(base_url=stand.url, headers=key, timeout=60) as client:
+        message = client.post("/v1/messages", json=talk)
+        assert message.json()["stop_reason"] == "max_tokens" and message.headers["request-id"]
+        streamed = client.post("/v1/messages", json={**talk, "stream": True}).text
+        assert streamed.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+        counted = client.post("/v1/messages/count_tokens", json=talk).json()["input_tokens"]
+        usage = message.json()["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        for body in (
+            {**talk, "model": "none"},
+            {**talk, "max_tokens": 0},
+        ):  # the gateway's refusal, a replica's
+            assert client.post("/v1/messages", json=body).json()["type"] == "error"
+    assert http.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
+    assert stand.replicas[2].engine.stats().generation_tokens > before
 
 
 def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand) -> None:

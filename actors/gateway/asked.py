@@ -17,6 +17,8 @@ from ..http.wire import SHORT_BODY_BYTES, check_pieces
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "user")
+# A conversation's beginning where it does not stand in its messages: /v1/messages, /v1/responses.
+BEFORE = ("system", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
     """A prompt as bytes that begin alike where prompts do."""
+    if spoken := [fields[name] for name in (*BEFORE, "input") if name in fields]:
+        return orjson.dumps([*spoken, fields.get("messages")])
     prompt = fields.get("messages", fields.get("prompt"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], (int, dict)):
         prompt = prompt[0]  # several prompts: the first stands for all

@@ -25,8 +25,11 @@ from .errors import install_handlers
 from .files import file_routes
 from .frontend import Frontend
 from .gate import Gate
+from .messages.errors import MessagesLayer
+from .messages.routes import message_routes
 from .models import model_routes
 from .operations import operation_routes
+from .responses.routes import response_routes
 from .settings import ServerSettings
 from .tokenization import tokenization_routes
 from .traffic import Traffic
@@ -57,7 +60,9 @@ def create_app(
     batches = _batches(frontend)
     forever = [telemetry.report_forever, *([batches.work_forever] if batches else [])]
     app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(forever))
-    for routes in (completion_routes, chat_routes, model_routes, tokenization_routes):
+    for routes in (completion_routes, chat_routes, response_routes, message_routes):
+        app.include_router(routes(frontend))
+    for routes in (model_routes, tokenization_routes):
         app.include_router(routes(frontend))
     app.include_router(operation_routes(frontend, traffic))
     for routes in (file_routes, batch_routes):
@@ -70,6 +75,7 @@ def create_app(
         traffic=traffic,
         echo_request_id=echo_request_id,
     )
+    app.add_middleware(MessagesLayer)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

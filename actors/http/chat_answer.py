@@ -12,9 +12,10 @@ from ...cluster.request import SamplingParams
 from ..chat.model import ChatModel
 from ..chat.reading import Reading
 from .chat_request import ChatRequest
+from .tools import ToolOptions
 
 
-def check_tools(chat: ChatModel, body: ChatRequest) -> None:
+def check_tools(chat: ChatModel, body: ToolOptions) -> None:
     """Raise RequestError if this model cannot be offered the request's tools."""
     if body.offered:
         chat.check_tools(body.choice)

@@ -148,7 +148,10 @@ def conversation(
 ) -> Chat:
     """A conversation for the engine's door; refused where the template would not heed it."""
     variables = dict(options.chat_template_kwargs or {})
-    uses = needed(tokenizer, "messages").template_uses
+
+    def uses(name: str) -> bool:
+        return needed(tokenizer, "messages").template_uses(name)
+
     if options.reasoning_effort is not None:
         if not uses("reasoning_effort"):
             raise RequestError(
