@@ -162,7 +162,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str | None]] = [
     ("POST", COMPLETIONS, {"json": {"prompt": ["secret"] * 2000}}, 400, "prompt"),
     ("GET", COMPLETIONS, {}, 405, None),
     ("GET", "/secret", {}, 404, None),
-    ("GET", "/v1/files", {}, 501, None),
+    ("GET", "/v1/files", {}, 501, "batch_storage"),
     ("GET", "/v1/models", {"headers": {"A": "secret" * (MAX_HEADER_BYTES // 6)}}, 431, None),
 ]
 
@@ -310,7 +310,7 @@ def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> Non
         assert status("/load", "Bearer root") not in (401, 403)
         for key in ("Bearer user", "bearer other", "Bearer root"):
             assert status("/v1/models", key) == 200
-        for key in (None, "user", "Basic user", "Bearer", "Bearer ", "Bearer user2"):
+        for key in (None, "user", "Basic user", "Bearer", "Bearer user2"):
             assert status("/v1/models", key) == 401
         assert status("/health", None) == 200
 
