@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
+MAX_CONNECTIONS = 4096  # that HAProxy takes
 RESERVED_REQUESTS = 16  # beside those of an engine: what models there are, files, tokens
 QUEUED_BATCHES = 5  # that may wait for a full engine, where it has no limit of its own
 # A replica that is to go ends its streams within `shutdown_timeout`; Serve kills one that has not gone then.
@@ -245,8 +246,8 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
     most = sum(most_requests(config) * parse_replicas(settings.replicas)[1] for config, settings in models)
     wrap = serve.deployment(
         name=GATEWAY,
-        # A request too many is refused by the gateway, which knows its replicas; this is only a fence.
-        max_ongoing_requests=2 * most + RESERVED_REQUESTS,
+        # A request too many is refused by the gateway, which knows its replicas.
+        max_ongoing_requests=_fence(most),
         # Longer than its replicas have: it hands on their last words.
         graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
@@ -271,9 +272,9 @@ def deployment_options(
     _check_place(topology, name)
     return {
         "name": name,
-        # A request too many is refused by the replica, in OpenAI's shape; this is only a fence, and Serve's
-        # refusals are plain text where our door is not around it.
-        "max_ongoing_requests": 2 * most_requests(config) + RESERVED_REQUESTS,
+        # A request too many is refused by the replica, in OpenAI's shape; Serve would in plain text, where our
+        # door is not around it.
+        "max_ongoing_requests": _fence(most_requests(config)),
         "max_queued_requests": most_requests(config),
         "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + SHUTDOWN_MARGIN_S,
@@ -290,6 +291,11 @@ def most_requests(config: EngineConfig) -> int:
     """Requests that a replica takes, those that wait among them."""
     waiting = config.max_num_queued_reqs
     return config.max_num_seqs + (QUEUED_BATCHES * config.max_num_seqs if waiting is None else waiting)
+
+
+def _fence(most: int) -> int:
+    """Requests that Serve lets in: more than are taken, and than connections whose bodies never come."""
+    return max(2 * most + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.

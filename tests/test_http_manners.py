@@ -7,8 +7,9 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,16 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
 def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
     """The requests' log lines, once there are so many; a line may come just after its answer."""
-    deadline_s = time.monotonic() + 10
-    while len(caplog.records) < count and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    until(lambda: len(caplog.records) >= count)
     found = [json.loads(r.message) for r in caplog.records if r.name == "manta.requests"]
     assert len(found) == count
     return found
@@ -240,7 +246,7 @@ def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.05)
             return {"type": "http.request", "body": piece, "more_body": True}
 
-        limited = BodyLimit(10**6, "").applied(receive)
+        limited = BodyLimit(10**6, "").applied(receive, lambda: None)
         while count < 10:
             try:
                 await limited()
@@ -255,16 +261,20 @@ def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.Monkey
 
 
 def test_the_front_takes_so_many_requests_and_refuses_more_in_openais_shape(config: EngineConfig) -> None:
-    with LiveServer(config, ServerSettings(), max_requests=2) as server:
-        waiting = [sent(server, HEAD + b"Content-Length: 100\r\n\r\n{") for _ in range(2)]
-        with httpx.Client(base_url=server.url, timeout=30) as http:
-            deadline_s = time.monotonic() + 10
-            while (refused := http.get("/v1/models")).status_code == 200:
-                assert time.monotonic() < deadline_s
-            assert error_of(refused)["type"] == "ServiceUnavailableError" and refused.headers["retry-after"]
-            assert http.get("/health").status_code == 200
-        for connection in waiting:
-            connection.close()
+    with LiveServer(config, ServerSettings(), max_requests=2) as server, ExitStack() as stack:
+        for _ in range(5):  # these take nobody's place
+            stack.enter_context(sent(server, HEAD + b"Content-Length: 100\r\n\r\n{"))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        for _ in range(2):
+            response = stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
+            assert response.status_code == 200
+        refused = http.post(COMPLETIONS, json=body)
+        assert error_of(refused)["type"] == "ServiceUnavailableError" and refused.headers["retry-after"]
+        assert http.get("/health").status_code == http.get("/v1/models").status_code == 200
+        stack.close()  # two have left
+        with httpx.Client(base_url=server.url, timeout=30) as later:
+            until(lambda: later.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200)
 
 
 def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:

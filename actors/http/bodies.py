@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -29,8 +30,12 @@ class BodyLimit:
         size = getattr(settings, name)
         return cls(size + beside, f"The body is larger than {size} bytes, this server's {name}.")
 
-    def applied(self, receive: Receive) -> Receive:
-        """A `receive` that raises HTTPException: 413 once the body is too large, 408 once it is too late."""
+    def applied(self, receive: Receive, arrived: Callable[[], None]) -> Receive:
+        """A `receive` that raises HTTPException: 413 once the body is too large, 408 once it is too late.
+
+        Args:
+            arrived: called when the last of the body has come; may raise it, too.
+        """
         began_s, count, done = time.monotonic(), 0, False
 
         async def limited() -> Message:
@@ -47,6 +52,8 @@ class BodyLimit:
             done = message["type"] != "http.request" or not message.get("more_body", False)
             if count > self.max_bytes:
                 raise HTTPException(413, self.said, _CLOSE)
+            if done and count:
+                arrived()
             return message
 
         return limited

@@ -9,16 +9,17 @@ import logging
 import re
 import secrets
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...cluster.errors import OverloadedError
 from .bodies import BodyLimit
-from .errors import INTERNAL, json_error, refused
+from .errors import INTERNAL, json_error
 from .keys import OPEN_PATHS, Keys
 from .protocol import REQUEST_ID
 from .refusals import log_refusal
@@ -70,7 +71,8 @@ class Gate:
         traffic: counts the requests under way.
         replica: names this process in log lines.
         echo_request_id: send X-Request-Id back; off where Serve does, which knows the header's alone.
-        max_requests: that may be under way at once; None sets no limit here.
+        max_requests: with a body that may be under way at once, whole ones: what holds back its body takes
+            nobody's place. None sets no limit here.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Gate:
         self._replica = replica
         self.echo_request_id = echo_request_id
         self._max_requests = max_requests
+        self._num_whole = 0
         self._keys = Keys(settings)
         self._limit = BodyLimit.of(settings, "max_request_bytes")
         self._upload_limit = self._limit
@@ -105,7 +108,19 @@ class Gate:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
         refusal = self._refusal(scope, Headers(scope=scope), limit)
-        await (refusal or self._app)(scope, limit.applied(receive), send)
+        with ExitStack() as place:
+            arrived = partial(self._take_place, place)
+            await (refusal or self._app)(scope, limit.applied(receive, arrived), send)
+
+    def _take_place(self, place: ExitStack) -> None:
+        """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""
+        if self._num_whole == self._max_requests:
+            raise HTTPException(503, f"{self._num_whole} requests are here, and no more may be. Retry.")
+        self._num_whole += 1
+        place.callback(self._give_place)
+
+    def _give_place(self) -> None:
+        self._num_whole -= 1
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
@@ -113,8 +128,7 @@ class Gate:
         log_refusal(scope, status, seconds, self._replica)
 
     def _refusal(self, scope: Scope, headers: Headers, limit: BodyLimit) -> Response | None:
-        path, most = scope["path"], self._max_requests
-        if (stranger := self._keys.refusal(path, headers.get("authorization"))) is not None:
+        if (stranger := self._keys.refusal(scope["path"], headers.get("authorization"))) is not None:
             return json_error(*stranger, scope=scope)
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             said = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."
@@ -122,8 +136,6 @@ class Gate:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit.max_bytes:
             return json_error(413, limit.said, scope=scope)
-        if most is not None and self._traffic.open > most and path not in OPEN_PATHS:
-            return refused(scope, OverloadedError(f"{most} requests are here, and no more may be. Retry."))
         return None
 
 
