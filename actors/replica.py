@@ -272,8 +272,8 @@ def deployment_options(
     _check_place(topology, name)
     return {
         "name": name,
-        # A request too many is refused by the replica, in OpenAI's shape; Serve would in plain text, where our
-        # door is not around it.
+        # A request too many is refused by the replica, in OpenAI's shape; Serve would in plain text, where
+        # our door is not around it.
         "max_ongoing_requests": _fence(most_requests(config)),
         "max_queued_requests": most_requests(config),
         "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
@@ -294,7 +294,7 @@ def most_requests(config: EngineConfig) -> int:
 
 
 def _fence(most: int) -> int:
-    """Requests that Serve lets in: more than are taken, and than connections whose bodies never come."""
+    """Requests that Serve lets in: more than are taken, and than there are bodies that never come."""
     return max(2 * most + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 

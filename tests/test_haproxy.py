@@ -48,6 +48,7 @@ class Replica(ThreadingHTTPServer):
                     return
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.end_headers()
                 self.wfile.write(body.encode())
 
@@ -275,6 +276,9 @@ def test_a_request_has_one_id_whoever_answers_it(front: Front, replicas: list[Re
 def test_what_haproxy_cannot_do_it_says_in_openais_shape(front: Front, replicas: list[Replica]) -> None:
     front.start(replicas[:1])
     until(lambda: front.ask("/health")[0] == 200)
+    replicas[0].status = 400  # as an HTTP server says it, in plain text
+    status, body = front.ask("/v1/models")
+    assert status == 400 and json.loads(body)["error"]["type"] == "BadRequestError"
     replicas[0].status = 0
     head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\nConnection: close\r\n\r\n"
     status, headers, body = told(front.send(head))

@@ -180,6 +180,9 @@ def _rules(servers: list[str], places: Places, head_time: str) -> str:
         "http-request disable-l7-retry if manta_kept",
         f"http-request wait-for-body time {head_time} if METH_POST !manta_kept",
         f"http-response set-status 503 if {{ status {RETRY_STATUS} }}",
+        # What the replica's HTTP server cannot read; the replica's own words are JSON.
+        f"http-response return status 400 content-type application/json string '{_wrong()}' "
+        "if { status 400 } { res.hdr(content-type) -m beg text/plain }",
         "http-request set-log-level silent if manta_probe or manta_metrics",
         f"{_returning(DRAINING)} if manta_draining !manta_metrics",
         f"{_returning(NOT_READY)} if manta_probe !manta_ready",
@@ -198,6 +201,11 @@ def _returning(message: str) -> str:
         f"http-request return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} "
         f"string '{_body(message)}'"
     )
+
+
+def _wrong() -> str:
+    status, _, kind, message = FAILURES[400]
+    return _body(message, status, kind)
 
 
 def _body(message: str, status: int = 503, kind: str = "ServiceUnavailableError") -> str:

@@ -149,6 +149,7 @@ _JSON_WORDS = {
     "model_type": "Input should be an object",
     "model_attributes_type": "Input should be an object",
     "none_required": "Input should be null",
+    "extra_forbidden": "This field is not known; leave it out",
 }
 
 
