@@ -1,8 +1,8 @@
 """Who may ask: where a server's keys come from, and whether a request brings one.
 
-Keys stand in flags or code, in files, or in the environment; never in a Serve config, for Serve prints it
-(`serve run`) and shows it to all who see its dashboard. Wherever settings are shown, keys are left out.
-They are read once, where the application is built, and go to the replicas with their settings.
+Keys stand in flags or code, in files, or in the environment; never in a Serve config, for Serve keeps it and
+shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. They are read once,
+where the application is built, and go to the replicas with their settings (docs/decisions/keys.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
     for name, variable in ENVIRONMENT.items():
         if name in args:
             raise ConfigError(
-                f"{name}: {where} is printed and shown by Serve, so no key may stand there. Write the keys "
+                f"{name}: {where} is kept and shown by Serve, so no key may stand there. Write the keys "
                 f"into a file, one a line, and name it in {name}_file; or set {variable}.",
                 param=name,
             )
