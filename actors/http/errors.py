@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ...cluster.errors import EngineDeadError, MantaError, RequestError, shown
+from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown
 from .refusals import note
 
 logger = logging.getLogger(__name__)
@@ -122,10 +122,11 @@ def install_handlers(app: FastAPI) -> None:
 
 def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope is an open mapping.
     """Log, once and with the request id, a failure that the user did not cause."""
-    if isinstance(error, MantaError) and error.status != 500:
-        return
     request_id = scope.get("state", {}).get("request_id")
-    logger.error("request %s failed", request_id, exc_info=error)
+    if isinstance(error, StorageError):
+        logger.error("request %s: files and batches cannot be kept: %s", request_id, error.__cause__)
+    elif not isinstance(error, MantaError) or error.status == 500:
+        logger.error("request %s failed", request_id, exc_info=error)
 
 
 def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dictionaries are untyped.
