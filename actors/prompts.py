@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, RequestError
+from ..cluster.errors import ConfigError, RequestError, shown
 from ..cluster.request import SamplingParams
 from .chat.template import Message
 from .checkpoints import resolve_checkpoint
@@ -194,5 +194,5 @@ def _integers(values: Sequence[object]) -> tuple[int, ...]:
 
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"prompt: {value!r} is not a token id; give integers.", param="prompt")
+        raise RequestError(f"prompt: {shown(value)} is not a token id; give integers.", param="prompt")
     return int(value)  # type: ignore[call-overload]

@@ -102,7 +102,9 @@ async def prepare_chat(
     """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
     check_tools(frontend.chat, body)
     chat = conversation(body, body.messages, frontend.engine.tokenizer)
-    prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
+    prompt = await frontend.engine.encoder.prompt(
+        chat, truncate=body.truncation(frontend.engine.info.max_model_len)
+    )
     unheeded = [
         f"chat_template_kwargs.{name}"
         for name in chat.variables or ()
