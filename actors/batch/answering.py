@@ -156,7 +156,7 @@ class RowAnswerer:
         return await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
-            request.params,
+            await engine.encoder.bad_words(request.params),
             speculate=speculate and body.speculative.enabled,
             background=self._background,
         )

@@ -5,7 +5,6 @@ Nothing is refused here: what is wrong with a body its replica says.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import orjson
 from starlette.datastructures import Headers
 
 from ...cluster.known_prefixes import hash_chain
-from ..http.wire import SHORT_BODY_BYTES, check_pieces
+from ..http.wire import SHORT_BODY_BYTES, parse_long
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "user")
@@ -33,8 +32,7 @@ async def read_asked(headers: Headers, body: bytes) -> Asked:
     try:
         if len(body) <= SHORT_BODY_BYTES:
             return _asked(headers, orjson.loads(body))
-        await asyncio.to_thread(check_pieces, body)
-        return _asked(headers, await asyncio.to_thread(orjson.loads, body))
+        return _asked(headers, await parse_long(body))
     except orjson.JSONDecodeError:
         return Asked()
 

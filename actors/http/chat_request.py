@@ -32,7 +32,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
     def for_template(self, at: str) -> dict[str, Any]:
         """The message with its content as one string."""
@@ -66,7 +66,7 @@ class ChatTemplateOptions(BaseModel):
 
 
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
     top_logprobs: int | None = None
 
