@@ -91,5 +91,10 @@ soak-batch: install  ## 5 million rows through a batch job on a simulated execut
 soak-serve: install  ## ten minutes of streams that come, go and leave, then overload; fails if memory grows
 	$(BIN)/python -m manta.jobs.bench.soak_serve -o docs/benchmarks/soak-serve.json
 
+.PHONY: abuse
+abuse: install  ## clients that mean no good, and requests as long as can be; writes docs/benchmarks/abuse.json
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "schemathesis>=4,<5"
+	$(BIN)/python tests/abuse.py -o docs/benchmarks/abuse.json
+
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -58,6 +58,10 @@ class Found:
     waiting: int
     kv_usage: float
 
+    def busy(self, tasks: int | None) -> bool:
+        """Whether there is a request, a page in use, or a task more than so many."""
+        return bool(self.running or self.waiting or self.kv_usage or self.tasks > (tasks or self.tasks))
+
 
 class ProbedServer:
     """The server, ready for requests at `url`; ended with the context.
@@ -94,12 +98,14 @@ class ProbedServer:
         self._process.stdin.flush()
         return Found(**json.loads(self._ask()))
 
-    def rest(self, timeout_s: float = 30.0) -> Found:
-        """The same once no request is left, or when that has lasted too long."""
+    def rest(self, tasks: int | None = None, timeout_s: float = 30.0) -> Found:
+        """The same once nothing is left of requests, or when that has lasted too long.
+
+        Args:
+            tasks: that there were before.
+        """
         deadline_s = time.monotonic() + timeout_s
-        while (found := self.look()) and time.monotonic() < deadline_s:
-            if not (found.running or found.waiting or found.kv_usage):
-                break
+        while (found := self.look()).busy(tasks) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         return found
 
