@@ -20,7 +20,7 @@ from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats, SequenceUpdate
-from ..cluster.errors import EngineDeadError, MantaError, RequestError
+from ..cluster.errors import EngineDeadError, MantaError, RequestError, shown
 from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.request import FinishReason, Request, SamplingParams
 from .encoding import PromptEncoder
@@ -240,7 +240,7 @@ class AsyncEngine:
         self.check_health()
         if request_id in self._streams:
             raise RequestError(
-                f"request_id={request_id!r} is already running; give each request an id of its own.",
+                f"request_id={shown(request_id)} is already running; give each request an id of its own.",
                 param="request_id",
             )
         seeded = self._seeds.seeded(params)

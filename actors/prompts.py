@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import RequestError
+from ..cluster.errors import RequestError, shown
 from ..cluster.request import SamplingParams
 from .checkpoints import resolve_checkpoint
 from .tokenizer import Message, Tokenizer
@@ -169,5 +169,5 @@ def _integers(values: Sequence[object]) -> tuple[int, ...]:
 
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"prompt: {value!r} is not a token id; give integers.", param="prompt")
+        raise RequestError(f"prompt: {shown(value)} is not a token id; give integers.", param="prompt")
     return int(value)  # type: ignore[call-overload]

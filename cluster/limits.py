@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import EngineConfig
-from .errors import RequestError, UnprocessableError
+from .errors import RequestError, UnprocessableError, shown
 from .executor import ExecutorInfo
 from .page_groups import PageGroup, longest_sequence
 from .request import Request, SamplingParams
@@ -103,8 +103,8 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
     needed = min(length + (params.max_tokens or len(request.output_token_ids) + 1), limits.max_model_len)
     if needed > limits.max_length:
         raise UnprocessableError(
-            f"The prompt has {length} tokens and max_tokens={params.max_tokens}: {needed} tokens, but the "
-            f"K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
+            f"The prompt has {length} tokens and max_tokens={shown(params.max_tokens)}: {needed} tokens, but "
+            f"the K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
         )
@@ -120,8 +120,9 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
     most = min(params.max_tokens or room, room)
     if len(tokens) >= most:
         raise RequestError(
-            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={params.max_tokens} and the longest "
-            f"sequence this request ends with {most}: nothing is left to generate. Take them as its output.",
+            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={shown(params.max_tokens)} and "
+            f"the longest sequence this request ends with {most}: nothing is left to generate. Take them as "
+            "its output.",
             param="output_token_ids",
         )
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}

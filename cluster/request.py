@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .errors import RequestError
+from .errors import RequestError, shown
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
@@ -127,9 +127,9 @@ class SamplingParams:
         _require(all(self.bad_words), "bad_words", list(self.bad_words), "non-empty strings")
         for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_token_ids", 2 * MAX_BAD_WORDS)):
             count = len(getattr(self, name))
-            _require(count <= most, name, f"<{count} of them>", f"at most {most}")
+            _require(count <= most, name, getattr(self, name), f"a list of at most {most}, not of {count}")
         _require(
-            all(self.bad_words_token_ids), "bad_words_token_ids", [()], "sequences of token ids, none empty"
+            all(self.bad_words_token_ids), "bad_words_token_ids", ((),), "sequences of token ids, none empty"
         )
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -179,7 +179,7 @@ def _as_pairs(
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
     if not ok:
-        raise RequestError(f"{name}={value!r} is not allowed: it must be {wanted}.", param=name)
+        raise RequestError(f"{name}={shown(value)} is not allowed: it must be {wanted}.", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
     python tests/abuse.py [-o FILE]     FILE: JSON for the figures
 
 Nonsense gets an error in OpenAI's shape; what schemathesis makes up gets no 500 and no status that the
-OpenAPI document does not name. Slow readers, 1,000 silent streams and 300 departures, three times over, leave no
-request, page, task or thread behind, and no memory after the second time. Requests that are as long as can be
-hold up a stream beside them for BAR_MS at most. A short form is `test_abuse.py`.
+OpenAPI document does not name. Slow readers, 1,000 silent streams and 300 departures, three times over, leave
+no request, page, task or thread behind, and no memory after the second time. Requests that are as long as can
+be hold up a stream beside them for BAR_MS at most. A short form is `test_abuse.py`.
 """
 
 from __future__ import annotations

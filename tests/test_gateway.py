@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
+import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from manta.actors.executor import make_executor
 from manta.actors.gateway.fleet import Fleet, Member, ServedModel
 from manta.actors.gateway.records import Directory, ReplicaRecord
 from manta.actors.gateway.resume import ToldStream
+from manta.actors.http import bodies
 from manta.actors.http.origin import Origin, told
 from manta.actors.http.settings import ServerSettings
 from manta.actors.http.sse import KEEP_ALIVE
@@ -62,6 +66,13 @@ def http(stand: GatewayStand) -> Iterator[httpx.Client]:
         yield client
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
 def events(response: httpx.Response) -> list[Any]:
     """The events of a stream; [DONE] must end it, and nothing that gateways are told may be left."""
     lines = [line for line in response.text.split("\n\n") if line]
@@ -97,6 +108,38 @@ def test_shared_prompts_are_found_where_they_were_computed(http: httpx.Client, s
     print(f"{chance=} {found=} {found / chance:.2f} x, {load=}")
     assert found >= 1.5 * chance
     assert max(load) <= 1.2 * sum(load) / 2
+
+
+def test_a_request_has_one_id_at_the_gateway_and_its_replica_and_is_logged_by_one_of_them(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2, "request_id": "body"}
+    cases: list[tuple[dict[str, Any], dict[str, str], int, str]] = [
+        (body, {"X-Request-Id": "header"}, 200, "body"),
+        ({**body, "n": 0}, {}, 400, "body"),  # a replica says it
+        ({**body, "model": "none"}, {}, 404, "body"),  # the gateway does
+        ({"prompt": "x"}, {"X-Request-Id": "header", "Authorization": "none"}, 401, "header"),
+    ]
+    for fields, headers, status, wanted in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="manta.requests"):
+            response = http.post("/v1/completions", json=fields, headers=headers)
+        assert response.status_code == status and response.headers.get_list("x-request-id") == [wanted]
+        until(lambda: bool(caplog.records))
+        (line,) = (json.loads(record.message) for record in caplog.records)
+        assert line["request_id"] == wanted and line["status"] == status
+
+
+def test_an_upload_that_does_not_come_is_its_clients_fault(
+    http: httpx.Client, stand: GatewayStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "GRACE_S", 0.3)
+    address = stand.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=20) as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        connection.sendall(head + b"Content-Length: 2000000\r\n\r\n-")
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    assert all(member.is_ready for member in stand.fleet.members)
 
 
 def test_each_model_is_listed_and_answers_and_no_other(http: httpx.Client, stand: GatewayStand) -> None:
@@ -314,6 +357,29 @@ def test_a_full_replica_is_passed_over_and_the_load_of_others_counts(stand: Gate
     assert fleet.choose(fleet.models[0])[0].name == "c"
     with pytest.raises(OverloadedError, match="full"):
         fleet.choose(fleet.models[0], without={"c"})
+
+
+def test_requests_to_a_model_that_sleeps_wait_for_one_call_that_wakes_it(stand: GatewayStand) -> None:
+    calls: list[ServedModel] = []
+
+    async def wake(model: ServedModel) -> None:
+        calls.append(model)
+        await asyncio.sleep(0.05)
+        fleet.update([record("a", 1)])
+
+    async def nobody(model: ServedModel) -> None:
+        raise OSError("no room")
+
+    async def rouse(fleet: Fleet) -> None:
+        await asyncio.gather(*(fleet.rouse(fleet.models[0]) for _ in range(5)))
+
+    fleet = Fleet([ServedModel(("m",), sleeps=True)], stand.directory, wake)
+    asyncio.run(rouse(fleet))
+    assert len(calls) == 1 and fleet.choose(fleet.models[0])[0].name == "a"
+    forlorn = Fleet(fleet.models, stand.directory, nobody)
+    asyncio.run(rouse(forlorn))  # does not wait for ever
+    with pytest.raises(NoReplicaError, match="Retry"):
+        forlorn.choose(forlorn.models[0])
 
 
 def test_the_directory_forgets_who_is_silent() -> None:

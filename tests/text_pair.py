@@ -53,7 +53,9 @@ class LiveServer:
         config: EngineConfig,
         settings: ServerSettings | None = None,
         make: Callable[[EngineConfig], Executor] | None = None,
+        max_requests: int | None = None,
     ) -> None:
+        self._max_requests = max_requests
         self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
         self._settings = settings or ServerSettings()
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -85,7 +87,7 @@ class LiveServer:
     async def _serve(self) -> None:
         await self.engine.start()
         try:
-            app = create_app(self.engine, self._settings)
+            app = create_app(self.engine, self._settings, max_requests=self._max_requests)
             self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
             self._ready.set()
             await self._server.serve(sockets=[self._socket])

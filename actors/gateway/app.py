@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 
 from ... import __version__
 from ...cluster.errors import DrainingError
 from ..haproxy.scrape import joined
+from ..http.cors import allow_origins
 from ..http.errors import install_handlers
 from ..http.gate import Gate
 from ..http.models import model_card
@@ -50,7 +50,7 @@ def create_gateway(
         settings: of the endpoint.
         gateway: names it in metrics.
         traffic: counts the requests under way, and says whether they are the last.
-        echo_request_id: send X-Request-Id back; off where something in front does.
+        echo_request_id: see `Gate`.
     """
     traffic = traffic or Traffic()
     figures = GatewayFigures(fleet, gateway)
@@ -103,7 +103,7 @@ def create_gateway(
     @app.post("/v1/chat/completions")
     async def generate(http: Request) -> Response:
         body = await http.body()
-        return Generation(parts, http, body, await read_asked(http.headers, body))
+        return Generation(parts, http, body, await read_asked(http, body))
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def forward(http: Request) -> Response:
@@ -111,12 +111,14 @@ def create_gateway(
 
     install_handlers(app)
     app.add_middleware(
-        Gate, settings=settings, telemetry=figures, traffic=traffic, echo_request_id=echo_request_id
+        Gate,
+        settings=settings,
+        telemetry=figures,
+        traffic=traffic,
+        replica=gateway,
+        echo_request_id=echo_request_id,
     )
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    allow_origins(app, settings)
     return app
 
 

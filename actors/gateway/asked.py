@@ -10,9 +10,11 @@ from typing import Any
 
 import orjson
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from ...cluster.known_prefixes import hash_chain
-from ..http.wire import SHORT_BODY_BYTES, parse_long
+from ..http.gate import take_request_id
+from ..http.wire import parsed
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "user")
@@ -27,14 +29,14 @@ class Asked:
     chain: list[int] = field(default_factory=list[int], repr=False)
 
 
-async def read_asked(headers: Headers, body: bytes) -> Asked:
+async def read_asked(http: Request, body: bytes) -> Asked:
     """Read a body of JSON; long ones beside the event loop, where those of too many pieces get 413."""
     try:
-        if len(body) <= SHORT_BODY_BYTES:
-            return _asked(headers, orjson.loads(body))
-        return _asked(headers, await parse_long(body))
+        found = await parsed(body)
     except orjson.JSONDecodeError:
         return Asked()
+    take_request_id(http.scope, found)
+    return _asked(http.headers, found)
 
 
 def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.

@@ -27,6 +27,7 @@ from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request import MAX_SEED
 from ..http.errors import ClientGoneError, error_response, log_if_ours
 from ..http.origin import ORIGIN_HEADER, TOLD_HEADER, Origin
+from ..http.refusals import logged_elsewhere
 from ..http.sse import DONE, KEEP_ALIVE, error_event, unless_gone
 from ..http.traffic import Traffic
 from ..http.wire import JsonObject
@@ -98,6 +99,7 @@ class Generation(Response):
             await self._finish(error_event(error) + DONE)
 
     async def _run(self) -> None:
+        await self._parts.fleet.rouse(self._model)
         while True:
             member = await self._next_replica()
             if member is None:
@@ -216,11 +218,12 @@ class Generation(Response):
     # To the client.
 
     async def _answer(self, response: Response) -> None:
-        """A whole response; in a stream that has begun, its body is the event that ends it."""
+        """A whole response of a replica; in a stream that has begun, its body is the event that ends it."""
         assert self._send is not None
         if self._begun:
             await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
         else:
+            logged_elsewhere(self._http.scope)
             await response(self._http.scope, self._http.receive, self._send)
 
     async def _begin(self, response: aiohttp.ClientResponse) -> None:

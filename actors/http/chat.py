@@ -40,7 +40,9 @@ def chat_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
         chat = conversation(body, body.messages, frontend.engine.tokenizer)
-        prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
+        prompt = await frontend.engine.encoder.prompt(
+            chat, truncate=body.truncation(frontend.engine.info.max_model_len)
+        )
         ignored = [
             f"chat_template_kwargs.{name}"
             for name in chat.variables or ()

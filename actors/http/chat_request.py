@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, shown
 from ...cluster.request import MAX_LOGPROBS
 from ..prompts import Chat, needed
 from ..tokenizer import Tokenizer
@@ -20,8 +20,8 @@ def _whether_logprobs(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     raise RequestError(
-        f"logprobs={value!r} is not allowed: chat takes true or false, and the number of likeliest tokens in "
-        "top_logprobs.",
+        f"logprobs={shown(value)} is not allowed: chat takes true or false, and the number of likeliest "
+        "tokens in top_logprobs.",
         param="logprobs",
     )
 

@@ -38,7 +38,7 @@ def completion_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, http: Request) -> Response:
-        truncate = body.truncate_prompt_tokens
+        truncate = body.truncation(frontend.engine.info.max_model_len)
         prompts = await frontend.engine.encoder.prompts(body.prompts(), truncate=truncate)
         work = prepare(frontend, shape, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
         return await respond(frontend, shape, work, http)

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
-from ...cluster.errors import NotOfferedError, RequestError, StorageError
+from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown
 from ..batch.file_store import FileStore, Page, StoredFile
 from ..batch.service import BatchService
 from .gate import FORM_BYTES
@@ -132,7 +132,7 @@ def _checked(form: FormData) -> UploadFile:
     if not isinstance(file, UploadFile):
         raise RequestError("file is missing: send multipart/form-data with a part `file`.", param="file")
     if purpose != "batch":
-        raise RequestError(f"purpose={purpose!r} is not served: only 'batch' is.", param="purpose")
+        raise RequestError(f'purpose={shown(purpose)} is not served: only "batch" is.', param="purpose")
     for name in form:
         if name not in KNOWN_FIELDS:
             raise RequestError(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from starlette.requests import Request
 
-from ...cluster.errors import ModelNotFoundError, RequestError
+from ...cluster.errors import ModelNotFoundError, RequestError, shown
 from ..engine import AsyncEngine
 from ..prompts import needed
 from ..telemetry import Telemetry
@@ -57,7 +57,7 @@ class Frontend:
         if name is None or name in self.names:
             return name or self.name
         raise ModelNotFoundError(
-            f"The model {name[:200]!r} is not served here. Served: {', '.join(self.names)}.", param="model"
+            f"The model {shown(name)} is not served here. Served: {', '.join(self.names)}.", param="model"
         )
 
     def ignored_fields(self, request: GenerationRequest) -> list[str]:

@@ -21,10 +21,11 @@ from ..outputs import CompletionOutput, RequestOutput
 from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
-from .gate import new_id, use_request_id
+from .gate import new_id
 from .logprobs import token_lengths
 from .origin import Origin, told
 from .protocol import GenerationRequest
+from .refusals import logged_elsewhere
 from .run import Run, Work
 from .whole import ChoicesBody
 from .wire import JsonObject
@@ -73,12 +74,13 @@ def prepare(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",
             param="n",
         )
+    _check_room(frontend, request, prompts)
     origin: Origin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
     return Work(
         id=new_id(shape.prefix) if origin is None else shape.prefix + origin.id,
-        request_id=use_request_id(http, request.request_id),
+        request_id=http.scope["state"]["request_id"],
         model=model,
         prompts=list(prompts),
         params=params,
@@ -90,10 +92,25 @@ def prepare(
     )
 
 
+def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
+    """Refuse a limit that the context has no room for; one that is left open is what is left."""
+    name, limit = request.token_limit
+    most = frontend.engine.info.max_model_len
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if limit is not None and longest + limit > most:
+        raise RequestError(
+            f"{name}={limit} and a prompt of {longest} tokens are {longest + limit} tokens, more than this "
+            f"model's context of {most} (max_model_len). Ask for at most {most - longest}, or leave {name} "
+            "out for what is left.",
+            param=name,
+        )
+
+
 async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
     """The response, once its first token is there. Raises MantaError for a failure before it."""
     work = replace(work, params=await frontend.engine.encoder.bad_words(work.params))
     run = Run(frontend, work)
+    logged_elsewhere(http.scope)
     if work.request.stream:
         keep_alive_s = frontend.settings.sse_keep_alive_interval
         return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)

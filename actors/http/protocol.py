@@ -115,14 +115,27 @@ class GenerationRequest(BaseModel):
         return self
 
     @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def truncation(self, max_model_len: int) -> int | None:
+        """How many tokens are kept of a prompt's end; with -1 as many as leave room for the answer."""
+        _, limit = self.token_limit
+        if self.truncate_prompt_tokens != -1 or limit is None:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - limit)
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are asked for in each place; None: no log probabilities."""
         raise NotImplementedError
 
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
         """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
-        limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        limit = getattr(self, limit_name)
+        limit_name, limit = self.token_limit
         try:
             return SamplingParams(
                 n=_first(self.n, 1),

@@ -6,6 +6,7 @@ settings of Serve itself (replicas, ports): those are Serve's own keys beside `a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,8 +21,12 @@ MetricsLevel = Literal["none", "summary"]
 DefaultsSource = Literal["auto", "openai"]
 # One answer for all models: they cannot differ in these.
 ENDPOINT_SETTINGS = frozenset(
-    {"api_key", "allowed_origins", "max_request_bytes", "batch_storage", "shutdown_timeout"}
+    {
+        *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
+        *("max_request_bytes", "batch_storage", "shutdown_timeout"),
+    }
 )
+_KEY = re.compile(r"[\x21-\x7e]+")
 LEAST = {"max_request_bytes": 1024, "max_batch_file_bytes": 1024, "max_batch_lines": 1}
 
 
@@ -41,6 +46,10 @@ class ServerSettings:
             is set, a stream may begin (status 200) before its first token.
         max_request_bytes: larger request bodies are refused with 413.
         api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
+            Only from flags and code: no YAML file may hold keys (`keys.py`).
+        api_key_file: a file with such keys, one a line. MANTA_API_KEY stands in for both.
+        admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), and good
+            for all others; None guards those routes as the others. MANTA_ADMIN_API_KEY stands in for both.
         allowed_origins: browser origins that may call (CORS); none by default.
         batch_storage: absolute path or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all
             they know; every replica must reach it, and one endpoint must have it for itself. None: those
@@ -60,7 +69,10 @@ class ServerSettings:
     per_request_metrics: MetricsLevel = "summary"
     sse_keep_alive_interval: float = 0.0
     max_request_bytes: int = 32 * 1024 * 1024
-    api_key: str | tuple[str, ...] | None = None
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    admin_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
     batch_storage: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
@@ -70,10 +82,17 @@ class ServerSettings:
     scaling: ScalingRules = field(default_factory=ScalingRules)
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "admin_api_key", "allowed_origins"):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+        if isinstance(self.allowed_origins, str):
+            object.__setattr__(self, "allowed_origins", (self.allowed_origins,))
+        for name in ("api_key", "admin_api_key"):
+            if not all(_KEY.fullmatch(key) for key in self.keys(name)):
+                raise ConfigError(
+                    f"{name}: a key must be printable ASCII without spaces, and not empty.", param=name
+                )
         for name, kind in (
             ("generation_config", DefaultsSource),
             ("unknown_params", UnknownParams),
@@ -98,9 +117,9 @@ class ServerSettings:
         """The names under which `model` is served, the reported one first."""
         return _as_tuple(self.served_model_name) or (model,)
 
-    @property
-    def api_keys(self) -> tuple[str, ...]:
-        return _as_tuple(self.api_key)
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Those of a setting: `api_key` or `admin_api_key`."""
+        return _as_tuple(getattr(self, name))
 
 
 def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:

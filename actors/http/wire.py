@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .gate import take_request_id
 from .json_slices import end_of_string, loads_in_slices
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
@@ -52,14 +53,15 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:  # Any: JSON.
-        body = await self.body()
-        if len(body) <= SHORT_BODY_BYTES:
-            return orjson.loads(body)
-        return await parse_long(body)
+        found = await parsed(await self.body())
+        take_request_id(self.scope, found)
+        return found
 
 
-async def parse_long(body: bytes) -> Any:  # Any: JSON.
-    """As orjson does, with other things going on meanwhile; a body of too many pieces gets 413."""
+async def parsed(body: bytes) -> Any:  # Any: JSON.
+    """A body of JSON; a long one is parsed beside the event loop. Raises what orjson raises, and 413."""
+    if len(body) <= SHORT_BODY_BYTES:
+        return orjson.loads(body)
     await asyncio.to_thread(check_pieces, body)
     return await asyncio.to_thread(loads_in_slices, body)
 
