@@ -275,8 +275,10 @@ class AsyncEngine:
     def _deliver_a_turn(self) -> None:
         """Hand out updates for one turn; a step of hundreds of requests may bring more than one takes."""
         turns = Turns()
-        while self._updates and not turns.is_over:
+        while self._updates:
             self._hand_out(self._updates.popleft())
+            if turns.is_over:
+                break
         if self._updates:
             asyncio.get_running_loop().call_soon(self._deliver_a_turn)
 

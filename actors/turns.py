@@ -16,14 +16,14 @@ class Turns:
     """Counts the time since others had theirs."""
 
     def __init__(self) -> None:
-        self._end_s = time.monotonic() + TURN_S
+        self._begin_s = time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self._end_s
+        return time.monotonic() >= self._begin_s + TURN_S
 
     async def yield_if_over(self) -> None:
         """Called between two parts: lets others on if this turn has been long enough."""
         if self.is_over:
             await asyncio.sleep(0)
-            self._end_s = time.monotonic() + TURN_S
+            self._begin_s = time.monotonic()
