@@ -64,6 +64,10 @@ class Tokenizer:
         backend.no_truncation()
         return cls(backend, _chat_template(folder, settings), _special_tokens(settings))
 
+    def to_json(self) -> str:
+        """The whole tokenizer as the `tokenizers` library writes it."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 

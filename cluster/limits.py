@@ -44,6 +44,7 @@ class SchedulerConfig:
     halves: bool
     max_stop_token_ids: int | None
     has_logprobs: bool
+    has_grammars: bool
     rule_limits: RuleLimits | None
 
     @classmethod
@@ -65,6 +66,7 @@ class SchedulerConfig:
             halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
             has_logprobs=info.has_logprobs,
+            has_grammars=info.has_grammars,
             rule_limits=info.rule_limits,
         )
 
@@ -125,7 +127,7 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
             "its output.",
             param="output_token_ids",
         )
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    ends = {*params.stop_token_ids, *(limits.eos_token_ids if params.ends_at_eos else ())}
     for index in range(params.min_tokens, len(tokens)):
         if tokens[index] in ends:
             raise RequestError(
@@ -143,6 +145,8 @@ def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
             "attention_backend to torch.",
             param="logprobs",
         )
+    if params.structured_outputs is not None or params.grammar is not None:
+        _check_grammar(params, limits)
     excess = limits.rule_limits and limits.rule_limits.excess(params)
     if excess:
         raise RequestError(
@@ -158,6 +162,16 @@ def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
             "bad_words: this engine runs without a tokenizer (skip_tokenizer_init). Give "
             "bad_words_token_ids.",
             param="bad_words",
+        )
+
+
+def _check_grammar(params: SamplingParams, limits: SchedulerConfig) -> None:
+    field = "grammar" if params.structured_outputs is None else params.structured_outputs.field
+    if not limits.has_grammars or params.grammar is None:
+        raise RequestError(
+            f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
+            "(skip_tokenizer_init), or its model names no end-of-sequence token. Leave it out.",
+            param=field,
         )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .grammar import SlotGrammar
 from .logprobs import StepLogprobs
 from .token_rules import TokenRules
 
@@ -35,7 +36,8 @@ class SlotSampling:
 
     `min_length` is absolute: tokens at positions below it cannot be any of `stop_token_ids` (the union of
     the model's end tokens, unless ignored, and the request's). `seed` is the 64-bit noise key. `rules` are
-    None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for.
+    None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for,
+    and `grammar`.
     """
 
     temperature: float
@@ -47,6 +49,7 @@ class SlotSampling:
     stop_token_ids: tuple[int, ...]
     rules: TokenRules | None = None
     logprobs: int | None = None
+    grammar: SlotGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import RequestError, shown
+from .grammar import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
@@ -46,6 +47,9 @@ class SamplingParams:
         bad_words_token_ids: the same as token ids.
         logprobs: the log probability of each token that comes out, and of so many likeliest ones in its
             place, of the model's own distribution: before temperature and all else. None is none.
+        structured_outputs: what the text must be; needs a tokenizer, by which it becomes the `grammar`.
+        grammar: the same, checked; `ignore_eos` counts for nothing beside it, since it says where the text
+            can end.
     """
 
     n: int = 1
@@ -70,6 +74,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -141,6 +147,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-sequence tokens end the sequence."""
+        return not self.ignore_eos or self.grammar is not None
 
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is set (random if it was absent)."""

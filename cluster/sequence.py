@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .grammar import SlotGrammar
 from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
 from .token_rules import TokenRules
@@ -64,7 +65,8 @@ class Sequence:
         params, length = request.params, len(request.prompt_token_ids)
         assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
         room = max_length - length
-        eos = () if params.ignore_eos else model_eos
+        grammar = params.grammar
+        eos = model_eos if params.ends_at_eos else ()
         return cls(
             request=request,
             rank=rank,
@@ -80,6 +82,7 @@ class Sequence:
                 stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
                 rules=TokenRules.of(params, length),
                 logprobs=params.logprobs,
+                grammar=None if grammar is None else SlotGrammar(grammar, length),
             ),
             eos_token_ids=frozenset(eos),
         )

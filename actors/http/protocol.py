@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from ...cluster.errors import RequestError
 from ...cluster.request import MAX_BAD_WORDS, SamplingParams
 from .defaults import GenerationDefaults
+from .structured import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64
 REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
@@ -99,6 +100,8 @@ class GenerationRequest(BaseModel):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_not_many_biases)] = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     return_token_ids: bool = False
@@ -158,6 +161,7 @@ class GenerationRequest(BaseModel):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),
                 logprobs=self.num_logprobs,
+                structured_outputs=asked_of(self.response_format, self.structured_outputs),
             )
         except RequestError as error:
             if error.param != "max_tokens":
