@@ -99,5 +99,10 @@ soak-serve: install  ## ten minutes of streams that come, go and leave, then ove
 compat: install  ## other people's clients against the served pair; writes docs/compatibility.md
 	$(BIN)/python tests/compat/compat.py docs/compatibility.md
 
+.PHONY: abuse
+abuse: install  ## clients that mean no good, and requests as long as can be; writes docs/benchmarks/abuse.json
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "schemathesis>=4,<5"
+	$(BIN)/python tests/abuse.py -o docs/benchmarks/abuse.json
+
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

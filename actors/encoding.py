@@ -8,7 +8,7 @@ alone. The door itself is `prompts.py`. Owned by `AsyncEngine`; HTTP and batch r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -17,7 +17,17 @@ import tokenizers
 
 from ..cluster.errors import RequestError
 from ..cluster.limits import prompt_too_long
-from .prompts import Chat, EncodedPrompt, Prompt, PromptText, needed, read_prompt, render_chat
+from ..cluster.request import SamplingParams
+from .prompts import (
+    Chat,
+    EncodedPrompt,
+    Prompt,
+    PromptText,
+    encode_bad_words,
+    needed,
+    read_prompt,
+    render_chat,
+)
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -25,8 +35,14 @@ T = TypeVar("T")
 # Shorter texts take a few milliseconds.
 LONG_TEXT_CHARS = 8_000
 LONG_CHAT_MESSAGES = 100
+# Templates are rendered with Python's lock held, at 5 ms per million characters.
+MAX_CHAT_CHARS = 1 << 23
 # While it is encoded, a long text costs a core and 100 to 200 bytes of memory per character.
 MAX_LONG_TEXTS = 2
+# All prompts of a request: their ids are kept until the last answer is there, at about 40 bytes each.
+MAX_TOKENS_TOGETHER = 1 << 22
+# A text whose tokens are listed: while it is encoded it takes 100 bytes of memory per character.
+MAX_CHARS_PER_LISTED_TOKEN = 8
 # Where a text is cut its tokens are others than in the whole; after so many they are the same.
 CUT_TOKENS = 256
 
@@ -66,6 +82,25 @@ class PromptEncoder:
             raise prompt_too_long(len(given.token_ids), self._max_model_len)
         return given
 
+    async def prompts(self, prompts: Sequence[Prompt], *, truncate: int | None = None) -> list[EncodedPrompt]:
+        """Those of one request; refused as soon as they surely have more than MAX_TOKENS_TOGETHER tokens."""
+        found: list[EncodedPrompt] = []
+        count = 0
+        for prompt in prompts:
+            found.append(await self.prompt(prompt, truncate=truncate))
+            count += len(found[-1].token_ids)
+            if count > MAX_TOKENS_TOGETHER:
+                raise RequestError(
+                    f"prompt: the first {len(found)} of {len(prompts)} prompts have {count} tokens; one "
+                    f"request may bring {MAX_TOKENS_TOGETHER}. Send them in several.",
+                    param="prompt",
+                )
+        return found
+
+    async def bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with their bad words as token ids alone."""
+        return await self.in_thread(encode_bad_words, params, self._tokenizer) if params.bad_words else params
+
     async def list_tokens(
         self, prompt: Prompt, max_tokens: int, *, add_special_tokens: bool | None = None
     ) -> list[int]:
@@ -80,6 +115,7 @@ class PromptEncoder:
         special = given.add_special_tokens if add_special_tokens is None else add_special_tokens
         count = self._fewest_tokens(given.text)
         if count <= max_tokens:
+            self._check_length(given, MAX_CHARS_PER_LISTED_TOKEN * max_tokens)
             encoding = await self._encode(given.text, special)
             if len(encoding) <= max_tokens:
                 return encoding.ids
@@ -127,6 +163,11 @@ class PromptEncoder:
         given = read_prompt(prompt)
         if not isinstance(given, Chat):
             return given
+        if given.num_chars > MAX_CHAT_CHARS:
+            raise RequestError(
+                f"messages: {given.num_chars} characters; at most {MAX_CHAT_CHARS} are read. Shorten them.",
+                param="messages",
+            )
         if given.num_chars < LONG_TEXT_CHARS and len(given.messages) < LONG_CHAT_MESSAGES:
             return render_chat(given, self._tokenizer)
         return await self.in_thread(render_chat, given, self._tokenizer)
@@ -137,6 +178,14 @@ class PromptEncoder:
             return await self.in_thread(encode, text, add_special_tokens=add_special_tokens)
         await asyncio.sleep(0)  # a request may bring a thousand short prompts
         return encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, given: PromptText, most_chars: int) -> None:
+        if len(given.text) > most_chars:
+            raise RequestError(
+                f"{given.param}: {len(given.text)} characters; at most {most_chars} are made tokens of to be "
+                "listed. Send them in parts.",
+                param=given.param,
+            )
 
     def _fewest_tokens(self, text: str) -> int:
         coverage = needed(self._tokenizer).coverage

@@ -29,6 +29,7 @@ from .grammars import GrammarDoor
 from .outputs import Begun, OutputProcessor, RequestOutput, RequestTracker
 from .prompts import EncodedPrompt, SeedSource, load_tokenizer
 from .tokenizer import Tokenizer
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class AsyncEngine:
         self._seeds = SeedSource(config.seed)
         self._streams: dict[str, _Stream] = {}  # by the user's request id
         self._inbox: deque[Callable[[Engine], None]] = deque()
+        self._updates: deque[SequenceUpdate] = deque()  # not yet handed out
         self._wake = threading.Condition()
         self._closing = False
         self._failure: MantaError | None = None
@@ -281,7 +283,23 @@ class AsyncEngine:
         self._tell(command)
 
     def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
-        deltas, stopped = self._processor.process(updates)
+        is_delivering = bool(self._updates)
+        self._updates.extend(updates)
+        if not is_delivering:
+            self._deliver_a_turn()
+
+    def _deliver_a_turn(self) -> None:
+        """Hand out updates for one turn; a step of hundreds of requests may bring more than one takes."""
+        turns = Turns()
+        while self._updates:
+            self._hand_out(self._updates.popleft())
+            if turns.is_over:
+                break
+        if self._updates:
+            asyncio.get_running_loop().call_soon(self._deliver_a_turn)
+
+    def _hand_out(self, update: SequenceUpdate) -> None:
+        deltas, stopped = self._processor.process((update,))
         for delta in deltas:
             stream = self._streams[delta.request_id]
             stream.outputs.append(delta)
@@ -295,6 +313,8 @@ class AsyncEngine:
             stream.wake.set()
 
     def _fail_all(self, failure: MantaError) -> None:
+        while self._updates:
+            self._hand_out(self._updates.popleft())
         self._fail(list(self._streams.values()), failure)
 
     # On the step thread.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from ..cluster.logprobs import RowLogprobs, TokenLogprobs
 from .tokenizer import Tokenizer
@@ -24,7 +24,54 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
+_Numbers = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]  # a token's id and TokenLogprobs
 PlaceLogprobs = dict[int, Logprob]  # by token id, the one that came out first, then the likeliest
+
+
+class OutputLogprobs(Sequence[PlaceLogprobs]):
+    """One place for each token of an output; kept as numbers, made readable where it is looked at.
+
+    Twenty likeliest tokens in thousands of places would be millions of objects, which Python's collector
+    goes through with all streams waiting; plain tuples of numbers it lets alone.
+
+    Args:
+        found, token_ids: as in `extend`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        found: Iterable[TokenLogprobs] = (),
+        token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        # Not TokenLogprobs: only plain tuples are let alone. A stop string may leave some tokens out.
+        self._numbers: list[_Numbers] = [
+            (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
+            for token_id, told in zip(token_ids, found, strict=False)
+        ]
+
+    def extend(self, more: OutputLogprobs) -> None:
+        self._numbers.extend(more._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> PlaceLogprobs: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> OutputLogprobs: ...
+
+    def __getitem__(self, at: int | slice) -> PlaceLogprobs | OutputLogprobs:
+        if isinstance(at, slice):
+            part = OutputLogprobs(self._tokenizer)
+            part._numbers = self._numbers[at]
+            return part
+        token_id, logprob, rank, top_ids, top_logprobs = self._numbers[at]
+        told = TokenLogprobs(logprob, rank, top_ids, top_logprobs)
+        (place,) = readable((told,), (token_id,), self._tokenizer)
+        return place
 
 
 def readable(
@@ -36,7 +83,7 @@ def readable(
         return Logprob(value, rank, _text_of(token_id, tokenizer))
 
     places: list[PlaceLogprobs] = []
-    for token_id, told in zip(token_ids, found, strict=False):  # a stop string may leave some tokens out
+    for token_id, told in zip(token_ids, found, strict=True):
         place = {token_id: logprob(token_id, told.logprob, told.rank)}
         for rank, (top_id, value) in enumerate(zip(told.top_ids, told.top_logprobs, strict=True), start=1):
             place.setdefault(top_id, logprob(top_id, value, rank))

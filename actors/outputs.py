@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
-from .logprobs import PlaceLogprobs, PromptLogprobs, readable
+from .logprobs import OutputLogprobs, PlaceLogprobs, PromptLogprobs
 from .prompts import EncodedPrompt, encode_bad_words
 from .request_steps import RequestSteps, TracedStep
 from .tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    logprobs: list[PlaceLogprobs] | None = None
+    logprobs: OutputLogprobs | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -165,7 +165,7 @@ class _Completion:
     index: int
     text: _Text | None
     tokenizer: Tokenizer | None
-    logprobs: list[PlaceLogprobs] | None
+    logprobs: OutputLogprobs | None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -179,7 +179,7 @@ class _Completion:
         self.token_ids.extend(token_ids)
         logprobs = None
         if self.logprobs is not None:
-            logprobs = readable(update.logprobs, token_ids, self.tokenizer)
+            logprobs = OutputLogprobs(self.tokenizer, update.logprobs, token_ids)
             self.logprobs.extend(logprobs)
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit
@@ -222,7 +222,7 @@ class RequestTracker:
                 i,
                 self._new_text(tokenizer, params, begun) if params.detokenize else None,
                 tokenizer,
-                None if params.logprobs is None else [],
+                None if params.logprobs is None else OutputLogprobs(tokenizer),
                 list(begun.token_ids),
             )
             for i in range(params.n)

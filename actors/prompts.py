@@ -138,13 +138,14 @@ def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
 
 
 def encode_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with their bad words as token ids, too: as they stand, and behind a space."""
+    """The parameters with their bad words as token ids instead: as they stand, and behind a space."""
     if tokenizer is None or not params.bad_words:
         return params
     spellings = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
     words = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings)
     known = params.bad_words_token_ids
-    return replace(params, bad_words_token_ids=tuple(dict.fromkeys((*known, *filter(None, words)))))
+    ids = tuple(dict.fromkeys((*known, *filter(None, words))))
+    return replace(params, bad_words=(), bad_words_token_ids=ids)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:

@@ -11,6 +11,7 @@ engine ends the process, and Serve replaces the replica together with its worker
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,9 @@ class Replica:
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
         await ask_first(app, next(iter(self._settings.keys("api_key")), None), max_tokens)
+        # What has been loaded stays: the collector need not go through it again, with all streams waiting.
+        gc.collect()
+        gc.freeze()
         self._live()
         return app
 

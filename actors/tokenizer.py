@@ -45,6 +45,7 @@ class Tokenizer:
         self.template = (
             ChatTemplate(chat_template, special_tokens, template_kwargs) if chat_template else None
         )
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(
@@ -101,6 +102,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """A token decoded by itself. Log probabilities ask for twenty of them in each place."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of tokens, None beyond the vocabulary."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import RequestError, shown
@@ -171,15 +172,23 @@ class SamplingParams:
 
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is set (random if it was absent)."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbelow(MAX_SEED))
+        return self if self.seed is not None else self._but(seed=secrets.randbelow(MAX_SEED))
 
     def child(self, index: int) -> SamplingParams:
         """Parameters of completion `index` of n: a seed of its own, derived from the parent's."""
         assert self.seed is not None, "derive children only from seeded parameters"
         if index == 0:
-            return replace(self, n=1)
+            return self._but(n=1)
         digest = hashlib.blake2b(f"{self.seed}:{index}".encode(), digest_size=8).digest()
-        return replace(self, n=1, seed=int.from_bytes(digest, "little") >> 1)
+        return self._but(n=1, seed=int.from_bytes(digest, "little") >> 1)
+
+    def _but(self, **changes: int) -> SamplingParams:
+        """A copy with other values, which are right. The rest has been checked, which takes a while for long
+        lists: not again for each of a thousand completions."""
+        twin = copy(self)
+        for name, value in changes.items():
+            object.__setattr__(twin, name, value)
+        return twin
 
 
 def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:

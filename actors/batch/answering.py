@@ -169,7 +169,7 @@ class RowAnswerer:
         answer = await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
             prompt,
-            params,
+            await engine.encoder.bad_words(params),
             max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
             background=self._background,
         )

@@ -30,7 +30,8 @@ from .prompt_parts import PromptParts
 from .protocol import GenerationRequest
 from .refusals import logged_elsewhere
 from .run import Run, Work
-from .wire import JsonObject, json_response
+from .whole import ChoicesBody
+from .wire import JsonObject
 
 MAX_COMPLETIONS = 4096
 
@@ -135,31 +136,33 @@ def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequenc
 
 async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
     """The response, once its first token is there. Raises MantaError for a failure before it."""
+    work = replace(work, params=await frontend.engine.encoder.bad_words(work.params))
     run = Run(frontend, work)
     logged_elsewhere(http.scope)
     if work.request.stream:
         keep_alive_s = frontend.settings.sse_keep_alive_interval
         return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)
-    body = await sse.unless_gone(http, whole_body(run, shape))
-    return json_response(body, headers=work.headers)
+    return await sse.unless_gone(http, whole_response(run, shape))
 
 
-async def whole_body(run: Run, shape: Shape) -> JsonObject:
-    work = run.work
-    choices: list[JsonObject] = []
+async def whole_response(run: Run, shape: Shape) -> Response:
+    work, body, at = run.work, ChoicesBody(), 0
     beside: JsonObject = {}
     for prompt, answer in zip(work.prompts, await run.answers(), strict=True):
         parts = await run.prompt_parts(prompt, answer)
         beside |= parts.beside()
         for completion in answer.outputs:
-            choice = whole_choice(shape, work.id, len(choices), completion, work.params.logprobs)
+            choice = whole_choice(shape, work.id, at, completion, None)
+            if work.params.logprobs is not None:
+                choice["logprobs"] = await body.logprobs(shape, completion, work.params.logprobs)
             choice = parts.begin(choice)
             if work.request.return_token_ids:
                 choice["token_ids"] = completion.token_ids
                 choice["prompt_token_ids"] = prompt.token_ids
-            choices.append(choice)
-    body = {**run.envelope(shape.whole_object), "choices": choices, "usage": run.figures.usage()}
-    return _with_metrics(body | beside, run)
+            await body.add(choice)
+            at += 1
+    tail = _with_metrics({"usage": run.figures.usage()} | beside, run)
+    return body.response(run.envelope(shape.whole_object), tail, work.headers)
 
 
 def whole_choice(

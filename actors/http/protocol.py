@@ -13,18 +13,30 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ...cluster.errors import RequestError
-from ...cluster.request import MAX_LOGPROBS, SamplingParams
+from ...cluster.request import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from .defaults import GenerationDefaults
 from .structured import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64
 REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
-StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+MAX_BAD_WORD_CHARS = 256
+MAX_TOKEN_IDS = 1 << 18  # in a field that lists some; vocabularies are smaller
+MAX_BIASES = 1 << 13
+# The first wrong element is enough: pydantic describes each of a million, and all streams wait for it.
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 
 # Any: validators see raw JSON.
 def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _not_many_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise RequestError(f"logit_bias: {len(value)} tokens; at most {MAX_BIASES}.", param="logit_bias")
+    return value
 
 
 def are_ids(values: list[Any]) -> bool:
@@ -102,16 +114,16 @@ class GenerationRequest(BaseModel):
     n: int | None = None
     seed: int | None = None
     stop: Annotated[StopStrings | None, BeforeValidator(_stop_list)] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_not_many_biases)] = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
     thinking_token_budget: int | None = None
     response_format: ResponseFormat | None = None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
@@ -25,8 +25,12 @@ from .origin import TOLD_HEADER, Origin
 from .prompt_parts import PromptParts, without_answer
 from .protocol import GenerationRequest
 from .speculation import acceptance
+from .sse import cancel
 from .wire import JsonObject
 
+T = TypeVar("T")
+
+BEGIN_AT_ONCE = 16  # engine requests, in a turn of the loop
 _UNPRINTABLE = re.compile(r"[^\w.-]", re.ASCII)
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -107,7 +111,7 @@ class Run:
     async def answers(self) -> list[RequestOutput]:
         """The whole answer to every prompt. The first failure, or leaving, ends all; the end is logged."""
         with self._logged():
-            return await together([self._complete(i) for i in range(len(self.work.prompts))])
+            return await together(self._complete(i) for i in range(len(self.work.prompts)))
 
     async def _complete(self, index: int) -> RequestOutput:
         work = self.work
@@ -215,15 +219,14 @@ class Run:
         return self.frontend.settings.per_request_spec_decode_metrics == "detailed"
 
 
-async def together(work: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+async def together(work: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
     """What all return, in their order; the first failure ends all."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    tasks: list[asyncio.Task[RequestOutput]] = []
     try:
+        await _begin_in_turns(tasks, work)
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
@@ -234,9 +237,12 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=64)
-    tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
+    begin = asyncio.create_task(
+        _begin_in_turns(tasks, (_pump(i, stream, queue) for i, stream in enumerate(streams)))
+    )
     try:
-        running = len(tasks)
+        running = len(streams)
         while running:
             index, item = await queue.get()
             if isinstance(item, BaseException):
@@ -246,9 +252,16 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
             else:
                 yield index, item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(begin)
+        await cancel(*tasks)
+
+
+async def _begin_in_turns(tasks: list[asyncio.Task[T]], work: Iterable[Coroutine[Any, Any, T]]) -> None:
+    """Make tasks of the work. What one does as it begins is short, but is felt a thousand times over."""
+    for count, each in enumerate(work, start=1):
+        tasks.append(asyncio.create_task(each))
+        if count % BEGIN_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 async def _pump(

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ..turns import Turns
 from .errors import ClientGoneError, error_body, log_if_ours, public_error
 
 T = TypeVar("T")
@@ -98,15 +99,17 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            await _cancel(sending, gone)
+            await cancel(sending, gone)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
+        turns = Turns()
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(self._first))
             try:
                 async for chunk in self._rest:
                     await send(_body(chunk))
+                    await turns.yield_if_over()  # neither sending nor the next chunk need be a wait
             except Exception as error:  # a stream's edge: the client is told, then the stream ends properly
                 log_if_ours(error, scope)
                 await send(_body(self._ending.failed(error)))
@@ -124,7 +127,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGoneError
         return working.result()
     finally:
-        await _cancel(working, gone)
+        await cancel(working, gone)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -132,7 +135,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """End them, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,7 +158,7 @@ async def _with_keep_alive(
                 return
     finally:
         if pending is not None:
-            await _cancel(pending)
+            await cancel(pending)
         await events.aclose()
 
 

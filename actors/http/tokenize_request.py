@@ -33,7 +33,7 @@ class TokenizeRequest(ChatTemplateOptions):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1, fail_fast=True)] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -46,4 +46,6 @@ class TokenizeRequest(ChatTemplateOptions):
 
 class DetokenizeRequest(BaseModel):
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], WrapValidator(_ids_as_they_are)]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), WrapValidator(_ids_as_they_are)
+    ]

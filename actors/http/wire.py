@@ -5,7 +5,8 @@ with half a character (a lone surrogate), which no tokenizer takes.
 
 Parsing holds Python's lock, so every stream waits for it: about 2 ms per MB of text, but 25 ms per million
 numbers and far more per million strings or objects, which then are checked one by one. Long bodies are
-therefore counted first, and those that consist of too many pieces are refused.
+therefore counted first, and those that consist of too many pieces are refused; the others are parsed in
+slices (`json_slices.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .gate import take_request_id
+from .json_slices import end_of_string, loads_in_slices
 
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
 
@@ -61,7 +63,7 @@ async def parsed(body: bytes) -> Any:  # Any: JSON.
     if len(body) <= SHORT_BODY_BYTES:
         return orjson.loads(body)
     await asyncio.to_thread(check_pieces, body)
-    return await asyncio.to_thread(orjson.loads, body)
+    return await asyncio.to_thread(loads_in_slices, body)
 
 
 def check_pieces(body: bytes) -> None:
@@ -81,18 +83,4 @@ def check_pieces(body: bytes) -> None:
         if quote < 0:
             return
         strings += 1
-        at = _end_of_string(body, quote + 1)
-
-
-def _end_of_string(body: bytes, at: int) -> int:
-    """The place after the closing quote: the next one that no odd number of backslashes stands before."""
-    while True:
-        quote = body.find(b'"', at)
-        if quote < 0:
-            return len(body)
-        first = quote
-        while body[first - 1] == 0x5C:
-            first -= 1
-        if (quote - first) % 2 == 0:
-            return quote + 1
-        at = quote + 1
+        at = end_of_string(body, quote + 1)

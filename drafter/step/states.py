@@ -148,7 +148,7 @@ class RequestStates:
     def guide(self, plan: SchedulerOutput, drafts_RK: Tensor) -> Tensor:
         """The drafts as requests' grammars leave them; these say too what rows may choose."""
         self._masks = None
-        if self._grammars is None or not self._grammars.hold_any:
+        if self._grammars is None or not self._grammars.holds(plan.slots):
             return drafts_RK
         r, guided_RK = self._requests(plan), drafts_RK.cpu().numpy().copy()
         self._masks = self._grammars.guide(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing)

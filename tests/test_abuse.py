@@ -1,0 +1,33 @@
+"""A real server under clients that mean no good, for a few seconds; `make abuse` is the long form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from abuse import MODEL, refuse_nonsense, suffer
+from abuse_clients import be_silent, leave, read_slowly
+from probed_server import ProbedServer
+
+GROWTH_BYTES = 32 << 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ProbedServer]:
+    with ProbedServer(MODEL) as server:
+        yield server
+
+
+def test_nonsense_is_refused_in_openais_shape(server: ProbedServer) -> None:
+    assert refuse_nonsense(server.port) == []
+    assert not server.rest().busy(None)
+
+
+def test_clients_that_leave_sleep_or_say_nothing_leave_nothing_behind(server: ProbedServer) -> None:
+    attacks = {
+        "departures": lambda port: leave(port, 70),
+        "slow readers": lambda port: read_slowly(port, 3, 8, 150),
+        "silent streams": lambda port: be_silent(port, 150),
+    }
+    for name, _, wrong in suffer(server, attacks, 2, GROWTH_BYTES):
+        assert wrong == [], name

@@ -1,0 +1,193 @@
+"""Work of a request outside the engine: limits that say what is right, turns that leave room for others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from abuse import MODEL
+from manta.actors import encoding, turns
+from manta.actors.http import run as running
+from manta.actors.http.completions import CompletionShape
+from manta.actors.http.settings import ServerSettings
+from manta.actors.http.whole import PIECE_BYTES, PLACES_AT_ONCE, ChoicesBody
+from manta.actors.logprobs import OutputLogprobs
+from manta.actors.outputs import CompletionOutput
+from manta.actors.prompts import encode_bad_words
+from manta.actors.tokenizer import Tokenizer
+from manta.cluster.config import EngineConfig
+from manta.cluster.logprobs import TokenLogprobs
+from manta.cluster.request import SamplingParams
+from probed_server import make_executor
+from text_pair import LiveServer
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MANY = {
+    "prompt": ["x", "y", "z"],
+    "n": 3,
+    "max_tokens": 12,
+    "logprobs": 2,
+    "seed": 5,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    config = EngineConfig.from_dict({"model": str(MODEL)})
+    with (
+        LiveServer(config, ServerSettings(served_model_name="tiny"), make_executor) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[str, str]:
+    """The field and what is said of it."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["param"], error["message"]
+
+
+def test_limits_are_said_with_the_field_the_number_and_the_remedy(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "MAX_TOKENS_TOGETHER", 10)
+    monkeypatch.setattr(encoding, "MAX_CHAT_CHARS", 100)
+    param, said = refusal(http, TEXT, {"prompt": [[7] * 6] * 9})
+    assert param == "prompt" and "first 2 of 9 prompts have 12 tokens" in said and "may bring 10." in said
+    messages = [{"role": "user", "content": "x" * 60}] * 2
+    param, said = refusal(http, CHAT, {"messages": messages})
+    assert param == "messages" and "120 characters; at most 100" in said
+    param, said = refusal(http, TEXT, {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(9000)}})
+    assert param == "logit_bias" and "9000 tokens; at most 8192" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/detokenize", {"tokens": [-1] * 9999}, "tokens.0"),
+        ("/detokenize", {"tokens": [1.5] * 9999}, "tokens.0"),
+        (TEXT, {"prompt": "x", "stop_token_ids": ["a"] * 9999}, "stop_token_ids.0"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": [None] * 9999}, "allowed_token_ids.0"),
+        (TEXT, {"prompt": "x", "bad_words": ["x" * 300] * 999}, "bad_words.0"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}, *[7] * 9999]}, "messages.1"),
+    ],
+)
+def test_of_many_wrong_elements_the_first_is_told(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    found, said = refusal(http, path, body)
+    assert found == param and "more fields" not in said
+
+
+def test_answers_are_the_same_in_however_many_turns(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = http.post(TEXT, json=MANY).json()
+    assert len(whole["choices"]) == 9
+    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    monkeypatch.setattr(running, "BEGIN_AT_ONCE", 1)
+    again = http.post(TEXT, json=MANY).json()
+    assert again["choices"] == whole["choices"]
+    with http.stream("POST", TEXT, json={**MANY, "stream": True}) as stream:
+        events = [orjson.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    for choice in whole["choices"]:
+        pieces = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert [t for piece in pieces for t in piece.get("token_ids", [])] == choice["token_ids"]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+
+
+def test_a_thousand_prompts_do_not_begin_in_one_turn() -> None:
+    turn, begun = 0, list[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def begin() -> Any:
+        begun.append(turn)
+
+    async def main() -> None:
+        counting = asyncio.create_task(count_turns())
+        await running.together(begin() for _ in range(1000))
+        counting.cancel()
+
+    asyncio.run(main())
+    assert len(begun) == 1000 and max(map(begun.count, set(begun))) <= running.BEGIN_AT_ONCE
+
+
+async def body_in_turns(completions: list[CompletionOutput]) -> tuple[bytes, int]:
+    """A response's body, and how many turns others had meanwhile."""
+    others, sent, at_work = 0, list[bytes](), True
+
+    async def count() -> None:
+        nonlocal others
+        while at_work:
+            others += 1
+            await asyncio.sleep(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    counting = asyncio.create_task(count())
+    await asyncio.sleep(0)
+    body, shape = ChoicesBody(), CompletionShape()
+    for completion in completions:
+        logprobs = await body.logprobs(shape, completion, 2)
+        await body.add({"text": completion.text, "logprobs": logprobs})
+    await body.response({"id": "a"}, {"usage": None}, {})({}, None, send)  # type: ignore[arg-type]
+    at_work = False
+    await counting
+    assert max(map(len, sent)) <= 2 * PIECE_BYTES
+    return b"".join(sent), others
+
+
+def test_a_long_answer_is_written_in_turns_as_it_would_be_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    tokenizer, count = Tokenizer.load(MODEL), 3 * PLACES_AT_ONCE + 5
+    token_ids = [i % 300 for i in range(count)]
+    found = [TokenLogprobs(-1.5, 3, (7, 8), (-0.5, -1.0)) for _ in range(count)]
+    places = OutputLogprobs(tokenizer, found, token_ids)
+    completion = CompletionOutput(0, "é" * PIECE_BYTES, token_ids, "stop", None, places)
+    written, others = asyncio.run(body_in_turns([completion] * 3))
+    choice = {"text": completion.text, "logprobs": CompletionShape().logprobs(completion, 2, 0)}
+    assert orjson.loads(written) == {"id": "a", "choices": [choice] * 3, "usage": None}
+    assert others > 3 * 2 * 4  # for every so many places made, and written
+
+
+def test_bad_words_are_made_tokens_of_once_and_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(MODEL)
+    encode, threads = tokenizer.encode, set[str]()
+
+    def recording(text: str, **options: Any) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", recording)
+    encoder = encoding.PromptEncoder(tokenizer, 100)
+    params = SamplingParams(bad_words=["def", "class"], bad_words_token_ids=[(5,)], seed=1)
+    encoded = asyncio.run(encoder.bad_words(params))
+    assert encoded.bad_words == () and encoded.bad_words_token_ids[0] == (5,)
+    assert tuple(encode(" class", add_special_tokens=False)) in encoded.bad_words_token_ids
+    assert threads and all(name.startswith("manta-encode") for name in threads)
+    threads.clear()
+    assert encode_bad_words(encoded, tokenizer) is encoded and not threads
+    encoder.close()
+
+
+def test_long_lists_are_not_gone_through_again_for_each_completion() -> None:
+    params = SamplingParams(allowed_token_ids=range(50_000), n=3)
+    seeded = params.with_seed()
+    children = [seeded.child(index) for index in range(3)]
+    assert all(each.allowed_token_ids is params.allowed_token_ids for each in (seeded, *children))
+    assert params.seed is None and params.n == 3 and {each.n for each in children} == {1}
+    assert len({each.seed for each in children}) == 3 and children[0].seed == seeded.seed
