@@ -128,4 +128,4 @@ def shown_token(token_id: int, text: str | None) -> str:
 
 
 def _text_of(token_id: int, tokenizer: Tokenizer | None) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    return None if tokenizer is None else tokenizer.token_text(token_id)

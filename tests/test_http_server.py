@@ -183,7 +183,6 @@ ERRORS: list[tuple[str, Any, int, str | None]] = [
     ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n"),
-    ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo"),
     ("/v1/completions", {"prompt": "x", "priority": 3}, 400, "priority"),
     ("/v1/completions", {"prompt": [1, 99999]}, 400, "prompt"),
     ("/v1/completions", {"prompt": [1, -1]}, 400, "prompt"),
