@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -323,6 +324,8 @@ def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> Non
         for key in (None, "user", "Basic user", "Bearer", "Bearer user2"):
             assert status("/v1/models", key) == 401
         assert status("/health", None) == 200
+        for key, wanted in (("user", 200), ("wrong", 401), ("", 401)):  # as Anthropic's clients bring it
+            assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
 
 
 def test_no_page_of_another_origin_may_ask_unless_it_is_named(
@@ -351,3 +354,17 @@ def test_openapi_documents_every_failure_with_its_shape(http: httpx.Client) -> N
             for status in map(str, MEANINGS):
                 schema = operation["responses"][status]["content"]["application/json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, (path, method, status)
+
+
+def test_a_storage_that_fails_is_logged_with_its_request_and_not_told(
+    config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "kept"
+    with LiveServer(config, ServerSettings(batch_storage=str(place))) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            assert http.get("/v1/files").status_code == 200
+            shutil.rmtree(place, ignore_errors=True)
+            place.write_text("no folder")
+            failed = http.get("/v1/files", headers={"X-Request-Id": "mine"})
+        assert failed.status_code == 503 and str(tmp_path) not in failed.text
+    assert any(r.levelno == logging.ERROR and "request mine: " in r.getMessage() for r in caplog.records)
