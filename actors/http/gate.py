@@ -128,7 +128,7 @@ class Gate:
         log_refusal(scope, status, seconds, self._replica)
 
     def _refusal(self, scope: Scope, headers: Headers, limit: BodyLimit) -> Response | None:
-        if (stranger := self._keys.refusal(scope["path"], headers.get("authorization"))) is not None:
+        if (stranger := self._keys.refusal(scope["path"], headers)) is not None:
             return json_error(*stranger, scope=scope)
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             said = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."

@@ -70,11 +70,11 @@ class Keys:
         if self._any:
             self._any += self._admin
 
-    def refusal(self, path: str, authorization: str | None) -> tuple[int, str] | None:
-        """Status and message where a request may not pass; `authorization` is its header."""
+    def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """Status and message where a request may not pass; its headers' names are taken in lower case."""
         if path in OPEN_PATHS:
             return None
-        given = _bearer(authorization)
+        given = _digest(_key_in(headers))
         if path in ADMIN_PATHS and self._admin:
             if _among(given, self._admin):
                 return None
@@ -85,9 +85,10 @@ class Keys:
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
 
 
-def _bearer(authorization: str | None) -> bytes:
-    scheme, _, key = (authorization or "").partition(" ")
-    return _digest(key.strip() if scheme.lower() == "bearer" else "")
+def _key_in(headers: Mapping[str, str]) -> str:
+    """As OpenAI's clients bring it, or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _among(given: bytes, keys: list[bytes]) -> bool:

@@ -1,0 +1,90 @@
+"""Who may ask: keys, where they come from and what they open, and web pages of other origins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from manta.actors.http.keys import refuse_written_keys, with_keys
+from manta.actors.http.settings import ServerSettings
+from manta.actors.replica import build_app
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from text_pair import LiveServer, make_text_pair
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig(
+        model=str(target), dtype="float32", device="cpu", max_num_seqs=4, num_pages=256, num_threads=1
+    )
+
+
+def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n second \n")
+    environment = {"MANTA_API_KEY": "third fourth", "MANTA_ADMIN_API_KEY": "root"}
+    bare = with_keys(ServerSettings(), environment)
+    assert bare.keys("api_key") == ("third", "fourth") and bare.keys("admin_api_key") == ("root",)
+    given = with_keys(ServerSettings(api_key="flag", api_key_file=str(file)), environment)
+    assert given.keys("api_key") == ("flag", "first", "second") and given.api_key_file is None
+    assert with_keys(ServerSettings(), {"MANTA_API_KEY": " "}).api_key is None
+    assert "flag" not in repr(given) and "root" not in repr(given)
+    file.write_text("\n")
+    for wrong in (str(file), "/nowhere"):
+        with pytest.raises(ConfigError) as caught:
+            with_keys(ServerSettings(admin_api_key_file=wrong), {})
+        assert caught.value.param == "admin_api_key_file"
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(api_key=("good", "no\ngood"))
+    assert "no\ngood" not in caught.value.message
+
+
+def test_a_key_in_a_serve_config_is_refused_without_being_said() -> None:
+    for name in ("api_key", "admin_api_key"):
+        with pytest.raises(ConfigError, match=f"{name}_file") as caught:
+            build_app({"model": "m", name: "hidden"})
+        assert caught.value.param == name and "hidden" not in caught.value.message
+    refuse_written_keys({"model": "m", "api_key_file": "/run/keys"}, "it")
+
+
+def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> None:
+    settings = ServerSettings(api_key=("user", "other"), admin_api_key="root")
+    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+
+        def status(path: str, authorization: str | None) -> int:
+            headers = {} if authorization is None else {"Authorization": authorization}
+            response = http.get(path, headers=headers)
+            if response.status_code in (401, 403):
+                assert response.json()["error"]["type"] == "AuthenticationError"
+            return response.status_code
+
+        assert [status("/load", a) for a in (None, "Bearer user", "Bearer wrong")] == [401, 403, 401]
+        assert status("/load", "Bearer root") not in (401, 403)
+        for key in ("Bearer user", "bearer other", "Bearer root"):
+            assert status("/v1/models", key) == 200
+        for key in (None, "user", "Basic user", "Bearer", "Bearer user2"):
+            assert status("/v1/models", key) == 401
+        assert status("/health", None) == 200
+        for key, wanted in (("user", 200), ("wrong", 401), ("", 401)):  # as Anthropic's clients bring it
+            assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
+
+
+def test_no_page_of_another_origin_may_ask_unless_it_is_named(config: EngineConfig) -> None:
+    origin = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        assert "access-control-allow-origin" not in http.get("/v1/models", headers=origin).headers
+        preflight = http.options(COMPLETIONS, headers=origin)
+        assert preflight.status_code == 405 and preflight.json()["error"]["code"] == 405
+    settings = ServerSettings(allowed_origins="https://a.example", api_key="key")  # type: ignore[arg-type]
+    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as other:
+        assert other.options(COMPLETIONS, headers=origin).status_code == 200
+        allowed = other.get("/v1/models", headers={**origin, "Authorization": "Bearer key"})
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert "X-Request-Id" in allowed.headers["access-control-expose-headers"]
+        stranger = other.get("/v1/models", headers={**origin, "Origin": "https://a.exam"})
+        assert "access-control-allow-origin" not in stranger.headers
