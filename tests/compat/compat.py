@@ -35,7 +35,8 @@ ADDRESS = re.compile(r"\S*(?:://|/)\S*")  # of a registry, or of this machine's 
 INTRODUCTION = """# Compatibility
 
 Written by `make compat`: each client as its package comes, in an environment of its own, against `manta serve`
-with the shipped pair on loopback. Nothing of a client is changed, and no setting of the server made for it.
+with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a tool, so the server
+is given a chat template that knows them (`--chat-template`); it calls them where a request leaves it no choice.
 
 """
 
@@ -125,6 +126,7 @@ def server() -> Iterator[str]:
     settings = {
         "model": str(ROOT / "models" / "target"),
         "speculative_config": {"model": str(ROOT / "models" / "drafter")},
+        "chat_template": str(HERE / "tools.jinja"),
         "served_model_name": MODEL,
         "api_key": KEY,
     }
