@@ -32,11 +32,12 @@ MODEL, KEY = "manta", "compat-key"
 INSTALL_S, CHECKS_S = 1800, 900
 ADDRESS = re.compile(r"\S*(?:://|/)\S*")  # of a registry, or of this machine's files
 
-INTRODUCTION = """# Compatibility
+INTRODUCTION = """\
+# Compatibility
 
-Written by `make compat`: each client as its package comes, in an environment of its own, against `manta serve`
-with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a tool, so the server
-is given a chat template that knows them (`--chat-template`); it calls them where a request leaves it no choice.
+Written by `make compat`: each client as its package comes, in an environment of its own, against
+`manta serve` with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a tool: the server
+has a chat template that knows them (`--chat-template`), and requests leave it no choice but to call them.
 
 """
 

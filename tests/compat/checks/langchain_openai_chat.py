@@ -43,7 +43,7 @@ async def asynchronous() -> None:
 @check("with_structured_output: json_schema and function_calling")
 def structured() -> None:
     for method in ("json_schema", "function_calling"):
-        model = chat(max_tokens=200, temperature=1, seed=4)
+        model = chat(max_tokens=200)
         assert isinstance(model.with_structured_output(Reading, method=method).invoke("Weather?"), Reading)
 
 
