@@ -36,8 +36,9 @@ INTRODUCTION = """\
 # Compatibility
 
 Written by `make compat`: each client as its package comes, in an environment of its own, against
-`manta serve` with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a tool: the server
-has a chat template that knows them (`--chat-template`), and requests leave it no choice but to call them.
+`manta serve` with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a
+tool: the server has a chat template that knows them (`--chat-template`), and requests leave it no choice but
+to call them.
 
 """
 
