@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
-from .logprobs import PlaceLogprobs, readable
+from .logprobs import PlaceLogprobs, PromptLogprobs, readable
 from .prompts import EncodedPrompt, encode_bad_words
 from .request_steps import RequestSteps, TracedStep
 from .tokenizer import Tokenizer
@@ -68,7 +68,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of a request: everything so far, or (in a stream) what is new since the last one."""
+    """The state of a request: everything so far, or (in a stream) what is new since the last one.
+
+    `prompt_told` holds log probabilities of the prompt, where they were asked for, from the first tokens on.
+    """
 
     request_id: str
     prompt: str | None
@@ -76,6 +79,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_told: PromptLogprobs | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[PlaceLogprobs | None] | None:
+        """Of each token of the prompt, None of the first; None where they were not asked for."""
+        return None if self.prompt_told is None else self.prompt_told.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +98,22 @@ class Begun:
 NOTHING = Begun()
 
 
+def begun_text(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun) -> str:
+    """What another engine gave out."""
+    return _Text(tokenizer, prompt, params, begun).text[: begun.num_chars]
+
+
 class _Text:
     """The growing text of one completion, with stop strings found and held back."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun
     ) -> None:
-        self._stream = tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
+        self._stream = tokenizer.detokenizer(
+            prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_token_ids=params.kept_special_token_ids,
+        )
         self._stop = params.stop
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -197,6 +215,8 @@ class RequestTracker:
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = list(prompt.token_ids)
+        self._tokenizer, self._tells_prompt = tokenizer, params.prompt_logprobs is not None
+        self._prompt_told: PromptLogprobs | None = None
         self._completions = [
             _Completion(
                 i,
@@ -234,6 +254,9 @@ class RequestTracker:
             self._first_token_s = self._last_s
         self._num_cached = max(self._num_cached, update.num_cached_tokens)
         self._queue_s = max(self._queue_s, update.queue_s)
+        if self._tells_prompt and self._prompt_told is None and update.token_ids:
+            rows = update.prompt_logprobs
+            self._prompt_told = PromptLogprobs(self.prompt_token_ids, rows, self._tokenizer)
         delta, stopped = self._completions[index].feed(update)
         self._steps.feed(update, len(delta.token_ids))
         return self._output([delta]), stopped
@@ -244,7 +267,13 @@ class RequestTracker:
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self._metrics()
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.finished,
+            self._metrics(),
+            self._prompt_told,
         )
 
     def _metrics(self) -> RequestMetrics:

@@ -29,9 +29,11 @@ from .gateway.deployment import GATEWAY, Gateway, door_host
 from .gateway.directory import DirectoryClient
 from .gateway.fleet import ServedModel
 from .gateway.records import ReplicaRecord, state_of
+from .http.keys import refuse_written_keys, with_keys
 from .http.settings import ServerSettings, parse_replicas, split_models
 from .live_settings import LiveSettings
 from .process_log import log_to_stderr
+from .serve_place import door_is_there
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
@@ -41,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
-RESERVED_REQUESTS = 16
-QUEUED_BATCHES = 4  # that may wait in front of a replica, where the engine has no limit of its own
+MAX_CONNECTIONS = 4096  # that HAProxy takes
+RESERVED_REQUESTS = 16  # beside those of an engine: what models there are, files, tokens
+QUEUED_BATCHES = 5  # that may wait for a full engine, where it has no limit of its own
 # A replica that is to go ends its streams within `shutdown_timeout`; Serve kills one that has not gone then.
 SHUTDOWN_MARGIN_S = 15.0
 SHUTDOWN_LOOK_S = 0.2
@@ -87,13 +90,19 @@ class Replica:
             replica=replica,
             mirror=RayMetrics(name, replica),
             traffic=self._traffic,
-            echo_request_id=False,  # Serve's own middleware does
+            echo_request_id=self._echoes_request_id,
+            max_requests=most_requests(self._config) + RESERVED_REQUESTS,
         )
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
-        await ask_first(app, next(iter(self._settings.api_keys), None), max_tokens)
+        await ask_first(app, next(iter(self._settings.keys("api_key")), None), max_tokens)
         self._live()
         return app
+
+    @property
+    def _echoes_request_id(self) -> bool:
+        """Where our door is not around Serve's own, Serve does."""
+        return door_is_there()
 
     def _live(self) -> None:
         """Watch for the end from now on."""
@@ -155,12 +164,18 @@ class RoutedReplica(Replica):
 
         host = asyncio.create_task(asyncio.to_thread(door_host))
         # The gateway asks for keys and answers browsers; its replicas need not do so again.
-        await super().__init__(config, replace(settings, api_key=None, allowed_origins=()))
+        inner = replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
+        await super().__init__(config, inner)
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()
         self._door = Door(app, await host, self._describe, directory)
         await self._door.open()
+
+    @property
+    def _echoes_request_id(self) -> bool:
+        """For the gateway, which says it on."""
+        return True
 
     async def wake(self) -> None:
         """Called by a gateway that has no replica: that a call waits is what makes Serve start one."""
@@ -198,7 +213,18 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         ConfigError: a setting is unknown or wrong; nothing has been started.
         PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
     """
-    models = split_models(args)
+    refuse_written_keys(args, "what stands under `args`")
+    return build_application(split_models(args))
+
+
+def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
+    """`build_app` of settings that were read, in code or from flags.
+
+    Raises:
+        ConfigError: a file of keys cannot be read.
+        PlacementError: as `build_app`.
+    """
+    models = [(config, with_keys(settings)) for config, settings in models]
     if len(models) > 1 or any(parse_replicas(settings.replicas) != (1, 1) for _, settings in models):
         return _gateway_app(models)
     ((config, settings),) = models
@@ -220,8 +246,8 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
     most = sum(most_requests(config) * parse_replicas(settings.replicas)[1] for config, settings in models)
     wrap = serve.deployment(
         name=GATEWAY,
-        # A request too many is refused by the gateway, which knows its replicas; this is only a fence.
-        max_ongoing_requests=2 * most + RESERVED_REQUESTS,
+        # A request too many is refused by the gateway, which knows its replicas.
+        max_ongoing_requests=_fence(most),
         # Longer than its replicas have: it hands on their last words.
         graceful_shutdown_timeout_s=models[0][1].shutdown_timeout + 2 * SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
@@ -246,8 +272,10 @@ def deployment_options(
     _check_place(topology, name)
     return {
         "name": name,
-        "max_ongoing_requests": max_ongoing_requests(config),
-        "max_queued_requests": QUEUED_BATCHES * config.max_num_seqs,
+        # A request too many is refused by the replica, in OpenAI's shape; Serve would in plain text, where
+        # our door is not around it.
+        "max_ongoing_requests": _fence(most_requests(config)),
+        "max_queued_requests": most_requests(config),
         "backpressure_config": {"status_code": 503, "retry_after_s": RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + SHUTDOWN_MARGIN_S,
         "graceful_shutdown_wait_loop_s": SHUTDOWN_LOOK_S,
@@ -259,22 +287,15 @@ def deployment_options(
     }
 
 
-def max_ongoing_requests(config: EngineConfig) -> int:
-    """Requests that Serve lets into a replica: a full engine and as many waiting.
-
-    Where the engine has a limit of its own it must be met first: it answers in OpenAI's shape, Serve (beyond
-    `max_queued_requests`) in plain text. Health checks and scrapes come through the same gate: some are
-    reserved for them.
-    """
-    waiting = max(config.max_num_seqs, config.max_num_queued_reqs or 0)
-    return config.max_num_seqs + waiting + RESERVED_REQUESTS
-
-
 def most_requests(config: EngineConfig) -> int:
-    """Requests that a gateway gives a replica, those that wait among them: as many as Serve would."""
-    if config.max_num_queued_reqs is not None:
-        return config.max_num_seqs + config.max_num_queued_reqs
-    return max_ongoing_requests(config) - RESERVED_REQUESTS + QUEUED_BATCHES * config.max_num_seqs
+    """Requests that a replica takes, those that wait among them."""
+    waiting = config.max_num_queued_reqs
+    return config.max_num_seqs + (QUEUED_BATCHES * config.max_num_seqs if waiting is None else waiting)
+
+
+def _fence(most: int) -> int:
+    """Requests that Serve lets in: more than are taken, and than there are bodies that never come."""
+    return max(2 * most + RESERVED_REQUESTS, MAX_CONNECTIONS)
 
 
 def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's options.

@@ -4,27 +4,31 @@
 HAProxy, and around Serve's own proxy, where the environment of their processes names `middlewares`
 (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as `manta serve` sets it). In front of Serve's queue it answers
 what operators ask, so that probes wait for no request. What Serve itself says in plain text, it says as
-OpenAI's clients read it; and a refusal of a replica that is dead or to go has the status that HAProxy asks
-for (`RETRY_HEADER`), for which it tries another replica. Neither decides anything.
+OpenAI's clients read it; a request has one id, also where Serve would give it a second one; and a refusal of
+a replica that is dead or to go has the status that HAProxy asks for (`RETRY_HEADER`), for which it tries
+another replica. Neither decides anything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
 from ray import serve
 from ray._private import worker
 from ray.serve.exceptions import RayServeException
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .haproxy.front import RETRY_HEADER
 from .http.errors import json_error
-from .http.gate import OPEN_PATHS
+from .http.gate import ID_HEADER, acceptable_id, new_id
+from .http.keys import OPEN_PATHS
 
+CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"
 OVERLOADED = "The queue of this server is full. Retry."
 NOT_READY = "The server is loading its models, or stopping. Retry."
@@ -34,6 +38,11 @@ SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (5
 def middlewares() -> list[Middleware]:
     """Called by Serve in each process that listens."""
     return [Middleware(Door)]
+
+
+def door_is_there() -> bool:
+    """Whether what listens on this node has our `Door` around it: its environment says so."""
+    return os.environ.get(CALLBACK, "").endswith(f"{__name__.partition('.')[2]}:{middlewares.__name__}")
 
 
 class ServePlace:
@@ -74,11 +83,26 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = _one_id(scope, send)
         replica = _replica()
         if replica is not None and scope["path"] in OPEN_PATHS:
             await replica.app(scope, receive, send)
         else:
             await self._app(scope, receive, _Translated(scope, receive, send, replica))
+
+
+def _one_id(scope: Scope, send: Send) -> Send:
+    """Give the request an id that fits a header, and its response that one or the application's own alone."""
+    asked = acceptable_id(Headers(scope=scope).get(ID_HEADER)) or new_id()
+    MutableHeaders(scope=scope)[ID_HEADER] = asked
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers[ID_HEADER] = headers.get(ID_HEADER, asked)
+        await send(message)
+
+    return sent
 
 
 def _replica() -> Any:  # Any: a class that Serve makes of ours.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .config import EngineConfig
-from .errors import OverloadedError, RequestError
+from .errors import OverloadedError, RequestError, shown
 from .executor import Executor
 from .limits import SchedulerConfig, check_output_so_far, check_request
 from .outcome import SequenceUpdate
@@ -94,7 +94,7 @@ class Engine:
             check_output_so_far(request, self._scheduler.config)
             if (name := request.request_id) in self._roster:
                 raise RequestError(
-                    f"request_id={name!r} is already running; give each request an id of its own.",
+                    f"request_id={shown(name)} is already running; give each request an id of its own.",
                     param="request_id",
                 )
         waiting, most = self._roster.num_online_waiting, self._max_queued

@@ -26,6 +26,7 @@ A message names the field, the value and the remedy; for an unknown name that is
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -153,6 +154,12 @@ class UnreachableError(MantaError):
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
+
+
+def shown(value: object, most: int = 100) -> str:
+    """A value in a message, as its sender wrote it: JSON, and of a long one the first `most` characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", else_say: str | None = None) -> str:

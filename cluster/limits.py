@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import EngineConfig
-from .errors import RequestError, UnprocessableError
+from .errors import RequestError, UnprocessableError, shown
 from .executor import ExecutorInfo
 from .page_groups import PageGroup, longest_sequence
 from .request import Request, SamplingParams
@@ -43,7 +43,7 @@ class SchedulerConfig:
     adaptive_drafts: bool
     halves: bool
     max_stop_token_ids: int | None
-    has_logprobs: bool
+    has_grammars: bool
     rule_limits: RuleLimits | None
 
     @classmethod
@@ -64,7 +64,7 @@ class SchedulerConfig:
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
-            has_logprobs=info.has_logprobs,
+            has_grammars=info.has_grammars,
             rule_limits=info.rule_limits,
         )
 
@@ -103,8 +103,8 @@ def check_request(request: Request, limits: SchedulerConfig) -> None:
     needed = min(length + (params.max_tokens or len(request.output_token_ids) + 1), limits.max_model_len)
     if needed > limits.max_length:
         raise UnprocessableError(
-            f"The prompt has {length} tokens and max_tokens={params.max_tokens}: {needed} tokens, but the "
-            f"K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
+            f"The prompt has {length} tokens and max_tokens={shown(params.max_tokens)}: {needed} tokens, but "
+            f"the K/V pages hold {limits.max_length}. Lower max_tokens, shorten the prompt, or raise "
             "kv_cache_memory_bytes.",
             param="max_tokens" if length + 1 <= limits.max_length else "prompt",
         )
@@ -120,11 +120,12 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
     most = min(params.max_tokens or room, room)
     if len(tokens) >= most:
         raise RequestError(
-            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={params.max_tokens} and the longest "
-            f"sequence this request ends with {most}: nothing is left to generate. Take them as its output.",
+            f"output_token_ids holds {len(tokens)} tokens; by max_tokens={shown(params.max_tokens)} and "
+            f"the longest sequence this request ends with {most}: nothing is left to generate. Take them as "
+            "its output.",
             param="output_token_ids",
         )
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    ends = {*params.stop_token_ids, *(limits.eos_token_ids if params.ends_at_eos else ())}
     for index in range(params.min_tokens, len(tokens)):
         if tokens[index] in ends:
             raise RequestError(
@@ -136,12 +137,8 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
 
 def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
     """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
-    if params.logprobs is not None and not limits.has_logprobs:
-        raise RequestError(
-            "logprobs are not supported by this engine's kernels yet. Leave them out, or set "
-            "attention_backend to torch.",
-            param="logprobs",
-        )
+    if params.structured_outputs is not None or params.grammar is not None:
+        _check_grammar(params, limits)
     excess = limits.rule_limits and limits.rule_limits.excess(params)
     if excess:
         raise RequestError(
@@ -150,6 +147,7 @@ def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
         )
     check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
     check_vocabulary("logit_bias", tuple(token_id for token_id, _ in params.logit_bias), limits.vocab_size)
+    _check_thinking(params, limits)
     for word in params.bad_words_token_ids:
         check_vocabulary("bad_words_token_ids", word, limits.vocab_size)
     if params.bad_words and not params.bad_words_token_ids:
@@ -157,6 +155,36 @@ def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
             "bad_words: this engine runs without a tokenizer (skip_tokenizer_init). Give "
             "bad_words_token_ids.",
             param="bad_words",
+        )
+
+
+def _check_grammar(params: SamplingParams, limits: SchedulerConfig) -> None:
+    field = "grammar" if params.structured_outputs is None else params.structured_outputs.field
+    if not limits.has_grammars or params.grammar is None:
+        raise RequestError(
+            f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
+            "(skip_tokenizer_init), or its model names no end-of-sequence token. Leave it out.",
+            param=field,
+        )
+
+
+def _check_thinking(params: SamplingParams, limits: SchedulerConfig) -> None:
+    if params.thinking_token_budget is None:
+        return
+    start, end = params.reasoning_start_token_ids, params.reasoning_end_token_ids
+    if not end:
+        raise RequestError(
+            "thinking_token_budget: it is not known how this model's reasoning ends. Leave it out, or give "
+            "reasoning_end_token_ids (over HTTP: start the server with a reasoning parser).",
+            param="thinking_token_budget",
+        )
+    check_vocabulary("reasoning_start_token_ids", start, limits.vocab_size)
+    check_vocabulary("reasoning_end_token_ids", end, limits.vocab_size)
+    if params.min_tokens and {*end} & {*params.stop_token_ids, *limits.eos_token_ids}:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} forbids tokens that end the answer, and reasoning ends with one "
+            "of them. Leave out min_tokens, or thinking_token_budget.",
+            param="min_tokens",
         )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .logprobs import TokenLogprobs
+from .logprobs import RowLogprobs, TokenLogprobs
 from .plan import BoolArray, IntArray, SchedulerOutput, StepResult
 from .request import FinishReason
 from .sequence import SlotTable
@@ -34,6 +34,8 @@ class SequenceUpdate(NamedTuple):
         num_accepted: accepted drafts among `token_ids`.
         queue_s: from its arrival until it first ran.
         logprobs: of each of `token_ids`, where they were asked for.
+        prompt_logprobs: with the first tokens, where they were asked for: of all of the prompt's but
+            its first.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class SequenceUpdate(NamedTuple):
     num_accepted: int
     queue_s: float = 0.0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: RowLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class StepOutcome:
         stopped: the last token that came out is a stop token.
         full: the sequence has reached its greatest length.
         logprobs: by slot, as far as they were asked for: of the tokens that come out.
+        prompt_logprobs: by slot, of rows of prompts.
     """
 
     slots: IntArray
@@ -73,6 +77,7 @@ class StepOutcome:
     stopped: BoolArray
     full: BoolArray
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    prompt_logprobs: Mapping[int, RowLogprobs]
 
 
 def read_result(
@@ -98,6 +103,7 @@ def read_result(
         stopped=stopped_R,
         full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
         logprobs=_logprobs(table, staying_R, slots_R, num_out_R, result),
+        prompt_logprobs=_prompt_logprobs(plan, staying_R, result),
     )
 
 
@@ -131,6 +137,7 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
                 num_accepted,
                 sequence.queue_s,
                 outcome.logprobs.get(slot, ()),
+                RowLogprobs.joined(told) if (told := sequence.prompt_logprobs) else None,
             )
         )
     return updates
@@ -147,8 +154,23 @@ def _logprobs(
     for place, slot, count in zip(places, slots_R.tolist(), num_out_R.tolist(), strict=True):
         asked = table.sequences[slot].sampling.logprobs
         if asked is not None and count:
-            found[slot] = result.logprobs.of(place, count, asked)
+            found[slot] = result.logprobs.of(place, count, asked).tokens()
     return found
+
+
+def _prompt_logprobs(
+    plan: SchedulerOutput, staying_R: BoolArray, result: StepResult
+) -> Mapping[int, RowLogprobs]:
+    """By slot, of those who asked and stay."""
+    told = result.prompt_logprobs
+    if told is None:
+        return {}
+    num_top = told.rows.top_ids_YL.shape[1]
+    return {
+        int(plan.slots[place]): told.of(place, count, num_top)
+        for place, count in zip(told.requests_A.tolist(), told.counts_A.tolist(), strict=True)
+        if staying_R[place]
+    }
 
 
 def _cut_at_stops(
@@ -161,7 +183,9 @@ def _cut_at_stops(
         slot = int(slots_R[row])
         sequence, begin = table.sequences[slot], int(table.num_tokens_S[slot])
         for column in np.flatnonzero(suspect_RW[row]).tolist():
-            may_stop = begin + column >= sequence.sampling.min_length
+            # An end that comes too early was all that a grammar and the other rules left.
+            too_early = begin + column < sequence.sampling.min_length
+            may_stop = not too_early or sequence.sampling.grammar is not None
             if may_stop and int(token_ids_RW[row, column]) in sequence.sampling.stop_token_ids:
                 num_out_R[row], stopped_R[row] = column + 1, True
                 break

@@ -76,7 +76,7 @@ class PageBooks:
 
     def find_prefix(self, sequence: Sequence) -> PrefixHit:
         """What is computed already. At least one token stays to be computed, for its row brings the next."""
-        if not self._config.enable_prefix_caching:
+        if not self._config.enable_prefix_caching or sequence.lacks_prompt_logprobs:
             return self.cache.no_hit
         usable = (len(sequence.token_ids) - 1) // self.page_size
         salt = sequence.request.cache_salt

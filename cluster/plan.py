@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .grammar import SlotGrammar
 from .logprobs import StepLogprobs
 from .token_rules import TokenRules
 
@@ -35,7 +36,9 @@ class SlotSampling:
 
     `min_length` is absolute: tokens at positions below it cannot be any of `stop_token_ids` (the union of
     the model's end tokens, unless ignored, and the request's). `seed` is the 64-bit noise key. `rules` are
-    None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for.
+    None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for,
+    and `prompt_logprobs`, the same of the prompt's tokens: those at positions below `prompt_length`;
+    and `grammar`.
     """
 
     temperature: float
@@ -47,6 +50,9 @@ class SlotSampling:
     stop_token_ids: tuple[int, ...]
     rules: TokenRules | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_length: int = 0
+    grammar: SlotGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,9 @@ class StepResult:
         token_ids: int32 [R, W]; row r holds num_tokens[r] new tokens, then -1.
         num_tokens: int32 [R]; accepted drafts + 1 where `samples`, else 0.
         timings: where the time went.
-        logprobs: of the requests that asked; None if nobody did.
+        logprobs: of the rows that chose tokens, for the requests that asked; None if nobody did.
+        prompt_logprobs: of the rows of prompts before their last, in the same way, each for the token that
+            follows it.
     """
 
     step: int
@@ -132,3 +140,4 @@ class StepResult:
     num_tokens: IntArray
     timings: StepTimings = StepTimings()
     logprobs: StepLogprobs | None = None
+    prompt_logprobs: StepLogprobs | None = None

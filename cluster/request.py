@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .errors import RequestError
+from .errors import RequestError, shown
+from .grammar import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
@@ -33,7 +34,7 @@ class SamplingParams:
         max_tokens: limit of generated tokens; None means up to the context's end.
         min_tokens: end-of-sequence and stop tokens are impossible before so many tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text, but for `kept_special_token_ids`.
         detokenize: make text at all.
         presence_penalty, frequency_penalty: taken from the logit of a token that was generated: once, and for
             each time; from -2 to 2.
@@ -45,6 +46,15 @@ class SamplingParams:
         bad_words_token_ids: the same as token ids.
         logprobs: the log probability of each token that comes out, and of so many likeliest ones in its
             place, of the model's own distribution: before temperature and all else. None is none.
+        prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is computed whole:
+            the prefix cache, which holds no logits, does not serve it.
+        thinking_token_budget: behind so many tokens of reasoning its end is forced; None is no
+            limit.
+        reasoning_start_token_ids, reasoning_end_token_ids: between which tokens it reasons; the model's own
+            (by its tokenizer) where they are empty. Of no effect without a budget.
+        structured_outputs: what the text must be; needs a tokenizer, by which it becomes the `grammar`.
+        grammar: the same, checked; `ignore_eos` counts for nothing beside it, since it says where the text
+            can end.
     """
 
     n: int = 1
@@ -60,6 +70,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_token_ids: tuple[int, ...] = ()
     detokenize: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -69,6 +80,12 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    reasoning_start_token_ids: tuple[int, ...] = ()
+    reasoning_end_token_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -76,6 +93,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _as_pairs(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_tuple(self.bad_words))
         object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
+        for name in ("reasoning_start_token_ids", "reasoning_end_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
         _require(1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
@@ -126,20 +145,29 @@ class SamplingParams:
         _require(all(self.bad_words), "bad_words", list(self.bad_words), "non-empty strings")
         for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_token_ids", 2 * MAX_BAD_WORDS)):
             count = len(getattr(self, name))
-            _require(count <= most, name, f"<{count} of them>", f"at most {most}")
+            _require(count <= most, name, getattr(self, name), f"a list of at most {most}, not of {count}")
         _require(
-            all(self.bad_words_token_ids), "bad_words_token_ids", [()], "sequences of token ids, none empty"
+            all(self.bad_words_token_ids), "bad_words_token_ids", ((),), "sequences of token ids, none empty"
         )
+        for name in ("logprobs", "prompt_logprobs"):
+            value, wanted = getattr(self, name), f"an integer from 0 to {MAX_LOGPROBS}, or null"
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, wanted)
+        budget = self.thinking_token_budget
         _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"an integer from 0 to {MAX_LOGPROBS}, or null",
+            budget is None or 0 <= budget <= MAX_COUNT,
+            "thinking_token_budget",
+            budget,
+            "0 or more (and a 32-bit integer), or null",
         )
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-sequence tokens end the sequence."""
+        return not self.ignore_eos or self.grammar is not None
 
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is set (random if it was absent)."""
@@ -170,7 +198,7 @@ def _as_pairs(
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
     if not ok:
-        raise RequestError(f"{name}={value!r} is not allowed: it must be {wanted}.", param=name)
+        raise RequestError(f"{name}={shown(value)} is not allowed: it must be {wanted}.", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

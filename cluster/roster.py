@@ -141,9 +141,11 @@ class Roster:
         return AdmittedRequest(slot, sequence.request.request_id, table.known_tokens(slot), sequence.sampling)
 
     def dismiss(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Let go of the sequences that ended."""
+        """Let go of the sequences that ended, and of what was given out."""
         ended: list[Sequence] = []
         for update in updates:
+            if update.prompt_logprobs is not None:
+                self._sequences[update.request_id].prompt_logprobs.clear()
             if update.finish_reason is not None:
                 ended.append(self._sequences.pop(update.request_id))
                 self.counters.finished[update.finish_reason] += 1

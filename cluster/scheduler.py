@@ -284,6 +284,7 @@ class Scheduler:
         flight = self._in_flight.popleft()
         outcome = read_result(self.table, flight.plan, flight.staying_R, result)
         self.table.arrive(outcome.slots, outcome.num_rows, outcome.num_drafts, outcome.samples)
+        self._take_prompt_logprobs(outcome)
         self._append_tokens(outcome)
         self.books.remember_full_pages(self.table, outcome.slots)
         self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
@@ -291,6 +292,12 @@ class Scheduler:
         updates = make_updates(self.table, outcome)
         self.roster.dismiss(updates)
         return updates
+
+    def _take_prompt_logprobs(self, outcome: StepOutcome) -> None:
+        """Before what is computed steps on: rows begin where it stands."""
+        for slot, rows in outcome.prompt_logprobs.items():
+            first = int(self.table.num_computed_S[slot])
+            self.table.sequences[slot].take_prompt_logprobs(first, rows)
 
     def _append_tokens(self, outcome: StepOutcome) -> None:
         table, slots_R, token_ids_RW = self.table, outcome.slots, outcome.token_ids

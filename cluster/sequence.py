@@ -11,10 +11,12 @@ Shape legend: S slots, L longest sequence, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from .grammar import SlotGrammar
+from .logprobs import RowLogprobs
 from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
 from .token_rules import TokenRules
@@ -32,7 +34,9 @@ class Sequence:
         rank: place in the order in which sequences are served, lower first.
         token_ids: int32; all known tokens while it waits (while it runs they are in the table).
         max_length: tokens, prompt included, at which it ends at the latest.
-        sampling: what workers need to know of its parameters.
+        sampling: what workers need to know of its parameters. Log probabilities of the prompt are asked for
+            until all are there.
+        prompt_logprobs: those that are there, until they are given out.
         eos_token_ids: those that end it without being a `stop_reason`.
         digests: of its first full pages, as far as they were needed.
         num_cached_tokens: found in the prefix cache when it first entered; None before.
@@ -46,6 +50,7 @@ class Sequence:
     max_length: int
     sampling: SlotSampling
     eos_token_ids: frozenset[int]
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list[RowLogprobs])
     digests: list[bytes] = field(default_factory=list[bytes])
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
@@ -64,7 +69,8 @@ class Sequence:
         params, length = request.params, len(request.prompt_token_ids)
         assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
         room = max_length - length
-        eos = () if params.ignore_eos else model_eos
+        grammar = params.grammar
+        eos = model_eos if params.ends_at_eos else ()
         return cls(
             request=request,
             rank=rank,
@@ -80,9 +86,27 @@ class Sequence:
                 stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
                 rules=TokenRules.of(params, length),
                 logprobs=params.logprobs,
+                prompt_logprobs=params.prompt_logprobs if length > 1 else None,
+                prompt_length=length,
+                grammar=None if grammar is None else SlotGrammar(grammar, length),
             ),
             eos_token_ids=frozenset(eos),
         )
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether rows of its prompt have to be computed for what they tell, known or not."""
+        return self.sampling.prompt_logprobs is not None
+
+    def take_prompt_logprobs(self, first: int, rows: RowLogprobs) -> None:
+        """What the rows from position `first` on tell; after a preemption some tell it again."""
+        asked, num_known = self.sampling.prompt_logprobs, sum(map(len, self.prompt_logprobs))
+        if asked is None:
+            return
+        assert first <= num_known, "rows of the prompt are missing"
+        self.prompt_logprobs.append(rows.cut(num_known - first, len(rows), asked))
+        if num_known + len(self.prompt_logprobs[-1]) == len(self.request.prompt_token_ids) - 1:
+            self.sampling = replace(self.sampling, prompt_logprobs=None)
 
     def stop_reason(self, token_id: int) -> int | None:
         """What to report when this token ended it."""

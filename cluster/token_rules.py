@@ -11,6 +11,27 @@ from dataclasses import dataclass
 from .request import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingRule:
+    """Reasoning that must end.
+
+    Attributes:
+        budget: tokens of reasoning, behind which its end is the only thing that can follow.
+        start, end: the tokens around it; without a start it begins with the answer.
+    """
+
+    budget: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> ThinkingRule | None:
+        if params.thinking_token_budget is None:
+            return None
+        marks = params.reasoning_start_token_ids, params.reasoning_end_token_ids
+        return cls(params.thinking_token_budget, *marks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRules:
     """See `SamplingParams`.
@@ -23,6 +44,7 @@ class TokenRules:
         repetition: the logit of a token of prompt or output is divided by it, or multiplied where negative.
         frequency: taken from a token's logit for each time it was generated.
         presence: taken from the logit of a token that was generated at all.
+        thinking: before all others, None where reasoning has no limit.
     """
 
     prompt_length: int
@@ -32,6 +54,7 @@ class TokenRules:
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
+    thinking: ThinkingRule | None = None
 
     @classmethod
     def of(cls, params: SamplingParams, prompt_length: int) -> TokenRules | None:
@@ -44,6 +67,7 @@ class TokenRules:
             repetition=params.repetition_penalty,
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
+            thinking=ThinkingRule.of(params),
         )
         return None if rules == cls(prompt_length=prompt_length) else rules
 
@@ -60,21 +84,25 @@ class RuleLimits:
     Attributes:
         allowed_tokens, biased_tokens, bad_words: how many.
         bad_word_tokens: of one bad word.
+        reasoning_tokens: of the marks around reasoning.
     """
 
     allowed_tokens: int
     biased_tokens: int
     bad_words: int
     bad_word_tokens: int
+    reasoning_tokens: int
 
     def excess(self, params: SamplingParams) -> tuple[str, str] | None:
         """The field that asks for more, and what would be right."""
-        words = params.bad_words_token_ids
+        words, reasoning = params.bad_words_token_ids, (self.reasoning_tokens, "tokens")
         asked = (
             ("allowed_token_ids", len(params.allowed_token_ids or ()), self.allowed_tokens, "tokens"),
             ("logit_bias", len(params.logit_bias), self.biased_tokens, "tokens"),
             ("bad_words", len(words), self.bad_words, "sequences of tokens"),
             ("bad_words", max(map(len, words), default=0), self.bad_word_tokens, "tokens in one word"),
+            ("reasoning_start_token_ids", len(params.reasoning_start_token_ids), *reasoning),
+            ("reasoning_end_token_ids", len(params.reasoning_end_token_ids), *reasoning),
         )
         over = (each for each in asked if each[1] > each[2])
         return next(((name, f"{count} {what}; at most {most}") for name, count, most, what in over), None)

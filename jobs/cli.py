@@ -22,6 +22,7 @@ from .doctor.cli import doctor
 from .flags import Model, engine_options, sampling_options
 from .plan.cli import plan
 from .render.cli import render
+from .server_flags import server_options
 from .settings import engine_config, sampling_params
 from .simulate.cli import simulate
 
@@ -103,42 +104,13 @@ def chat(
 
 @app.command()
 @engine_options
+@server_options
 def serve(
     settings: dict[str, Any],
+    server: dict[str, Any],
     model_: Model = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="TCP port.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option("--served-model-name", help="Name in the API; may be repeated.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key", help="Key that requests must bring; may be repeated.", envvar="MANTA_API_KEY"
-        ),
-    ] = None,
-    batch_storage: Annotated[
-        str | None,
-        typer.Option(
-            "--batch-storage",
-            help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
-        ),
-    ] = None,
-    replicas: Annotated[
-        str | None,
-        typer.Option(
-            "--replicas",
-            metavar="N|LEAST:MOST",
-            help="Engines; 1:4 follows the load, 0:4 goes away when idle.",
-        ),
-    ] = None,
-    shutdown_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--shutdown-timeout",
-            help="Seconds that requests may go on after Ctrl-C or SIGTERM (else the file's, or 30).",
-        ),
-    ] = None,
     plain_proxy: Annotated[
         bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
     ] = False,
@@ -146,26 +118,14 @@ def serve(
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
     from .stop import Stopped, StopSignals
 
-    if served_model_name:
-        settings["served_model_name"] = served_model_name
-    if api_key:
-        settings["api_key"] = api_key
-    if batch_storage:
-        settings["batch_storage"] = (
-            batch_storage if "://" in batch_storage else str(Path(batch_storage).absolute())
-        )
-    if replicas:
-        settings["replicas"] = replicas
-    if shutdown_timeout is not None:
-        settings["shutdown_timeout"] = shutdown_timeout
-    settings.setdefault("shutdown_timeout", SHUTDOWN_TIMEOUT_S)
+    settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **settings, **server}
     try:
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server
 
             options = ServeOptions(host=host, port=port, plain_proxy=plain_proxy)
-            with start_server(settings, options, signals=signals) as server:
-                server.serve_until_stopped()
+            with start_server(settings, options, signals=signals) as running:
+                running.serve_until_stopped()
     except Stopped as stopped:
         typer.echo(f"{stopped} before it served", err=True)
         raise typer.Exit(stopped.exit_code) from None

@@ -156,7 +156,7 @@ def engine_options(command: Command) -> Command:
         flags["model"] = positional if positional is not None else flags["model"]
         return merge_settings(flags, flags.pop("config"))
 
-    return _with_options(command, ENGINE_OPTIONS, "settings", gather)
+    return with_options(command, ENGINE_OPTIONS, "settings", gather)
 
 
 def sampling_options(command: Command) -> Command:
@@ -165,10 +165,10 @@ def sampling_options(command: Command) -> Command:
     def gather(flags: dict[str, Any], _: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in flags.items() if value not in (None, [])}
 
-    return _with_options(command, SAMPLING_OPTIONS, "sampling", gather)
+    return with_options(command, SAMPLING_OPTIONS, "sampling", gather)
 
 
-def _with_options(
+def with_options(
     command: Command,
     options: Mapping[str, Any],
     receives: str,

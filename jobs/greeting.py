@@ -54,7 +54,7 @@ def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
     else:
         path, body["prompt"] = "completions", "def fibonacci(n):"
-    key = "-H 'Authorization: Bearer <your key>' " if settings.api_keys else ""
+    key = "-H 'Authorization: Bearer <your key>' " if settings.keys("api_key") else ""
     return f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from ..actors.http.keys import with_keys
 from ..actors.http.settings import ServerSettings, split_models
+from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError
 from .client import await_ready, num_requests
 from .greeting import models_told, try_it
@@ -192,7 +194,7 @@ def start_server(
     """Serve one engine; returns when it answers.
 
     Args:
-        args: as under `args:` in ray_config.yaml.
+        args: as under `args:` in ray_config.yaml; here also keys.
         options: where.
         report: told about progress, a line at a time; stderr if absent.
         signals: whoever may end it, also while it starts; Ray's own handlers stand back.
@@ -201,7 +203,7 @@ def start_server(
         ConfigError: a setting is wrong, the port is taken, or the models cannot be loaded.
     """
     report = report or _to_stderr
-    models = split_models(args)
+    models = [(config, with_keys(settings)) for config, settings in split_models(args)]
     config, settings = models[0]
     existing, environment = ray_address(), None
     if not existing:
@@ -218,7 +220,7 @@ def start_server(
     try:
         if signals is not None:
             signals.take_back()
-        _deploy(server, args, options, report)
+        _deploy(server, models, options, report)
     except BaseException:
         server.stop()
         raise
@@ -241,12 +243,17 @@ def _ray(options: ServeOptions, environment: ServeEnvironment | None) -> bool:
     return owns_ray
 
 
-def _deploy(server: Server, args: Mapping[str, Any], options: ServeOptions, report: Report) -> None:
+def _deploy(
+    server: Server,
+    models: Sequence[tuple[EngineConfig, ServerSettings]],
+    options: ServeOptions,
+    report: Report,
+) -> None:
     from ray import serve
 
-    from ..actors.replica import build_app
+    from ..actors.replica import build_application
 
-    app = build_app(args)
+    app = build_application(models)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
     serve.start(
         proxy_location="HeadOnly",

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ..actors.http.defaults import DEFAULT_MAX_TOKENS
+from ..actors.http.keys import refuse_written_keys
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ..cluster.errors import ConfigError
@@ -77,6 +78,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         )
     names = {str(key).replace("-", "_"): value for key, value in found.items()}
     settings = {ALIASES.get(name, name): value for name, value in names.items()}
+    refuse_written_keys(settings, f"{path}, as any Serve config,")
     speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
     return settings | {"speculative_config": merge_speculation(None, speculation)}
 

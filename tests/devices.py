@@ -10,42 +10,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-
-def _mend_tritons_interpreter() -> None:
-    """Version 3.6 reads loops' bounds by int() of arrays of one element, which NumPy refuses from 2.4 on.
-
-    Version 3.7 squeezes them first, and so does this. A kernel has no say in it: `range(lo, hi)` over bounds
-    that are loaded is what a GPU's loops are pipelined for.
-    """
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def mended(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = mended
-
-
-def _has_triton_3_6() -> bool:
-    try:
-        return version("triton").startswith("3.6.")
-    except PackageNotFoundError:
-        return False
-
-
 KIND = os.environ.get("MANTA_TEST_DEVICE", "interpret")
 if KIND == "interpret":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    if _has_triton_3_6():
-        _mend_tritons_interpreter()
+    if find_spec("triton"):
+        import interpreter
+
+        interpreter.prepare()
 elif KIND == "cuda":
     os.environ.pop("TRITON_INTERPRET", None)
     if not torch.cuda.is_available():

@@ -53,13 +53,13 @@ class StandReplica:
         self.name = name
         self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
         self._names = settings.model_names(config.model)
-        self._settings = replace(settings, api_key=None)
+        self._settings = replace(settings, api_key=None, admin_api_key=None)
         self._directory = directory
         self._max_requests = max_requests
 
     async def open(self) -> None:
         await self.engine.start()
-        app = create_app(self.engine, self._settings, replica=self.name, echo_request_id=False)
+        app = create_app(self.engine, self._settings, replica=self.name)
         self.door = Door(app, "127.0.0.1", self._describe, self._directory)
         await self.door.open()
 

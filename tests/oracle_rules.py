@@ -31,7 +31,25 @@ def ruled(
             found[token] = found[token] / penalty if found[token] > 0 else found[token] * penalty
         found[token] -= params.frequency_penalty * output.count(token)
         found[token] -= params.presence_penalty * (token in output)
-    return found
+    forced = _end_of_reasoning(prompt, output, params)
+    return found if forced is None else [0.0 if t == forced else -math.inf for t in range(len(found))]
+
+
+def _end_of_reasoning(prompt: list[int], output: list[int], params: SamplingParams) -> int | None:
+    """The only token that may follow, where the budget of reasoning is spent."""
+    start, end = list(params.reasoning_start_token_ids), list(params.reasoning_end_token_ids)
+    if params.thinking_token_budget is None:
+        return None
+    thought, tokens = output, [*prompt, *output]
+    if start:
+        begins = [i + len(start) for i in range(len(tokens)) if tokens[i : i + len(start)] == start]
+        if not begins:
+            return None
+        thought = tokens[begins[-1] :]
+    ended = any(thought[i : i + len(end)] == end for i in range(len(thought)))
+    if ended or len(thought) < params.thinking_token_budget:
+        return None
+    return next(end[k] for k in reversed(range(len(end))) if thought[max(len(thought) - k, 0) :] == end[:k])
 
 
 def generate(

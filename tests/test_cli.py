@@ -59,6 +59,39 @@ def test_help_explains_the_off_by_one_of_speculative_tokens(capsys: pytest.Captu
     assert "its 16 is 15 here" in words
 
 
+def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
+    serve_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def start(settings: dict[str, object], *_: object, **__: object) -> None:
+        asked.append(settings)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("manta.jobs.serve.start_server", start)
+    flags = ["--api-key", "a", "--api-key", "b", "--api-key-file", "/run/keys", "--admin-api-key", "root"]
+    flags += ["--unknown-params", "reject", "--sse-keep-alive-interval", "5", "--max-request-bytes", "1M"]
+    flags += ["--served-model-name", "x", "--allowed-origins", "https://a.example", "--batch-storage", "b"]
+    assert run(capsys, "serve", "--config", str(serve_config), *flags)[0] == 1
+    wanted = {
+        "api_key": ["a", "b"],
+        "api_key_file": "/run/keys",
+        "admin_api_key": ["root"],
+        "unknown_params": "reject",
+        "sse_keep_alive_interval": 5.0,
+        "max_request_bytes": 2**20,
+        "served_model_name": ["x"],
+        "allowed_origins": ["https://a.example"],
+        "batch_storage": str(Path("b").absolute()),
+        "shutdown_timeout": 30.0,
+        "max_num_seqs": 8,
+    }
+    assert {name: asked[0][name] for name in wanted} == wanted
+    serve_config.write_text(SERVE_CONFIG + "      api-key: hidden\n")
+    code, said = run(capsys, "serve", "--config", str(serve_config))
+    assert code == 1 and "api_key_file" in said and "hidden" not in said and len(asked) == 1
+
+
 def test_every_command_reads_its_engine_from_a_serve_config_and_flags_win(serve_config: Path) -> None:
     settings = merge_settings({"max_num_seqs": 2, "page_size": None}, serve_config)
     assert settings["served_model_name"] == "small"

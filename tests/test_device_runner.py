@@ -21,12 +21,14 @@ from devices import DEVICE, ON_GPU
 from families import FAMILIES
 from manta import SamplingParams
 from manta.actors.llm import LLM
+from manta.actors.outputs import RequestOutput
 from manta.actors.targets.runners.device import DeviceRunner
 from manta.actors.targets.runners.graphs import StepKinds
 from manta.actors.targets.runners.host import StepRunner
 from manta.actors.targets.runners.iteration import best_of_ranks
 from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
+from manta.cluster.logprobs import StepLogprobs
 from manta.cluster.plan import StepResult
 from steps import GREEDY, Steps, open_runner, settings
 from test_lossless import KNOBS, tokens_of
@@ -43,22 +45,33 @@ PLACE = {"device": DEVICE.type, "page_size": 16}  # so small that short sequence
 PARAMS = [replace(KNOBS[name], seed=7 + i, max_tokens=3 + i) for i, name in enumerate(KNOB_NAMES)]
 
 
+def outputs(
+    target: Path, drafter: Path | None, backend: str, params: list[SamplingParams] = PARAMS, **changes: object
+) -> list[RequestOutput]:
+    with opened(target, drafter, backend, **changes) as llm:
+        return llm.generate([{"prompt_token_ids": case} for case in CASES], params)
+
+
 def generate(
     target: Path, drafter: Path | None, backend: str, params: list[SamplingParams] = PARAMS, **changes: object
 ) -> tuple[list[list[int]], EngineStats]:
+    with opened(target, drafter, backend, **changes) as llm:
+        return tokens_of(llm, CASES, params), llm.stats()
+
+
+def opened(target: Path, drafter: Path | None, backend: str, **changes: object) -> LLM:
     spec = None
     if drafter is not None:
         spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     settings = {"speculative_config": spec, "max_num_seqs": 3, "max_model_len": 48, **PLACE, **changes}
-    with LLM(
+    return LLM(
         str(target),
         skip_tokenizer_init=True,
         dtype="float32",
         num_threads=1,
         attention_backend=backend,
         **settings,
-    ) as llm:
-        return tokens_of(llm, CASES, params), llm.stats()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,6 +109,46 @@ def test_rules_change_no_other_token_than_the_host_s_do(tiny_llama: Path, tiny_d
     assert got == expected and stats.num_drafts > 0
 
 
+def test_log_probabilities_are_the_host_s(tiny_llama: Path, tiny_drafter: Path) -> None:
+    """Of prompts in chunks and of what is chosen, ruled or not, run ahead; beside one that asks for none."""
+    asked = [
+        replace(PARAMS[0], logprobs=2, prompt_logprobs=1),
+        PARAMS[1],
+        replace(PARAMS[2], logprobs=0, prompt_logprobs=3, allowed_token_ids=tuple(range(1, 40))),
+    ]
+    expected = outputs(tiny_llama, None, "torch", asked)
+    ahead = {"async_scheduling": True, "max_num_batched_tokens": 18}
+    for mine, theirs in zip(
+        outputs(tiny_llama, tiny_drafter, "triton", asked, **ahead), expected, strict=True
+    ):
+        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        for got, wanted in (
+            (mine.outputs[0].logprobs, theirs.outputs[0].logprobs),
+            (mine.prompt_logprobs, theirs.prompt_logprobs),
+        ):
+            assert (got is None) == (wanted is None)
+            for place, other in zip(got or (), wanted or (), strict=True):
+                assert list(place or ()) == list(other or ())
+                values = [[told.logprob for told in (each or {}).values()] for each in (place, other)]
+                assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def same_logprobs(ours: StepLogprobs | None, theirs: StepLogprobs | None, counts: np.ndarray) -> None:
+    """Of as many rows of each request at most: those of rejected drafts say nothing."""
+    assert (ours is None) == (theirs is None)
+    if ours is None or theirs is None:
+        return
+    assert ours.requests_A.tolist() == theirs.requests_A.tolist()
+    assert ours.counts_A.tolist() == theirs.counts_A.tolist()
+    num_top = theirs.rows.top_ids_YL.shape[1]
+    for place, count in zip(ours.requests_A.tolist(), ours.counts_A.tolist(), strict=True):
+        mine, others = (each.of(place, min(count, int(counts[place])), num_top) for each in (ours, theirs))
+        assert mine.ranks_Y.tolist() == others.ranks_Y.tolist()
+        assert mine.top_ids_YL.tolist() == others.top_ids_YL.tolist()
+        np.testing.assert_allclose(mine.logprobs_Y, others.logprobs_Y, atol=1e-4)
+        np.testing.assert_allclose(mine.top_logprobs_YL, others.top_logprobs_YL, atol=1e-4)
+
+
 @dataclass
 class Twins:
     """The device's runner and the host's, which run the same steps: what they bring is the same."""
@@ -127,6 +180,8 @@ class Twins:
         result = self.device.collect()
         assert result.token_ids.tolist() == expected.token_ids.tolist()
         assert result.num_tokens.tolist() == expected.num_tokens.tolist()
+        same_logprobs(result.logprobs, expected.logprobs, result.num_tokens)
+        same_logprobs(result.prompt_logprobs, expected.prompt_logprobs, np.full(len(rows), 99))
         for known, row in zip(self.known, result.token_ids, strict=False):
             known += row[row >= 0].tolist()
         return result
@@ -142,7 +197,14 @@ def test_steps_of_all_kinds_wait_for_nothing_and_bring_what_the_host_s_bring(
     """Prompts, decoding beside a prompt, ragged drafts with padding in rows and requests, filters."""
     prompts = [[5, 6, 7], [9] * 7, [11], [12, 13], [14] * 4]
     warm, narrow = (replace(GREEDY, temperature=1.0, top_k=k, seed=9) for k in (0, 4))
-    sampling = [GREEDY, warm, narrow, GREEDY, warm]
+    telling = replace(narrow, logprobs=2, prompt_logprobs=1)
+    sampling = [
+        replace(GREEDY, logprobs=1, prompt_logprobs=3, prompt_length=3),
+        warm,
+        replace(telling, prompt_length=1),
+        GREEDY,
+        replace(warm, prompt_logprobs=0, prompt_length=2),
+    ]
     twins = Twins.open(tiny_qwen3, tiny_drafter, prompts)
     enter = [twins.steps.admit(*of) for of in zip(range(5), prompts, sampling, strict=True)]
     first = twins.run([0, 0], [3, 4], [0, 0], admitted=enter[:2], samples=[True, False])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
+import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from gateway_stand import GatewayStand
 from hypothesis import given
@@ -19,6 +23,7 @@ from manta.actors.executor import make_executor
 from manta.actors.gateway.fleet import Fleet, Member, ServedModel
 from manta.actors.gateway.records import Directory, ReplicaRecord
 from manta.actors.gateway.resume import ToldStream
+from manta.actors.http import bodies
 from manta.actors.http.origin import Origin, told
 from manta.actors.http.settings import ServerSettings
 from manta.actors.http.sse import KEEP_ALIVE
@@ -62,6 +67,13 @@ def http(stand: GatewayStand) -> Iterator[httpx.Client]:
         yield client
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
 def events(response: httpx.Response) -> list[Any]:
     """The events of a stream; [DONE] must end it, and nothing that gateways are told may be left."""
     lines = [line for line in response.text.split("\n\n") if line]
@@ -99,6 +111,38 @@ def test_shared_prompts_are_found_where_they_were_computed(http: httpx.Client, s
     assert max(load) <= 1.2 * sum(load) / 2
 
 
+def test_a_request_has_one_id_at_the_gateway_and_its_replica_and_is_logged_by_one_of_them(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2, "request_id": "body"}
+    cases: list[tuple[dict[str, Any], dict[str, str], int, str]] = [
+        (body, {"X-Request-Id": "header"}, 200, "body"),
+        ({**body, "n": 0}, {}, 400, "body"),  # a replica says it
+        ({**body, "model": "none"}, {}, 404, "body"),  # the gateway does
+        ({"prompt": "x"}, {"X-Request-Id": "header", "Authorization": "none"}, 401, "header"),
+    ]
+    for fields, headers, status, wanted in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="manta.requests"):
+            response = http.post("/v1/completions", json=fields, headers=headers)
+        assert response.status_code == status and response.headers.get_list("x-request-id") == [wanted]
+        until(lambda: bool(caplog.records))
+        (line,) = (json.loads(record.message) for record in caplog.records)
+        assert line["request_id"] == wanted and line["status"] == status
+
+
+def test_an_upload_that_does_not_come_is_its_clients_fault(
+    http: httpx.Client, stand: GatewayStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "GRACE_S", 0.3)
+    address = stand.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=20) as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        connection.sendall(head + b"Content-Length: 2000000\r\n\r\n-")
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+    assert all(member.is_ready for member in stand.fleet.members)
+
+
 def test_each_model_is_listed_and_answers_and_no_other(http: httpx.Client, stand: GatewayStand) -> None:
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
     assert http.get("/v1/models/other").json()["max_model_len"] > 0
@@ -119,6 +163,39 @@ def test_what_is_wrong_is_said_by_a_replica_in_openais_shape(http: httpx.Client)
     assert http.get("/v1/files").status_code == 501
     assert http.get("/nowhere").json()["error"]["code"] == 404
     assert http.post("/v1/completions", headers={"Authorization": "Bearer no"}).status_code == 401
+
+
+def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: GatewayStand) -> None:
+    before = stand.replicas[2].engine.stats().generation_tokens
+    with openai.OpenAI(base_url=f"{stand.url}/v1", api_key="key", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "other", "input": "x", "max_output_tokens": 4}
+        whole = client.responses.create(**asked, temperature=0)
+        *_, last = client.responses.create(**asked, temperature=0, stream=True)
+        assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
+        with pytest.raises(openai.NotFoundError, match="keeps none"):
+            client.responses.retrieve(whole.id)
+    talk = {
+        "model": "other",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+    }
+    key = {"x-api-key": "key"}
+    with httpx.Client(base_url=stand.url, headers=key, timeout=60) as client:
+        message = client.post("/v1/messages", json=talk)
+        assert message.json()["stop_reason"] == "max_tokens" and message.headers["request-id"]
+        streamed = client.post("/v1/messages", json={**talk, "stream": True}).text
+        assert streamed.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+        counted = client.post("/v1/messages/count_tokens", json=talk).json()["input_tokens"]
+        usage = message.json()["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        for body in (
+            {**talk, "model": "none"},
+            {**talk, "max_tokens": 0},
+        ):  # the gateway's refusal, a replica's
+            assert client.post("/v1/messages", json=body).json()["type"] == "error"
+    assert http.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
+    assert stand.replicas[2].engine.stats().generation_tokens > before
 
 
 def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand) -> None:

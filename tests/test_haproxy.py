@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -42,8 +43,12 @@ class Replica(ThreadingHTTPServer):
                 status, body = replica.status, replica.metrics if self.path == "/metrics" else replica.name
                 if self.path == "/-/healthz":
                     status = 200
+                if not status:  # dies before it answers
+                    self.close_connection = True
+                    return
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.end_headers()
                 self.wfile.write(body.encode())
 
@@ -62,7 +67,9 @@ class Replica(ThreadingHTTPServer):
         return f'# HELP x_total A.\n# TYPE x_total counter\nx_total{{replica="{self.name}"}} 1.0\n'
 
 
-def serves_configuration(folder: Path, port: int, replicas: list[Replica]) -> Path:
+def serves_configuration(
+    folder: Path, port: int, replicas: list[Replica], head_time_s: int | None = None
+) -> Path:
     """What Serve's manager would write for `replicas`."""
     from ray.serve._private import haproxy
     from ray.serve.config import HTTPOptions
@@ -86,6 +93,7 @@ def serves_configuration(folder: Path, port: int, replicas: list[Replica]) -> Pa
         http_options=HTTPOptions(host="127.0.0.1", port=port),
         retry_on="conn-failure empty-response 425",
         nbthread=1,
+        timeout_http_request_s=head_time_s,
     )
     path = folder / "haproxy.cfg"
     backends = {backend.name: backend} if replicas else {}
@@ -96,15 +104,16 @@ def serves_configuration(folder: Path, port: int, replicas: list[Replica]) -> Pa
 class Front:
     """A server's HAProxy: as Serve's manager starts it."""
 
-    def __init__(self, folder: HAProxyFolder) -> None:
+    def __init__(self, folder: HAProxyFolder, head_time_s: int | None = None) -> None:
         self.folder = folder
+        self._head_time_s = head_time_s
         self.port = free_port()
         self._node = folder.path / "node"
         self._program = folder.environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, replicas: list[Replica]) -> None:
-        config = serves_configuration(self._node, self.port, replicas)
+        config = serves_configuration(self._node, self.port, replicas, self._head_time_s)
         command = [self._program, "-db", "-f", str(config), "-dR"]
         if self.processes:
             command += ["-sf", str(self.processes[-1].pid), "-x", str(self._node / "admin.sock")]
@@ -134,6 +143,11 @@ class Front:
             return 0, ""
         finally:
             connection.close()
+
+    def send(self, request: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        connection.sendall(request)
+        return connection
 
     def end(self) -> None:
         for process in self.processes:
@@ -215,6 +229,61 @@ def test_what_a_replica_refuses_because_it_goes_another_one_answers_unless_it_wo
     asked = sum(replica.asked for replica in replicas)
     assert front.ask("/v1/batches", "POST")[0] == 503
     assert sum(replica.asked for replica in replicas) == asked + 1
+
+
+def told(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """The answer on a connection, and that it is closed then."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    body = response.read()
+    assert connection.recv(1) == b""
+    connection.close()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, body
+
+
+def test_requests_that_do_not_come_are_closed_and_hold_nobody_up(replicas: list[Replica]) -> None:
+    front = Front(HAProxyFolder(), head_time_s=1)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+    try:
+        front.start(replicas)
+        until(lambda: front.ask("/health")[0] == 200)
+        heads, half = ([front.send(sent) for _ in range(75)] for sent in (head, head + b"\r\n{"))
+        for path in ("/health", "/v1/models"):
+            assert front.ask(path)[0] == 200
+        assert {told(connection)[0] for connection in heads} == {408}
+        for status, headers, body in map(told, half):
+            assert status == 408 and json.loads(body)["error"]["code"] == 408
+            assert headers["content-type"] == "application/json" and headers["x-request-id"]
+        assert not any(replica.asked for replica in replicas)
+    finally:
+        front.end()
+
+
+def test_a_request_has_one_id_whoever_answers_it(front: Front, replicas: list[Replica]) -> None:
+    def id_of(asked: str) -> str:
+        head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {asked}\r\n\r\n"
+        return told(front.send(head.encode()))[1]["x-request-id"]
+
+    front.start([])
+    assert id_of("mine") == "mine"  # HAProxy
+    front.start(replicas)
+    until(lambda: front.ask("/health")[0] == 200)
+    assert id_of("mine") == "mine"  # a replica that says none
+    for wrong in ("m" * 5000, "a b", "\x07"):
+        assert len(id_of(wrong)) == 36
+
+
+def test_what_haproxy_cannot_do_it_says_in_openais_shape(front: Front, replicas: list[Replica]) -> None:
+    front.start(replicas[:1])
+    until(lambda: front.ask("/health")[0] == 200)
+    replicas[0].status = 400  # as an HTTP server says it, in plain text
+    status, body = front.ask("/v1/models")
+    assert status == 400 and json.loads(body)["error"]["type"] == "BadRequestError"
+    replicas[0].status = 0
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\nConnection: close\r\n\r\n"
+    status, headers, body = told(front.send(head))
+    assert status == 503 and headers["retry-after"] and headers["x-request-id"] == "mine"
+    assert json.loads(body)["error"]["type"] == "ServiceUnavailableError"
 
 
 def test_nothing_listens_beyond_this_machine_and_nothing_is_open_to_others(

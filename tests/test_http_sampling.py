@@ -136,11 +136,76 @@ def test_tokens_behind_a_stop_string_bring_none(http: httpx.Client) -> None:
     assert sum(len(c["logprobs"]["tokens"]) for c in found if c["logprobs"]) == len(whole["token_ids"])
 
 
+ECHO: dict[str, Any] = {"prompt": "abc def", "echo": True}
+
+
+def test_an_echo_is_the_prompt_and_then_the_answer(http: httpx.Client) -> None:
+    """In a stream, too; of several prompts each has its own."""
+    plain = answer(http, COMPLETIONS, prompt="abc def")
+    assert answer(http, COMPLETIONS, **ECHO)["text"] == "abc def" + plain["text"]
+    pieces = streamed(http, COMPLETIONS, prompt=["abc def", "xy"], echo=True, n=2, temperature=1, seed=3)
+    whole = http.post(
+        COMPLETIONS,
+        json={**GREEDY, "prompt": ["abc def", "xy"], "echo": True, "n": 2, "temperature": 1, "seed": 3},
+    ).json()["choices"]
+    for choice in whole:
+        mine = [piece["text"] for piece in pieces if piece["index"] == choice["index"]]
+        assert mine[0] == ("abc def", "xy")[choice["index"] // 2]
+        assert "".join(mine) == choice["text"]
+    ids = http.post("/tokenize", json={"prompt": "abc def"}).json()["tokens"]
+    assert answer(http, COMPLETIONS, prompt=ids, echo=True)["text"] == "abc def" + plain["text"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 20])
+def test_an_echo_tells_the_prompt_s_log_probabilities_as_harnesses_read_them(
+    http: httpx.Client, max_tokens: int
+) -> None:
+    body = {**GREEDY, **ECHO, "max_tokens": max_tokens, "logprobs": 1}
+    response = http.post(COMPLETIONS, json=body).json()
+    (whole,) = response["choices"]
+    ids = http.post("/tokenize", json={"prompt": "abc def"}).json()["tokens"]
+    assert response["usage"]["completion_tokens"] == max_tokens
+    assert (len(whole["text"]) > 7) == (max_tokens > 0) and whole["text"].startswith("abc def")
+    assert whole["finish_reason"] == "length"
+    logprobs = whole["logprobs"]
+    assert all(len(values) == len(ids) + max_tokens for values in logprobs.values())
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    columns = (logprobs[name][1:] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, value, top in zip(*columns, strict=True):
+        assert top[token] == value <= max(top.values()) <= 0
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert whole["text"][offset:].startswith(token)
+    told = [c["logprobs"] for c in streamed(http, COMPLETIONS, **body) if c["logprobs"]]
+    assert {name: [x for each in told for x in each[name]] for name in logprobs} == logprobs
+
+
+def test_prompt_logprobs_stand_where_vllm_has_them(http: httpx.Client) -> None:
+    found = answer(http, COMPLETIONS, prompt="abc def", prompt_logprobs=2)["prompt_logprobs"]
+    echoed = answer(http, COMPLETIONS, **ECHO, logprobs=5, prompt_logprobs=2)
+    assert echoed["prompt_logprobs"] == found
+    first, *rest = found
+    assert first is None and len(rest) == len(echoed["logprobs"]["tokens"]) - 21
+    for place, value in zip(rest, echoed["logprobs"]["token_logprobs"][1:], strict=False):
+        own, *others = place.values()
+        assert own["logprob"] == value and 2 <= len(place) <= 3
+        assert sorted(each["rank"] for each in (own, *others) if each["rank"] <= 2) == [1, 2]
+    body = {**GREEDY, "messages": USER, "prompt_logprobs": 0}
+    chat = http.post(CHAT, json=body).json()
+    first, *rest = chat["prompt_logprobs"]
+    assert first is None and len(rest) == chat["usage"]["prompt_tokens"] - 1
+    assert all(len(place) == 1 for place in rest) and "prompt_logprobs" not in chat["choices"][0]
+    assert "prompt_logprobs" not in answer(http, COMPLETIONS, prompt="abc")
+
+
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"logprobs": 21}, "logprobs", "from 0 to 20"),
     (COMPLETIONS, {"logprobs": -1}, "logprobs", "from 0 to 20"),
     (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),
     (CHAT, {"logprobs": 0}, "logprobs", "true or false"),
+    (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"prompt_logprobs": True}, "prompt_logprobs", "an integer"),
+    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answers"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (CHAT, {"logprobs": 5}, "logprobs", "top_logprobs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for Hopper (sm_90) without spilling registers: the machine needs no GPU.
 
 `VARIANTS` lists, for each module of `compute/gpu` and `step/device`, few shapes that tell: a wrong one costs
-seconds. A module's are compiled in one process without Triton's interpreter, by this file run as a script.
+seconds. They are compiled in one process without Triton's interpreter, by this file run as a script.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import os
 import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -333,16 +335,37 @@ VARIANTS: dict[str, list[Variant]] = {
 }
 
 
-@pytest.mark.parametrize("module", VARIANTS)
-def test_kernels_compile_for_hopper_without_spills(module: str, tmp_path: Path):
+@pytest.fixture(scope="module")
+def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """What became of each variant of a module; its process is asked for one module after the other."""
     pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, module], env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for variant, found in zip(VARIANTS[module], json.loads(done.stdout), strict=True):
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with (
+        (folder / "log").open("w+") as log,
+        subprocess.Popen([sys.executable, __file__], stderr=log, **pipes) as process,
+    ):
+
+        def compile_module(module: str) -> list[dict[str, Any]]:
+            assert process.stdin is not None and process.stdout is not None
+            if process.poll() is None:
+                print(module, file=process.stdin, flush=True)
+            said = process.stdout.readline()
+            assert said, (folder / "log").read_text()[-3000:]
+            return json.loads(said)
+
+        yield compile_module
+        process.kill()
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_kernels_compile_for_hopper_without_spills(
+    module: str, compile_all: Callable[[str], list[dict[str, Any]]]
+):
+    for variant, found in zip(VARIANTS[module], compile_all(module), strict=True):
+        assert "error" not in found, (variant, found)
         assert found["spilled_bytes"] == 0, (variant, found)
         assert variant.side_by_side * (found["shared_bytes"] + 1024) <= SHARED_MEMORY_BYTES, (variant, found)
         assert variant.side_by_side * found["registers"] * 32 * variant.warps <= REGISTERS, (variant, found)
@@ -390,5 +413,14 @@ def _waits_first(ptx: str) -> bool:
     return -1 < ptx.find("griddepcontrol.wait") < touched.start()
 
 
+def _compile_or_explain(module: str, variant: Variant) -> dict[str, Any]:
+    try:
+        return _compile(module, variant)
+    except Exception:
+        return {"error": traceback.format_exc()[-3000:]}
+
+
 if __name__ == "__main__":
-    print(json.dumps([_compile(sys.argv[1], variant) for variant in VARIANTS[sys.argv[1]]]))
+    for line in sys.stdin:
+        asked = line.strip()
+        print(json.dumps([_compile_or_explain(asked, variant) for variant in VARIANTS[asked]]), flush=True)

@@ -39,6 +39,13 @@ def params(rng: np.random.Generator) -> list[SamplingParams]:
             allowed_token_ids=tuple(range(1, VOCAB, 2)),
             bad_words_token_ids=((3,), (1, 3)),
         ),
+        SamplingParams(thinking_token_budget=5, reasoning_end_token_ids=(1400, 2, 1400)),
+        SamplingParams(
+            thinking_token_budget=0, reasoning_start_token_ids=(3, 4), reasoning_end_token_ids=(1, 2, 1)
+        ),
+        SamplingParams(
+            thinking_token_budget=3, reasoning_start_token_ids=(3,), reasoning_end_token_ids=(1, 1, 1, 4)
+        ),
         SamplingParams(),
     ]
 

@@ -1,7 +1,9 @@
-"""Log probabilities of generated tokens: transformers', of the model's distribution, under speculation."""
+"""Log probabilities of generated tokens and of prompts: transformers', of the model's distribution, under
+speculation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,18 +12,24 @@ import numpy as np
 import pytest
 import torch
 from manta import LLM, SamplingParams
-from manta.actors.outputs import CompletionOutput
+from manta.actors.logprobs import PlaceLogprobs
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
 
 KNOBS = {
-    "greedy": SamplingParams(temperature=0.0, logprobs=3),
-    "its own alone": SamplingParams(temperature=0.0, logprobs=0),
-    "sampled": SamplingParams(temperature=1.0, logprobs=20),
+    "greedy": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
+    "its own alone": SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0),
+    "sampled": SamplingParams(temperature=1.0, logprobs=20, prompt_logprobs=20),
     "filtered": SamplingParams(temperature=0.7, top_k=3, min_p=0.1, logprobs=5),
     "ruled": SamplingParams(
-        temperature=0.7, logit_bias=((5, 50.0),), frequency_penalty=2.0, min_tokens=8, logprobs=4
+        temperature=0.7,
+        logit_bias=((5, 50.0),),
+        frequency_penalty=2.0,
+        min_tokens=8,
+        logprobs=4,
+        prompt_logprobs=1,
     ),
     "not asked": SamplingParams(temperature=1.0),
+    "of the prompt alone": SamplingParams(temperature=1.0, prompt_logprobs=4),
     "ended by a token": SamplingParams(temperature=1.0, logprobs=1, stop_token_ids=tuple(range(0, 128, 9))),
     "several at once": SamplingParams(temperature=1.0, logprobs=2, max_tokens=30),
 }
@@ -41,34 +49,37 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def theirs(pair: tuple[Path, Path]) -> object:
-    """Log probabilities [tokens, V] of an output, by transformers."""
+    """Log probabilities [tokens, V] of a prompt behind its first token, and of an output, by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
 
     @cache
     @torch.inference_mode()
-    def of(prompt: tuple[int, ...], output: tuple[int, ...]) -> torch.Tensor:
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)
+    def of(prompt: tuple[int, ...], output: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, :-1].log_softmax(-1)
+        return logits[: len(prompt) - 1], logits[len(prompt) - 1 :]
 
     return of
 
 
 def prompts(count: int) -> list[list[int]]:
     random = np.random.default_rng(4)
-    return [random.integers(1, TINY_VOCAB - 1, 2 + 11 * i % 41).tolist() for i in range(count)]
+    return [random.integers(1, TINY_VOCAB - 1, 1 + 11 * i % 41).tolist() for i in range(count)]
 
 
-def check(output: CompletionOutput, theirs_TV: torch.Tensor, num_top: int) -> None:
-    assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids) == len(theirs_TV)
-    for token, place, wanted_V in zip(output.token_ids, output.logprobs, theirs_TV, strict=True):
+def check(
+    token_ids: Sequence[int], found: Sequence[PlaceLogprobs | None], theirs_TV: torch.Tensor, num_top: int
+) -> None:
+    assert len(found) == len(token_ids) == len(theirs_TV)
+    for token, place, wanted_V in zip(token_ids, found, theirs_TV, strict=True):
+        assert place is not None
         assert next(iter(place)) == token, "its own comes first"
         assert place[token].rank == int((wanted_V >= wanted_V[token]).sum())
         likeliest = wanted_V.topk(num_top).indices.tolist()
         assert set(place) == {token, *likeliest}
         assert [i for i in sorted(place, key=lambda i: place[i].rank) if i in likeliest] == likeliest
-        ours = torch.tensor([found.logprob for found in place.values()])
+        ours = torch.tensor([told.logprob for told in place.values()])
         torch.testing.assert_close(ours, wanted_V[list(place)], atol=1e-4, rtol=0)
 
 
@@ -94,10 +105,39 @@ def test_log_probabilities_are_transformers_for_every_token_that_comes_out(
         assert (llm.stats().preemptions > 0) == ("num_pages" in ENGINES[engine])
     for prompt, asked, answer in zip(batch, params, found, strict=True):
         (output,) = answer.outputs
+        of_prompt_TV, theirs_TV = theirs(tuple(prompt), tuple(output.token_ids))
+        if asked.prompt_logprobs is None:
+            assert answer.prompt_logprobs is None
+        else:
+            first, *rest = answer.prompt_logprobs
+            assert first is None, "nothing foretells it"
+            check(prompt[1:], rest, of_prompt_TV, asked.prompt_logprobs)
         if asked.logprobs is None:
             assert output.logprobs is None and output.cumulative_logprob is None
             continue
-        theirs_TV = theirs(tuple(prompt), tuple(output.token_ids))
-        check(output, theirs_TV, asked.logprobs)
+        check(output.token_ids, output.logprobs, theirs_TV, asked.logprobs)
         total = theirs_TV[range(len(output.token_ids)), output.token_ids].sum()
         torch.testing.assert_close(torch.tensor(output.cumulative_logprob), total, atol=1e-2, rtol=0)
+
+
+def test_a_prompt_that_the_prefix_cache_knows_tells_the_same_and_serves_the_next(
+    pair: tuple[Path, Path], theirs
+) -> None:
+    """Pages hold no logits: it is computed again; and once it is told, its pages serve it, too."""
+    prompt, params = prompts(9)[3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    telling = replace(params, prompt_logprobs=1, n=2)
+    with LLM(
+        str(pair[0]), skip_tokenizer_init=True, dtype="float32", num_threads=1, page_size=4, max_model_len=128
+    ) as llm:
+        plain, told, again = (
+            llm.generate({"prompt_token_ids": prompt}, p)[0] for p in (params, telling, params)
+        )
+    assert (
+        [o.token_ids for o in told.outputs]
+        == [plain.outputs[0].token_ids] * 2
+        == [again.outputs[0].token_ids] * 2
+    )
+    assert (plain.metrics.num_cached_tokens, told.metrics.num_cached_tokens) == (0, 0)
+    assert again.metrics.num_cached_tokens > 0
+    of_prompt_TV, _ = theirs(tuple(prompt), ())
+    check(prompt[1:], told.prompt_logprobs[1:], of_prompt_TV, 1)

@@ -3,12 +3,18 @@
 In fp32, and in bf16 by the CPU's compiled pass, whose rows do not depend on the batch. The reference is plain
 decoding of one request at a time; for greedy output in fp32 also transformers' own `generate`. Topologies of
 several processes are in test_lossless_topologies.py.
+
+Of the grid's cells (a pair of models, an engine, a number of drafts) a short form is run, in which every two
+features meet somewhere, and all knobs in each cell; `make grid` runs all cells.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +53,32 @@ ENGINES = {
     "forced preemption with prefix cache": {},
     "planned ahead, forced preemption": {"async_scheduling": True},
 }
+PAIRS = (*FAMILIES, "qwen3 in bf16", "llama in bf16", "mistral in bf16")
+DRAFTS = (1, 3, 15)
+SIZES = (1, 3)
+WHOLE = os.environ.get("MANTA_GRID") == "whole"
 # What eight sequences run out of while the longest fits, by the page groups of its pools.
 FEW_PAGES = {"one group": {"num_pages": 44, "page_size": 4}, "two groups": {"num_pages": 66, "page_size": 4}}
+
+
+def small_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, int, int]]:
+    """(pair, drafts, batch size): in short, every pair has every number of drafts, in turns of the sizes."""
+    for p, pair in enumerate(PAIRS):
+        for d, drafts in enumerate(DRAFTS):
+            for s, size in enumerate(SIZES):
+                if whole or s == (p + d) % len(SIZES):
+                    yield pair, drafts, size
+
+
+def cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int | None]]:
+    """(pair, engine, drafts): in short, every pair has every engine with drafts, and some without, too."""
+    for p, pair in enumerate(PAIRS):
+        for e, engine in enumerate(ENGINES):
+            if whole or (p + e) % 4 == 0:
+                yield pair, engine, None
+            for d, drafts in enumerate(DRAFTS):
+                if whole or d == (p + e) % len(DRAFTS):
+                    yield pair, engine, drafts
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -89,7 +119,7 @@ FP32 = {"dtype": "float32", "num_threads": 1}
 BF16 = {"dtype": "bfloat16", "attention_backend": "compiled", "num_threads": 2}
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3 in bf16", "llama in bf16", "mistral in bf16"])
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Of every family; where layers of the target slide, the drafter's first one does, too."""
     family, _, in_bf16 = request.param.partition(" ")
@@ -135,8 +165,15 @@ def test_greedy_equals_transformers_generate(pair: Pair, reference: dict[str, li
         assert out[0, len(prompt) :].tolist() == ours
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("drafts", [1, 3, 15])
+@pytest.mark.parametrize("few", [small_cells, cells])
+def test_every_two_features_meet_in_the_short_grid(few: Callable[..., Iterator[tuple[object, ...]]]) -> None:
+    def meetings(found: Iterator[tuple[object, ...]]) -> set[tuple[tuple[int, object], ...]]:
+        return {two for cell in found for two in combinations(enumerate(cell), 2)}
+
+    assert meetings(few(whole=False)) == meetings(few(whole=True))
+
+
+@pytest.mark.parametrize(("pair", "drafts", "size"), small_cells(), indirect=["pair"])
 def test_speculation_changes_no_token_in_small_batches(
     pair: Pair, reference: dict[str, list[list[int]]], drafts: int, size: int
 ) -> None:
@@ -147,8 +184,7 @@ def test_speculation_changes_no_token_in_small_batches(
         assert llm.stats().num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("drafts", [None, 1, 3, 15])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("pair", "engine", "drafts"), cells(), indirect=["pair"])
 def test_no_token_changes_among_eight_at_once_with_every_knob(
     pair: Pair, reference: dict[str, list[list[int]]], engine: str, drafts: int | None
 ) -> None:

@@ -189,7 +189,7 @@ def test_the_entrypoint_of_the_job_is_a_batch_command_with_the_engines_settings(
         max_model_len=8192,
         enable_prefix_caching=False,
         speculative_config=spec,
-        api_key="secret",
+        api_key_file="/run/keys",
     )
     found = parsed(shlex.split(rendered("kuberay-job", file)["spec"]["entrypoint"]))
     assert (found["model"], found["max_model_len"], found["enable_prefix_caching"]) == (
@@ -199,7 +199,7 @@ def test_the_entrypoint_of_the_job_is_a_batch_command_with_the_engines_settings(
     )
     assert json.loads(found["speculative_config"]) == spec and found["concurrency"] == "1:4"
     assert found["output"] == "s3://bucket/out" and found["prompt_column"] == "question"
-    assert "secret" not in rendered("kuberay-job", file)["spec"]["entrypoint"], "no key of the server's"
+    assert "/run/keys" not in rendered("kuberay-job", file)["spec"]["entrypoint"], "no key of the server's"
     with pytest.raises(ConfigError, match="needs the flags of `manta batch`"):
         render_document("kuberay-job", file, None, None, [])
 
@@ -255,3 +255,9 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     )
     ours = [line for line in (done.stdout + done.stderr).splitlines() if "manta.service" in line]
     assert not ours, ours
+
+
+def test_a_config_with_keys_in_it_is_not_made_into_anything(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="api_key_file") as caught:
+        rendered("systemd", config(tmp_path, api_key="secret"))
+    assert "secret" not in caught.value.message

@@ -74,7 +74,8 @@ def test_ray_config_is_a_serve_config_and_its_settings_are_known() -> None:
     (application,) = config.applications
     assert application.import_path == "manta.actors.replica:build_app"
     deployment = build_app(application.args)._bound_deployment
-    assert deployment.max_ongoing_requests > 2 * application.args["max_num_seqs"]
+    # Connections that HAProxy takes, be their bodies never sent: the replica itself refuses what is too much.
+    assert deployment.max_ongoing_requests >= 4096
     assert deployment.max_queued_requests > 0
 
 
@@ -110,8 +111,12 @@ def test_the_openai_client_is_served_whole_and_streamed(server: Server, client: 
     assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
     response = httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "mine"})
     assert response.headers.get_list("x-request-id") == ["mine"]
-    wrong = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "n": 0})
+    body = {"prompt": "x", "n": 0, "request_id": "body"}
+    wrong = httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
+    assert wrong.headers.get_list("x-request-id") == ["body"]
+    long = httpx.get(f"{server.url}/health", headers={"X-Request-Id": "x" * 5000})
+    assert [len(each) < 40 for each in long.headers.get_list("x-request-id")] == [True]
 
 
 def running(server: Server) -> float:

@@ -30,6 +30,7 @@ RULES = {
     "repetition": {"repetition_penalty": 2.0},
     "bias": {"logit_bias": {5: 3.0, 9: 2.5, 11: -100, 70: 1.5}},
     "allowed": {"allowed_token_ids": tuple(range(1, 60, 2))},
+    "thinking": {"thinking_token_budget": 6, "reasoning_end_token_ids": (3, 5, 3, 7)},
     "bad words": {
         "bad_words_token_ids": [*([t] for t in range(1, 40)), *([t, t] for t in range(TINY_VOCAB))]
     },
@@ -41,6 +42,8 @@ EVERYTHING = {
     "logit_bias": {5: 2.0, 9: 1.5, 3: 100},
     "allowed_token_ids": tuple(range(1, 100)),
     "bad_words_token_ids": [[3], [5, 9], [9, 5, 9], [7, 7]],
+    "thinking_token_budget": 9,
+    "reasoning_end_token_ids": (101, 3, 102),
     "min_tokens": 12,
     "stop_token_ids": (5,),
 }
@@ -162,6 +165,10 @@ tokens = st.integers(0, 11)
     generated=st.lists(tokens, max_size=8),
     drafts=st.lists(tokens, max_size=4),
     words=st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=4),
+    thinking=st.none()
+    | st.tuples(
+        st.integers(0, 5), st.lists(st.integers(0, 3), max_size=2), st.lists(tokens, min_size=1, max_size=3)
+    ),
     penalties=st.tuples(st.sampled_from([0.5, 1.0, 1.3]), *[st.sampled_from([-0.5, 0.0, 0.7])] * 2),
     known_before=st.integers(0, 8),
 )
@@ -170,16 +177,21 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
     generated: list[int],
     drafts: list[int],
     words: list[list[int]],
+    thinking: tuple[int, list[int], list[int]] | None,
     penalties: tuple[float, float, float],
     known_before: int,
 ) -> None:
     """Whatever was counted in an earlier step: each row is as plain decoding would have it."""
     repetition, frequency, presence = penalties
+    budget, start, end = thinking or (None, (), ())
     params = SamplingParams(
         bad_words_token_ids=words,  # type: ignore[arg-type]
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
+        thinking_token_budget=budget,
+        reasoning_start_token_ids=tuple(start),
+        reasoning_end_token_ids=tuple(end),
     )
     states = RuleStates(torch.device("cpu"))
     states.admit(1, TokenRules.of(params, len(prompt)))
@@ -210,6 +222,7 @@ def test_a_row_sees_all_tokens_before_it_and_no_other(
         ("bad_words_token_ids", [[]], "none empty"),
         ("logprobs", 21, "from 0 to 20"),
         ("logprobs", -2, "from 0 to 20"),
+        ("thinking_token_budget", -1, "0 or more"),
     ],
 )
 def test_a_wrong_rule_is_refused_by_name(field: str, value: object, remedy: str) -> None:
@@ -226,6 +239,7 @@ def test_a_wrong_rule_is_refused_by_name(field: str, value: object, remedy: str)
         ("logit_bias", {-1: 1.0}),
         ("bad_words_token_ids", [[1, TINY_VOCAB]]),
         ("bad_words", ["needs a tokenizer"]),
+        ("thinking_token_budget", 3),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_by_name(
@@ -246,11 +260,12 @@ def test_what_the_model_cannot_do_is_refused_by_name(
         ({"logit_bias": {1: 1, 2: 1, 3: 1}}, "logit_bias"),
         ({"bad_words_token_ids": [[1], [2]]}, "bad_words"),
         ({"bad_words_token_ids": [[1, 2, 3, 4]]}, "bad_words"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"reasoning_start_token_ids": (1, 2, 3)}, "reasoning_start_token_ids"),
+        ({"reasoning_end_token_ids": (1, 2, 3)}, "reasoning_end_token_ids"),
     ],
 )
 def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, object], param: str) -> None:
-    limits = RuleLimits(allowed_tokens=4, biased_tokens=2, bad_words=1, bad_word_tokens=3)
+    limits = RuleLimits(allowed_tokens=4, biased_tokens=2, bad_words=1, bad_word_tokens=3, reasoning_tokens=2)
     info = ExecutorInfo(
         num_pages=(64,),
         page_size=16,
@@ -260,7 +275,6 @@ def test_what_an_engine_has_no_room_for_is_refused_by_name(params: dict[str, obj
         num_speculative_tokens=0,
         dtype="float32",
         device="cpu",
-        has_logprobs=False,
         rule_limits=limits,
     )
     config = SchedulerConfig.derive(EngineConfig(model="m"), info)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import orjson
 import pydantic
 
-from ...cluster.errors import ConfigError, RequestError
+from ...cluster.errors import ConfigError, RequestError, shown
 from ...cluster.request import SamplingParams
 from ..http.chat_request import ChatRequest
 from ..http.completion_request import CompletionRequest
@@ -207,7 +207,9 @@ def prompt_column(columns: list[str], layout: Layout) -> str | None:
 def _openai_body(record: Record) -> tuple[str, dict[str, Any]]:
     url, body = record.get("url"), record.get("body")
     if url not in (CHAT_URL, COMPLETION_URL):
-        raise RequestError(f"url={url!r} is not served: use {CHAT_URL} or {COMPLETION_URL}.", param="url")
+        raise RequestError(
+            f"url={shown(url)} is not served: use {CHAT_URL} or {COMPLETION_URL}.", param="url"
+        )
     if not isinstance(body, Mapping):
         raise RequestError("body is missing: give the request as a JSON object.", param="body")
     if not isinstance(record.get("custom_id"), str) or not record["custom_id"]:

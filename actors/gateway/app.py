@@ -13,15 +13,19 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.middleware.cors import CORSMiddleware
 
 from ... import __version__
 from ...cluster.errors import DrainingError
 from ..haproxy.scrape import joined
+from ..http.cors import allow_origins
 from ..http.errors import install_handlers
 from ..http.gate import Gate
+from ..http.messages.errors import LostMessage, MessagesLayer
 from ..http.models import model_card
+from ..http.operations import load_figures
+from ..http.responses.errors import LostResponse
 from ..http.settings import ServerSettings
+from ..http.sse import DoneEnding, Ending
 from ..http.traffic import Traffic
 from ..http.wire import JsonObject, json_response
 from .asked import read_asked
@@ -32,6 +36,13 @@ from .generation import BROKEN, Generation, Parts
 from .upstream import Upstream
 
 SCRAPE_TIMEOUT_S = 2.0
+# Of the routes that generate.
+ENDINGS: dict[str, Ending] = {
+    "/v1/completions": DoneEnding(),
+    "/v1/chat/completions": DoneEnding(),
+    "/v1/responses": LostResponse(),
+    "/v1/messages": LostMessage(),
+}
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -50,7 +61,7 @@ def create_gateway(
         settings: of the endpoint.
         gateway: names it in metrics.
         traffic: counts the requests under way, and says whether they are the last.
-        echo_request_id: send X-Request-Id back; off where something in front does.
+        echo_request_id: see `Gate`.
     """
     traffic = traffic or Traffic()
     figures = GatewayFigures(fleet, gateway)
@@ -90,6 +101,12 @@ def create_gateway(
         texts = await asyncio.gather(*(_scrape(parts.upstream, member) for member in members))
         return Response(joined([*texts, figures.render()]), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/load")
+    async def load() -> Response:
+        records = [member.record for model in fleet.models for member in fleet.ready(model)]
+        running, waiting = sum(r.running for r in records), sum(r.waiting for r in records)
+        return json_response(load_figures(traffic, running=running, waiting=waiting))
+
     @app.get("/v1/models")
     async def list_models() -> Response:
         cards = [_card(fleet, model, name, started_s) for model in fleet.models for name in model.names]
@@ -99,11 +116,13 @@ def create_gateway(
     async def get_model(name: str) -> Response:
         return json_response(_card(fleet, fleet.find(name), name, started_s))
 
-    @app.post("/v1/completions")
-    @app.post("/v1/chat/completions")
     async def generate(http: Request) -> Response:
         body = await http.body()
-        return Generation(parts, http, body, await read_asked(http.headers, body))
+        ending = ENDINGS[http.url.path]
+        return Generation(parts, http, body, await read_asked(http, body), ending)
+
+    for path in ENDINGS:
+        app.post(path)(generate)
 
     @app.api_route("/{path:path}", methods=METHODS)
     async def forward(http: Request) -> Response:
@@ -111,12 +130,15 @@ def create_gateway(
 
     install_handlers(app)
     app.add_middleware(
-        Gate, settings=settings, telemetry=figures, traffic=traffic, echo_request_id=echo_request_id
+        Gate,
+        settings=settings,
+        telemetry=figures,
+        traffic=traffic,
+        replica=gateway,
+        echo_request_id=echo_request_id,
     )
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    app.add_middleware(MessagesLayer)
+    allow_origins(app, settings)
     return app
 
 

@@ -5,18 +5,21 @@ Nothing is refused here: what is wrong with a body its replica says.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from ...cluster.known_prefixes import hash_chain
-from ..http.wire import SHORT_BODY_BYTES, check_pieces
+from ..http.gate import take_request_id
+from ..http.wire import parsed
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("session_id", "user")
+# A conversation's beginning where it does not stand in its messages: /v1/messages, /v1/responses.
+BEFORE = ("system", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +31,14 @@ class Asked:
     chain: list[int] = field(default_factory=list[int], repr=False)
 
 
-async def read_asked(headers: Headers, body: bytes) -> Asked:
+async def read_asked(http: Request, body: bytes) -> Asked:
     """Read a body of JSON; long ones beside the event loop, where those of too many pieces get 413."""
     try:
-        if len(body) <= SHORT_BODY_BYTES:
-            return _asked(headers, orjson.loads(body))
-        await asyncio.to_thread(check_pieces, body)
-        return _asked(headers, await asyncio.to_thread(orjson.loads, body))
+        found = await parsed(body)
     except orjson.JSONDecodeError:
         return Asked()
+    take_request_id(http.scope, found)
+    return _asked(http.headers, found)
 
 
 def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
@@ -54,6 +56,8 @@ def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
     """A prompt as bytes that begin alike where prompts do."""
+    if spoken := [fields[name] for name in (*BEFORE, "input") if name in fields]:
+        return orjson.dumps([*spoken, fields.get("messages")])
     prompt = fields.get("messages", fields.get("prompt"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], (int, dict)):
         prompt = prompt[0]  # several prompts: the first stands for all

@@ -19,7 +19,7 @@ from ..http.settings import ServerSettings
 from ..http.traffic import Traffic
 from ..process_log import log_to_stderr
 from ..replica_life import LOOK_S
-from ..serve_place import ServePlace
+from ..serve_place import ServePlace, door_is_there
 from ..workers.room import may_grow
 from .directory import DirectoryClient
 from .fleet import Fleet, ServedModel
@@ -60,7 +60,7 @@ class Gateway:
             self._settings,
             gateway=serve.get_replica_context().replica_id.unique_id,
             traffic=self._traffic,
-            echo_request_id=False,  # Serve does
+            echo_request_id=door_is_there(),
         )
 
     async def _watch(self, place: ServePlace) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError
+from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError, shown
 from ...cluster.routing import Choice, Router
 from .records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
 
@@ -139,7 +139,7 @@ class Fleet:
             return self._by_name[name]
         served = ", ".join(self._by_name)
         raise ModelNotFoundError(
-            f"The model {name[:200]!r} is not served here. Served: {served}.", param="model"
+            f"The model {shown(name)} is not served here. Served: {served}.", param="model"
         )
 
     def ready(self, model: ServedModel) -> list[Member]:

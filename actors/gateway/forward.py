@@ -6,12 +6,16 @@ through once.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import aiohttp
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...cluster.errors import EngineDeadError
+from ..http.refusals import logged_elsewhere
 from .asked import read_asked
 from .fleet import Member, ServedModel
 from .generation import BROKEN, Parts
@@ -28,6 +32,7 @@ class Forwarded(Response):
         self.background = None
         self._parts = parts
         self._http = http
+        self._client_failure: HTTPException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._small_body()
@@ -37,7 +42,7 @@ class Forwarded(Response):
         while True:
             member, _ = self._parts.fleet.choose(model, without=refused)
             refused.add(member.name)
-            if await self._attempt(member, self._http.stream() if body is None else body, send):
+            if await self._attempt(member, self._upload() if body is None else body, send):
                 return
 
     @property
@@ -53,9 +58,18 @@ class Forwarded(Response):
             return await self._http.body()
         return None
 
+    async def _upload(self) -> AsyncIterator[bytes]:
+        """The body as it comes; that it is too large, or too slow, is no fault of the replica's."""
+        try:
+            async for data in self._http.stream():
+                yield data
+        except HTTPException as error:
+            self._client_failure = error
+            raise
+
     async def _model(self, body: bytes | None) -> ServedModel:
         """Of a JSON body that names one; any other request is for the first."""
-        name = (await read_asked(self._http.headers, body)).model if self._is_json and body else None
+        name = (await read_asked(self._http, body)).model if self._is_json and body else None
         return self._parts.fleet.find(name)
 
     async def _attempt(self, member: Member, body: Body, send: Send) -> bool:
@@ -67,9 +81,12 @@ class Forwarded(Response):
                 request = self._parts.upstream.request(member, http.method, path_of(http), headers, body)
                 async with until_lost, request as response:
                     begun = True
+                    logged_elsewhere(http.scope)
                     await _pass(response, send)
                     return True
         except BROKEN as error:
+            if self._client_failure is not None and not begun:
+                raise self._client_failure from None
             self._parts.fleet.mark_broken(member)
             untaken = isinstance(error, aiohttp.ClientConnectorError) or http.method in _SAFE
             if begun or not untaken:

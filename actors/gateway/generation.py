@@ -27,7 +27,8 @@ from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request import MAX_SEED
 from ..http.errors import ClientGoneError, error_response, log_if_ours
 from ..http.origin import ORIGIN_HEADER, TOLD_HEADER, Origin
-from ..http.sse import DONE, KEEP_ALIVE, error_event, unless_gone
+from ..http.refusals import logged_elsewhere
+from ..http.sse import DONE, KEEP_ALIVE, Ending, unless_gone
 from ..http.traffic import Traffic
 from ..http.wire import JsonObject
 from .asked import Asked
@@ -65,14 +66,16 @@ class Generation(Response):
         http: the request, its body read.
         body: what was read.
         asked: what it says.
+        ending: of its API's streams.
     """
 
-    def __init__(self, parts: Parts, http: Request, body: bytes, asked: Asked) -> None:
+    def __init__(self, parts: Parts, http: Request, body: bytes, asked: Asked, ending: Ending) -> None:
         self.background = None
         self._parts = parts
         self._http = http
         self._body = body
         self._asked = asked
+        self._ending = ending
         self._model = parts.fleet.find(asked.model)
         self._origin = Origin(
             id=secrets.token_hex(16), created_s=int(time.time()), seed=secrets.randbelow(MAX_SEED)
@@ -95,7 +98,7 @@ class Generation(Response):
             if not self._begun:
                 raise
             log_if_ours(error, scope)
-            await self._finish(error_event(error) + DONE)
+            await self._finish(self._ending.failed(error) + self._ending.done)
 
     async def _run(self) -> None:
         await self._parts.fleet.rouse(self._model)
@@ -217,11 +220,12 @@ class Generation(Response):
     # To the client.
 
     async def _answer(self, response: Response) -> None:
-        """A whole response; in a stream that has begun, its body is the event that ends it."""
+        """A whole response of a replica; in a stream that has begun, its body is the event that ends it."""
         assert self._send is not None
         if self._begun:
             await self._finish(b"data: " + bytes(response.body) + b"\n\n" + DONE)
         else:
+            logged_elsewhere(self._http.scope)
             await response(self._http.scope, self._http.receive, self._send)
 
     async def _begin(self, response: aiohttp.ClientResponse) -> None:

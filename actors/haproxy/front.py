@@ -3,7 +3,9 @@
 * Statistics and metrics listen on loopback, the admin socket is its owner's alone.
 * /health and /ping are 503 while no replica is there or all are to go; else one answers, ahead of its queue.
 * /metrics of several replicas is one answer (`scrape.py`).
-* What HAProxy itself refuses, it refuses as OpenAI's clients read it, with Retry-After.
+* What HAProxy itself refuses, it refuses as OpenAI's clients read it, with the request's id, and Retry-After
+  where a retry helps. (Of what is no HTTP, or ends in the middle of a head, it knows no words but its own.)
+* A request must come: its head within some seconds, and so much of its body as HAProxy keeps.
 * A replica that is dead or to go refuses with a status of its own, for which another one is tried; nothing of
   such a request has been done. A client sees it only if there is no other, as a 503.
 
@@ -25,13 +27,29 @@ RETRY_ON = f"conn-failure empty-response {RETRY_STATUS}"
 NOT_READY = "The server is loading its models. Retry."
 DRAINING = "The server is stopping. Retry elsewhere, or later."
 LOST = "The replica that had this request is gone. Retry."
+REQUEST_ID = "^[!-~]{1,256}$"  # as `http/protocol.py` has it
 RETRY_AFTER_S = 1
-BODY_TIME_S = 10
+# Of a head, and of as much of a body as HAProxy keeps; unless Serve was given a `timeout http-request`.
+HEAD_TIME = "10s"
+# What HAProxy finds by itself, and what it says then. (Where no replica has answered, who asks again gets
+# another: that is no 502 and no 504.)
+WRONG = "The request is not valid HTTP."
+SLOW = "The body came too slowly: its beginning must come within seconds."
+FAILURES = {
+    400: (400, "Bad Request", "BadRequestError", WRONG),
+    408: (408, "Request Timeout", "RequestTimeoutError", SLOW),
+    500: (500, "Internal Server Error", "InternalServerError", "Internal server error."),
+    501: (501, "Not Implemented", "NotImplementedError", "This server does not know such a request."),
+}
+FAILURES |= dict.fromkeys((502, 503, 504), (503, "Service Unavailable", "ServiceUnavailableError", LOST))
 
 _SOCKET = re.compile(r"^(\s*stats socket )(\S+) mode \S+ (.*)$", re.M)
 _METRICS = re.compile(r"^(\s*bind )(:\d+)$", re.M)
 _STATISTICS = re.compile(r"^(\s*bind )\*(:\d+)$", re.M)
-_ERROR_FILE = re.compile(r"^(\s*errorfile 50[234] )\S+$", re.M)
+_ERROR_FILE = re.compile(r"^(\s*errorfile) 503 .*$", re.M)
+_ERROR_FILES = re.compile(r"^\s*errorfile \d+ .*\n", re.M)
+_HEAD_TIME = re.compile(r"^\s*timeout http-request (\S+)", re.M)
+_DEFAULTS = re.compile(r"^defaults\n", re.M)
 _SERVER = re.compile(r"^    server (\S+) (\S+):(\d+) (.*)$", re.M)
 _BACKEND = re.compile(r"^backend (http-\S+)$", re.M)
 _NOT_FOUND = re.compile(r"^    http-request return status 404 .*$", re.M)
@@ -45,13 +63,13 @@ class Places:
     Attributes:
         admin: socket on which HAProxy takes commands.
         scrape: socket on which the joined metrics are.
-        error: what HAProxy sends where it has no answer of a replica.
+        errors: folder of what HAProxy sends where it has no answer of a replica.
         draining: list that says that the server is stopping, by having an entry (`DRAINING_ENTRY`).
     """
 
     admin: Path
     scrape: Path
-    error: Path
+    errors: Path
     draining: Path
 
 
@@ -91,28 +109,49 @@ def rewritten(text: str, places: Places) -> Front:
     text = _changed(_SOCKET, rf"\1{places.admin} mode 600 \3", text)
     text = _changed(_METRICS, r"\g<1>127.0.0.1\2", text)
     text = _changed(_STATISTICS, r"\g<1>127.0.0.1\2", text)
-    text = _changed(_ERROR_FILE, rf"\g<1>{places.error}", text)
+    text = _with_defaults(text, places)
     if not _BACKEND.search(text):
         text = _changed(_NOT_FOUND, f"    {_returning(NOT_READY)}", text)
     if _ROUTES not in text:
         raise ValueError(f"Serve's HAProxy configuration has no line {_ROUTES.strip()!r}")
-    rules = _rules([f"{backend}/{name}" for backend, name, _, _ in servers], places)
+    names = [f"{backend}/{name}" for backend, name, _, _ in servers]
+    head_time = _HEAD_TIME.search(text)
+    assert head_time is not None, "it has been written"
+    rules = _rules(names, places, head_time[1])
     text = text.replace(_ROUTES, f"{rules}\n{_ROUTES}", 1) + _scrape_backend(places)
     replicas = tuple(dict.fromkeys((host, port) for _, _, host, port in servers))
     return Front(text, Path(found[2]), replicas)
 
 
-def error_file() -> bytes:
-    """What HAProxy sends, as it stands, where no replica answered."""
-    body = _body(LOST)
-    head = (
-        "HTTP/1.1 503 Service Unavailable",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        f"Retry-After: {RETRY_AFTER_S}",
-        "Connection: close",
-    )
-    return "\r\n".join([*head, "", body]).encode()
+def write_error_files(folder: Path) -> None:
+    """What HAProxy sends, as it stands, for each of its own failures."""
+    folder.mkdir(exist_ok=True)
+    for found, (status, reason, kind, message) in FAILURES.items():
+        body = _body(message, status, kind)
+        head = [
+            f"HTTP/1.1 {status} {reason}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *([f"Retry-After: {RETRY_AFTER_S}"] if status == 503 else []),
+            *(["x-should-retry: false"] if status in (500, 501) else []),
+            "Connection: close",
+        ]
+        _error_file(folder, found).write_bytes("\r\n".join([*head, "", body]).encode())
+
+
+def _error_file(folder: Path, status: int) -> Path:
+    return folder / f"{status}.http"
+
+
+def _with_defaults(text: str, places: Places) -> str:
+    """With our words for all failures in place of Serve's, and a time for heads."""
+    if _ERROR_FILE.search(text) is None:
+        raise ValueError("Serve's HAProxy configuration has no line 'errorfile 503 ...'")
+    lines = [f"errorfile {status} {_error_file(places.errors, status)}" for status in FAILURES]
+    if _HEAD_TIME.search(text) is None:
+        lines.append(f"timeout http-request {HEAD_TIME}")
+    ours = "".join(f"    {line}\n" for line in lines)
+    return _changed(_DEFAULTS, f"defaults\n{ours}", _ERROR_FILES.sub("", text))
 
 
 def _backends(text: str) -> list[tuple[str, str]]:
@@ -121,19 +160,29 @@ def _backends(text: str) -> list[tuple[str, str]]:
     return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-def _rules(servers: list[str], places: Places) -> str:
+def _rules(servers: list[str], places: Places, head_time: str) -> str:
     ready = [f"acl manta_ready srv_is_up({server})" for server in servers] or ["acl manta_ready always_false"]
     lines = [
         "acl manta_probe path /health /ping",
         "acl manta_metrics path /metrics",
         *ready,
+        # A request has one id, also in what HAProxy answers.
+        f"acl manta_named req.fhdr(x-request-id) -m reg {REQUEST_ID}",
+        "http-request set-header x-request-id %[uuid] if !manta_named",
+        "http-request set-var(txn.manta_id) req.fhdr(x-request-id)",
+        "acl manta_said res.hdr(x-request-id) -m found",
+        "http-after-response set-header x-request-id %[var(txn.manta_id)] "
+        "if !manta_said { var(txn.manta_id) -m found }",
         f"acl manta_draining str({DRAINING_ENTRY}) -m str -f {places.draining}",
         f"http-request set-header {RETRY_HEADER} {RETRY_STATUS}",
         # What is kept must not be made twice; all else can be sent again if all of it is here, and fits.
         "acl manta_kept path_beg /v1/files /v1/batches",
         "http-request disable-l7-retry if manta_kept",
-        f"http-request wait-for-body time {BODY_TIME_S}s if METH_POST !manta_kept",
+        f"http-request wait-for-body time {head_time} if METH_POST !manta_kept",
         f"http-response set-status 503 if {{ status {RETRY_STATUS} }}",
+        # What the replica's HTTP server cannot read; the replica's own words are JSON.
+        f"http-response return status 400 content-type application/json string '{_wrong()}' "
+        "if { status 400 } { res.hdr(content-type) -m beg text/plain }",
         "http-request set-log-level silent if manta_probe or manta_metrics",
         f"{_returning(DRAINING)} if manta_draining !manta_metrics",
         f"{_returning(NOT_READY)} if manta_probe !manta_ready",
@@ -154,9 +203,14 @@ def _returning(message: str) -> str:
     )
 
 
-def _body(message: str) -> str:
+def _wrong() -> str:
+    status, _, kind, message = FAILURES[400]
+    return _body(message, status, kind)
+
+
+def _body(message: str, status: int = 503, kind: str = "ServiceUnavailableError") -> str:
     """In OpenAI's shape, as `http/errors.py` has it, which would load a web framework here."""
-    error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
+    error = {"message": message, "type": kind, "param": None, "code": status}
     return json.dumps({"error": error}, separators=(",", ":"))
 
 

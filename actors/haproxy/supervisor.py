@@ -31,7 +31,7 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, BaseServer, ThreadingUnixStreamServer
 
 from ...cluster.errors import ConfigError
-from .front import Front, Places, error_file, rewritten
+from .front import Front, Places, rewritten, write_error_files
 from .scrape import scrape_server
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -94,7 +94,7 @@ class Supervisor:
         self._places = Places(
             admin=config.parent / "own.sock",
             scrape=config.parent / "scrape.sock",
-            error=config.parent / "503.http",
+            errors=config.parent / "errors",
             draining=folder / "draining.list",
         )
         self._ending = False
@@ -126,7 +126,7 @@ class Supervisor:
 
     def _prepare(self) -> Front:
         front = rewritten(self._config.read_text(), self._places)
-        self._places.error.write_bytes(error_file())
+        write_error_files(self._places.errors)
         self._places.draining.touch()
         self._config.write_text(front.text)
         return front

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from ... import __version__
@@ -20,13 +19,18 @@ from ..telemetry import StatsMirror, Telemetry
 from .batches import batch_routes
 from .chat import chat_routes
 from .completions import completion_routes
+from .cors import allow_origins
 from .defaults import GenerationDefaults
+from .documentation import RESPONSES
 from .errors import install_handlers
 from .files import file_routes
 from .frontend import Frontend
 from .gate import Gate
+from .messages.errors import MessagesLayer
+from .messages.routes import message_routes
 from .models import model_routes
 from .operations import operation_routes
+from .responses.routes import response_routes
 from .settings import ServerSettings
 from .tokenization import tokenization_routes
 from .traffic import Traffic
@@ -40,6 +44,7 @@ def create_app(
     mirror: StatsMirror | None = None,
     traffic: Traffic | None = None,
     echo_request_id: bool = True,
+    max_requests: int | None = None,
 ) -> FastAPI:
     """Wire the routes to a started engine.
 
@@ -49,15 +54,17 @@ def create_app(
         replica: named in log lines and metrics.
         mirror: also gets the engine's figures now and then.
         traffic: counts the requests under way, for whoever must know.
-        echo_request_id: send X-Request-Id back; off where something in front does.
+        echo_request_id, max_requests: see `Gate`.
     """
     traffic = traffic or Traffic()
     telemetry = Telemetry(engine, settings.model_names(engine.config.model)[0], replica, mirror)
     frontend = Frontend(engine, settings, _defaults(engine, settings), telemetry)
     batches = _batches(frontend)
     forever = [telemetry.report_forever, *([batches.work_forever] if batches else [])]
-    app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(forever))
-    for routes in (completion_routes, chat_routes, model_routes, tokenization_routes):
+    app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(forever), responses=RESPONSES)
+    for routes in (completion_routes, chat_routes, response_routes, message_routes):
+        app.include_router(routes(frontend))
+    for routes in (model_routes, tokenization_routes):
         app.include_router(routes(frontend))
     app.include_router(operation_routes(frontend, traffic))
     for routes in (file_routes, batch_routes):
@@ -68,12 +75,12 @@ def create_app(
         settings=settings,
         telemetry=telemetry,
         traffic=traffic,
+        replica=replica,
         echo_request_id=echo_request_id,
+        max_requests=max_requests,
     )
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    app.add_middleware(MessagesLayer)
+    allow_origins(app, settings)
     return app
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, shown
 from ..batch.checking import ENDPOINTS
 from ..batch.service import BatchService
 from .files import listed, needed, stored
@@ -37,7 +37,7 @@ class BatchRequest(BaseModel):
         found = _WINDOW.fullmatch(self.completion_window)
         if found is None:
             raise RequestError(
-                f"completion_window={self.completion_window[:50]!r} must be a number of s, m, h or d: 24h.",
+                f"completion_window={shown(self.completion_window)} must be a number of s, m, h or d: 24h.",
                 param="completion_window",
             )
         return int(found[1]) * _SECONDS[found[2]]
@@ -46,7 +46,7 @@ class BatchRequest(BaseModel):
         """Raises RequestError for what cannot be honoured."""
         if self.endpoint not in ENDPOINTS:
             raise RequestError(
-                f"endpoint={self.endpoint[:200]!r} is not served in batches: use {' or '.join(ENDPOINTS)}.",
+                f"endpoint={shown(self.endpoint)} is not served in batches: use {' or '.join(ENDPOINTS)}.",
                 param="endpoint",
             )
         for name in self.model_extra or {}:

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainValidator
 
 from ...cluster.errors import RequestError
-from ...cluster.request import MAX_LOGPROBS
+from ...cluster.request import SamplingParams
 from ..prompts import EncodedPrompt, Prompt
-from .protocol import GenerationRequest, are_ids
+from .defaults import GenerationDefaults
+from .protocol import GenerationRequest, are_ids, no_boolean
 
 MAX_PROMPTS = 1024
 TextOrIds = str | list[int]
@@ -40,24 +41,36 @@ def _prompt_list(value: Any) -> Any:
     return prompts
 
 
-def _number_of_logprobs(value: Any) -> Any:
-    """An integer is meant, and 0 is one; `false` is what chat calls none."""
-    if value is True:
-        raise RequestError(
-            f"logprobs=true is not allowed: completions take an integer from 0 to {MAX_LOGPROBS}, how many "
-            "likeliest tokens to tell in each place.",
-            param="logprobs",
-        )
-    return None if value is False else value
-
-
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[TextOrIds], PlainValidator(_prompt_list, json_schema_input_type=Prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
+    logprobs: Annotated[int | None, BeforeValidator(no_boolean("logprobs"))] = None
+
+    echo: bool = False
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The echo has them, too."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
+    def echoes_only(self) -> bool:
+        return self.echo and 0 in (self.max_tokens, self.max_completion_tokens)
+
+    def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
+        """A prompt alone is looked at by generating a token, which nobody gets to see."""
+        if not self.echoes_only:
+            return super().sampling_params(defaults, max_tokens)
+        changes = {"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0}
+        return self.model_copy(update=changes).sampling_params(defaults, max_tokens)
 
     def prompts(self) -> list[Prompt]:
         """As the engine's door takes them; that ids are integers has been seen."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from ..chat.parts import NO_PIECE, Piece
+from ..chat.reading import PLAIN
 from ..outputs import CompletionOutput
 from .completion_request import CompletionRequest
 from .frontend import Frontend
@@ -18,15 +20,19 @@ class CompletionShape:
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    reading = PLAIN
 
     def opening(self, index: int) -> JsonObject | None:
         return None
 
-    def chunk(self, index: int, text: str | None, finish_reason: str | None) -> JsonObject:
-        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": finish_reason}
+    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+        return [{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}]
 
-    def whole(self, index: int, text: str, finish_reason: str) -> JsonObject:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def end(self, index: int, finish_reason: str) -> JsonObject:
+        return self.whole(index, NO_PIECE, finish_reason)
+
+    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject:
+        return {"index": index, "text": piece.content, "logprobs": None, "finish_reason": finish_reason}
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         return completion_logprobs(completion, num_top, offset)
@@ -39,10 +45,12 @@ def completion_routes(frontend: Frontend) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, http: Request) -> Response:
         prompts = [
-            await frontend.engine.encoder.prompt(prompt, truncate=body.truncate_prompt_tokens)
+            await frontend.engine.encoder.prompt(
+                prompt, truncate=body.truncation(frontend.engine.info.max_model_len)
+            )
             for prompt in body.prompts()
         ]
-        work = prepare(frontend, shape, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
+        work = prepare(frontend, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
         return await respond(frontend, shape, work, http)
 
     return router

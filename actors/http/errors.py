@@ -7,14 +7,17 @@ Retryable failures say when (`Retry-After`), deterministic ones say that a retry
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
-from ...cluster.errors import EngineDeadError, MantaError, RequestError
+from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown
+from .refusals import note
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +28,17 @@ KINDS = {
     403: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     422: "UnprocessableEntityError",
+    431: "RequestTooLargeError",
     429: "RateLimitError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 ENGINE_DEAD = "The engine that served this request has stopped; it is being replaced. Retry."
 INTERNAL = "Internal server error."
+MAX_SHOWN = 200  # characters of a path, or of a message that is not ours
 
 
 class ClientGoneError(Exception):
@@ -62,6 +68,12 @@ def error_response(error: MantaError) -> Response:
     return json_error(error.status, error.message, error.param, error.kind, retryable=error.retryable)
 
 
+def refused(scope: Scope, error: MantaError) -> Response:
+    """The response to a request that fails before an engine has it; the reason is kept for the log."""
+    note(scope, error)
+    return error_response(error)
+
+
 def json_error(
     status: int,
     message: str,
@@ -69,8 +81,12 @@ def json_error(
     kind: str | None = None,
     *,
     retryable: bool = False,
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    scope: Scope | None = None,
 ) -> Response:
+    """An error as a response. Given its request's scope, the reason is kept for the log."""
+    if scope is not None:
+        note(scope, message)
     headers = dict(headers or {})
     if retryable or status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -86,18 +102,18 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(MantaError)
     async def on_manta_error(request: Request, error: MantaError) -> Response:
         log_if_ours(error, request.scope)
-        return error_response(public_error(error))
+        return refused(request.scope, public_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
-        return error_response(from_validation(error.errors()))
+        return refused(request.scope, from_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(request: Request, error: HTTPException) -> Response:
-        message = (
-            f"{error.detail}: {request.method} {request.url.path}" if error.status_code in (404, 405) else ""
-        )
-        return json_error(error.status_code, message or str(error.detail), headers=dict(error.headers or {}))
+        status, message = error.status_code, str(error.detail)
+        if status in (404, 405):
+            message = f"{message}: {request.method} {shown(request.url.path, MAX_SHOWN)}"
+        return json_error(status, message, headers=error.headers, scope=request.scope)
 
     @app.exception_handler(ClientGoneError)
     async def on_client_gone(request: Request, error: ClientGoneError) -> Response:
@@ -106,10 +122,11 @@ def install_handlers(app: FastAPI) -> None:
 
 def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope is an open mapping.
     """Log, once and with the request id, a failure that the user did not cause."""
-    if isinstance(error, MantaError) and error.status != 500:
-        return
     request_id = scope.get("state", {}).get("request_id")
-    logger.error("request %s failed", request_id, exc_info=error)
+    if isinstance(error, StorageError):
+        logger.error("request %s: files and batches cannot be kept: %s", request_id, error.__cause__)
+    elif not isinstance(error, MantaError) or error.status == 500:
+        logger.error("request %s failed", request_id, exc_info=error)
 
 
 def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dictionaries are untyped.
@@ -124,7 +141,22 @@ def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dicti
         return RequestError("The body is not valid JSON.")
     path = ".".join(str(part) for part in first["loc"] if part != "body" and not _is_type(part))
     more = f" ({len(errors) - 1} more fields are wrong.)" if len(errors) > 1 else ""
-    return RequestError(f"{path}: {first['msg']}.{more}", param=path or None)
+    return RequestError(f"{path}: {_in_json(first)}.{more}", param=path or None)
+
+
+# What pydantic calls by Python's names.
+_JSON_WORDS = {
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "none_required": "Input should be null",
+    "extra_forbidden": "This field is not known; leave it out",
+}
+
+
+def _in_json(error: Mapping[str, Any]) -> str:  # Any: pydantic's error
+    message: str = _JSON_WORDS.get(error["type"]) or error["msg"]
+    return message.replace("'", '"') if error["type"] == "literal_error" else message
 
 
 def _is_type(part: object) -> bool:

@@ -12,33 +12,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...cluster.errors import RequestError, did_you_mean
+from ...cluster.grammar import WAYS
 from .settings import UnknownParams
 
 # Field -> values that mean "not used"; None and absence always do.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "echo": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "regex": (),
-    "ebnf": (),
-    "thinking_token_budget": (),
     "repetition_detection": (),
     "stream_interval": (1,),
     "prompt_embeds": (),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "include_reasoning": (True,),
-    "documents": ([],),
-    "chat_template": (),
     "modalities": (["text"],),
     "audio": (),
     "lora_path": (),
@@ -50,11 +36,14 @@ NEVER: Mapping[str, tuple[object, str]] = {
         "",
         "Leave it out: put what is to follow into the prompt, as the model was taught.",
     ),
+    **{f"guided_{way}": (None, f"Send structured_outputs.{way}.") for way in WAYS},
+    "guided_decoding_backend": (None, "Leave it out: there is one."),
+    "guided_whitespace_pattern": (None, "Leave it out, or send structured_outputs.disable_any_whitespace."),
+    "regex": (None, "Send structured_outputs.regex."),
+    "ebnf": (None, "Send structured_outputs.grammar."),
 }
 # Fields that say something about the request, not about the answer.
-SILENT = frozenset(
-    {"user", "metadata", "session_id", "safety_identifier", "store", "service_tier", "parallel_tool_calls"}
-)
+SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "store", "service_tier"})
 
 
 def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: UnknownParams) -> list[str]:

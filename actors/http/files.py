@@ -7,7 +7,6 @@ without a copy in memory.
 from __future__ import annotations
 
 import asyncio
-import logging
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +17,11 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
-from ...cluster.errors import NotOfferedError, RequestError, StorageError
+from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown
 from ..batch.file_store import FileStore, Page, StoredFile
 from ..batch.service import BatchService
 from .gate import FORM_BYTES
 from .wire import JsonObject, json_response
-
-logger = logging.getLogger(__name__)
 
 MAX_FILES_LISTED = 10_000
 KNOWN_FIELDS = {"file", "purpose"}
@@ -51,7 +48,6 @@ def storing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.error("the storage of files and batches failed: %s", error)
         raise StorageError(
             f"Files and batches cannot be read or written now ({error.strerror or type(error).__name__}). "
             "Nothing that was kept is lost; try again.",
@@ -132,7 +128,7 @@ def _checked(form: FormData) -> UploadFile:
     if not isinstance(file, UploadFile):
         raise RequestError("file is missing: send multipart/form-data with a part `file`.", param="file")
     if purpose != "batch":
-        raise RequestError(f"purpose={purpose!r} is not served: only 'batch' is.", param="purpose")
+        raise RequestError(f'purpose={shown(purpose)} is not served: only "batch" is.', param="purpose")
     for name in form:
         if name not in KNOWN_FIELDS:
             raise RequestError(

@@ -1,28 +1,28 @@
-"""The outermost layer: request ids, API keys, body limits, and an answer for whatever nobody caught.
+"""The outermost layer: request ids, keys, how much and how many, and an answer for whatever nobody caught.
 
 Plain ASGI, so that streams pass through untouched. It knows one endpoint: the one that takes files.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 import secrets
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .bodies import BodyLimit
 from .errors import INTERNAL, json_error
+from .keys import OPEN_PATHS, Keys
 from .protocol import REQUEST_ID
+from .refusals import log_refusal
 from .settings import ServerSettings
 from .traffic import Traffic
 
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 * 1024  # of an upload, beside its file
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+ID_HEADER = "x-request-id"
+MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of what HAProxy takes as ours
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 
@@ -38,11 +39,20 @@ def new_id(prefix: str = "") -> str:
     return prefix + secrets.token_hex(16)
 
 
-def use_request_id(http: Request, asked: str | None) -> str:
-    """The id under which the request is logged and answered; the body's wins over the header's."""
-    if asked is not None:
-        http.scope["state"]["request_id"] = asked
-    return http.scope["state"]["request_id"]
+def acceptable_id(asked: object) -> str | None:
+    """A client's own id for its request, if that fits a header and a log line."""
+    return asked if isinstance(asked, str) and _REQUEST_ID.fullmatch(asked) else None
+
+
+def take_request_id(scope: Scope, body: Any) -> None:  # Any: JSON
+    """Log and answer a request under the id in its body, which wins over its header's.
+
+    Not where others have fixed it: a gateway, which has read the body, or Serve, which echoes the header's.
+    """
+    state = scope["state"]
+    asked = acceptable_id(body.get("request_id")) if isinstance(body, dict) else None
+    if asked is not None and state["may_rename"] and "origin" not in state:
+        state["request_id"] = asked
 
 
 class Observer(Protocol):
@@ -52,7 +62,18 @@ class Observer(Protocol):
 
 
 class Gate:
-    """Wraps the application; see the module. `echo_request_id` is off where Serve's proxy does it."""
+    """Wraps the application; see the module.
+
+    Args:
+        app: the application.
+        settings: of the endpoint.
+        telemetry: told of every request.
+        traffic: counts the requests under way.
+        replica: names this process in log lines.
+        echo_request_id: send X-Request-Id back; off where Serve does, which knows the header's alone.
+        max_requests: with a body that may be under way at once, whole ones: what holds back its body takes
+            nobody's place. None sets no limit here.
+    """
 
     def __init__(
         self,
@@ -60,16 +81,21 @@ class Gate:
         settings: ServerSettings,
         telemetry: Observer,
         traffic: Traffic,
-        echo_request_id: bool,
+        replica: str,
+        echo_request_id: bool = True,
+        max_requests: int | None = None,
     ) -> None:
         self._app = app
         self._traffic = traffic
+        self._replica = replica
         self.echo_request_id = echo_request_id
-        self._keys = [_digest(key) for key in settings.api_keys]
-        self._limit = _Limit.of(settings, "max_request_bytes")
+        self._max_requests = max_requests
+        self._num_whole = 0
+        self._keys = Keys(settings)
+        self._limit = BodyLimit.of(settings, "max_request_bytes")
         self._upload_limit = self._limit
         if settings.batch_storage is not None:
-            self._upload_limit = _Limit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
+            self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,27 +106,37 @@ class Gate:
             await _Exchange(self, scope, receive, send).run()
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
-        refusal = self._refusal(scope, headers, limit)
-        await (refusal or self._app)(scope, _limited(receive, limit), send)
+        refusal = self._refusal(scope, Headers(scope=scope), limit)
+        with ExitStack() as place:
+            arrived = partial(self._take_place, place)
+            await (refusal or self._app)(scope, limit.applied(receive, arrived), send)
+
+    def _take_place(self, place: ExitStack) -> None:
+        """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""
+        if self._num_whole == self._max_requests:
+            raise HTTPException(503, f"{self._num_whole} requests are here, and no more may be. Retry.")
+        self._num_whole += 1
+        place.callback(self._give_place)
+
+    def _give_place(self) -> None:
+        self._num_whole -= 1
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
         self._telemetry.observe_http(handler, scope["method"], status, seconds)
+        log_refusal(scope, status, seconds, self._replica)
 
-    def _refusal(self, scope: Scope, headers: Headers, limit: _Limit) -> Response | None:
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers.get("authorization")):
-            return json_error(401, "Send a valid API key: `Authorization: Bearer <key>`.")
+    def _refusal(self, scope: Scope, headers: Headers, limit: BodyLimit) -> Response | None:
+        if (stranger := self._keys.refusal(scope["path"], headers.get("authorization"))) is not None:
+            return json_error(*stranger, scope=scope)
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            said = f"The request's headers are larger than {MAX_HEADER_BYTES} bytes together."
+            return json_error(431, said, scope=scope)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > limit.max_bytes:
-            return json_error(413, limit.said)
+            return json_error(413, limit.said, scope=scope)
         return None
-
-    def _knows(self, authorization: str | None) -> bool:
-        scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
-        return scheme.lower() == "bearer" and any(hmac.compare_digest(given, k) for k in self._keys)
 
 
 class _Exchange:
@@ -112,9 +148,10 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._status: int | None = None
-        asked = Headers(scope=scope).get("x-request-id", "")
+        asked = acceptable_id(Headers(scope=scope).get(ID_HEADER))
         self._state: dict[str, Any] = scope.setdefault("state", {})  # Any: Starlette's open state
-        self._state["request_id"] = asked if _REQUEST_ID.fullmatch(asked) else new_id()
+        self._state["request_id"] = asked or new_id()
+        self._state["may_rename"] = gate.echo_request_id
 
     async def run(self) -> None:
         begin_s = time.monotonic()
@@ -130,38 +167,8 @@ class _Exchange:
     async def _forward(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
+            headers = MutableHeaders(scope=message)
+            del headers[ID_HEADER]  # a replica's, at a gateway
             if self._gate.echo_request_id:
-                MutableHeaders(scope=message)["X-Request-Id"] = self._state["request_id"]
+                headers[ID_HEADER] = self._state["request_id"]
         await self._send(message)
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """How large a body may be, and what is said of a larger one."""
-
-    max_bytes: int
-    said: str
-
-    @classmethod
-    def of(cls, settings: ServerSettings, name: str, beside: int = 0) -> _Limit:
-        size = getattr(settings, name)
-        return cls(size + beside, f"The body is larger than {size} bytes, this server's {name}.")
-
-
-def _limited(receive: Receive, limit: _Limit) -> Receive:
-    """Stop reading a body without a declared length once it is too large."""
-    left = limit.max_bytes
-
-    async def limited() -> Message:
-        nonlocal left
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
-            raise HTTPException(413, limit.said)
-        return message
-
-    return limited
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -17,14 +17,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...cluster.errors import RequestError
+from ..chat.parts import Piece
+from ..chat.reading import Answer, Reading
 from ..outputs import CompletionOutput, RequestOutput
 from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
-from .gate import new_id, use_request_id
+from .gate import new_id
 from .logprobs import token_lengths
 from .origin import Origin, told
+from .prompt_parts import PromptParts
 from .protocol import GenerationRequest
+from .refusals import logged_elsewhere
 from .run import Run, Work
 from .wire import JsonObject, json_response
 
@@ -32,21 +36,26 @@ MAX_COMPLETIONS = 4096
 
 
 class Shape(Protocol):
-    """How choices of an endpoint look."""
+    """How choices of an endpoint look, for one request: `reading` takes their texts apart."""
 
     prefix: str
     whole_object: str
     chunk_object: str
+    reading: Reading
 
     def opening(self, index: int) -> JsonObject | None:
         """The chunk before a choice's first text, if there is one."""
         ...
 
-    def chunk(self, index: int, text: str | None, finish_reason: str | None) -> JsonObject:
-        """A choice in a stream: new text, or (text None) its end."""
+    def chunks(self, index: int, piece: Piece) -> list[JsonObject]:
+        """A choice in a stream, at least once: what is new of it."""
         ...
 
-    def whole(self, index: int, text: str, finish_reason: str) -> JsonObject: ...
+    def end(self, index: int, finish_reason: str) -> JsonObject:
+        """A choice's end in a stream; nothing new comes with it."""
+        ...
+
+    def whole(self, index: int, piece: Piece, finish_reason: str) -> JsonObject: ...
 
     def logprobs(self, completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
         """Of a choice's tokens, with so many likeliest ones; `offset` is the length of those before."""
@@ -55,15 +64,23 @@ class Shape(Protocol):
 
 def prepare(
     frontend: Frontend,
-    shape: Shape,
+    prefix: str,
     request: GenerationRequest,
     http: Request,
     prompts: Sequence[EncodedPrompt],
     *,
     default_max_tokens: int | None,
     ignored: Sequence[str] = (),
+    resumable: bool = True,
 ) -> Work:
-    """Check everything that can be checked before the engine is asked."""
+    """Check everything that can be checked before the engine is asked.
+
+    Args:
+        prefix: of the response's id.
+        default_max_tokens: None means as many as fit.
+        ignored: further names for X-Ignored-Params.
+        resumable: whether another replica could go on with the response's stream.
+    """
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
@@ -74,12 +91,13 @@ def prepare(
         )
     if request.speculative.return_trace and not _tells_trace(frontend, request, len(prompts) * params.n):
         all_ignored.append("speculative.return_trace")
+    _check_room(frontend, request, prompts)
     origin: Origin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
     return Work(
-        id=new_id(shape.prefix) if origin is None else shape.prefix + origin.id,
-        request_id=use_request_id(http, request.request_id),
+        id=new_id(prefix) if origin is None else prefix + origin.id,
+        request_id=http.scope["state"]["request_id"],
         model=model,
         prompts=list(prompts),
         params=params,
@@ -88,6 +106,7 @@ def prepare(
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
         origin=origin,
+        resumable=resumable,
     )
 
 
@@ -100,9 +119,24 @@ def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions
     return has_usage and request.include_metrics
 
 
+def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
+    """Refuse a limit that the context has no room for; one that is left open is what is left."""
+    name, limit = request.token_limit
+    most = frontend.engine.info.max_model_len
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if limit is not None and longest + limit > most:
+        raise RequestError(
+            f"{name}={limit} and a prompt of {longest} tokens are {longest + limit} tokens, more than this "
+            f"model's context of {most} (max_model_len). Ask for at most {most - longest}, or leave {name} "
+            "out for what is left.",
+            param=name,
+        )
+
+
 async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
     """The response, once its first token is there. Raises MantaError for a failure before it."""
     run = Run(frontend, work)
+    logged_elsewhere(http.scope)
     if work.request.stream:
         keep_alive_s = frontend.settings.sse_keep_alive_interval
         return await sse.stream(stream_events(run, shape), http, work.headers, keep_alive_s)
@@ -113,24 +147,36 @@ async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -
 async def whole_body(run: Run, shape: Shape) -> JsonObject:
     work = run.work
     choices: list[JsonObject] = []
+    beside: JsonObject = {}
     for prompt, answer in zip(work.prompts, await run.answers(), strict=True):
+        parts = await run.prompt_parts(prompt, answer)
+        beside |= parts.beside()
         for completion in answer.outputs:
-            choice = whole_choice(shape, len(choices), completion, work.params.logprobs)
+            choice = whole_choice(shape, work.id, len(choices), completion, work.params.logprobs)
+            choice = parts.begin(choice)
             if work.request.return_token_ids:
                 choice["token_ids"] = completion.token_ids
                 choice["prompt_token_ids"] = prompt.token_ids
             choices.append(choice)
     body = {**run.envelope(shape.whole_object), "choices": choices, "usage": run.figures.usage()}
-    return _with_metrics(body, run)
+    return _with_metrics(body | beside, run)
 
 
-def whole_choice(shape: Shape, at: int, completion: CompletionOutput, num_logprobs: int | None) -> JsonObject:
+def whole_choice(
+    shape: Shape, response_id: str, at: int, completion: CompletionOutput, num_logprobs: int | None
+) -> JsonObject:
     """A choice of a whole answer, the `at`th of its response."""
     assert completion.finish_reason is not None, "an answer ends only when all its completions have"
-    choice = shape.whole(at, completion.text, completion.finish_reason)
+    piece = shape.reading.whole(response_id, at, completion.text)
+    choice = shape.whole(at, piece, shown_reason(completion.finish_reason, called=bool(piece.calls)))
     if num_logprobs is not None:
         choice["logprobs"] = shape.logprobs(completion, num_logprobs, 0)
     return {**choice, "stop_reason": completion.stop_reason}
+
+
+def shown_reason(finish_reason: str, *, called: bool) -> str:
+    """OpenAI's name for how a choice ended; one that calls tools and was not cut short waits for them."""
+    return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
 
 async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
@@ -147,6 +193,7 @@ async def stream_events(run: Run, shape: Shape) -> AsyncGenerator[bytes, None]:
         async for prompt_index, output in outputs:
             if continuous:
                 envelope["usage"] = run.figures.usage()
+            await writer.look_at_prompt(prompt_index, output)
             choices = writer.choices(prompt_index, output)
             piece = b"".join(sse.event({**envelope, "choices": [choice]}) for choice in choices)
             if work.single and output.finished and with_usage:
@@ -166,26 +213,42 @@ def _usage_event(run: Run, envelope: JsonObject) -> bytes:
 
 
 class _ChunkWriter:
-    """Turns outputs into choices of chunks; knows which choices have begun."""
+    """Turns outputs into choices of chunks; knows how far each choice has come."""
 
     def __init__(self, run: Run, shape: Shape) -> None:
         self._work = run.work
         self._shape = shape
-        self._opened: set[int] = {0} if run.work.begun.token_ids else set()
+        self._answers: dict[int, Answer] = {}
+        if run.work.begun.token_ids:
+            self._answers[0] = self._answer(0)
+            self._answers[0].feed(run.begun_text())
         self._lengths: dict[int, int] = {}  # of the text of the tokens whose log probabilities went out
+        self._run = run
+        self._echoes: dict[int, PromptParts] = {}  # by prompt
+
+    async def look_at_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Make ready what its choices begin with, before the first of them."""
+        if self._work.request.echoes and prompt_index not in self._echoes:
+            prompt = self._work.prompts[prompt_index]
+            self._echoes[prompt_index] = await self._run.prompt_parts(prompt, output)
 
     def choices(self, prompt_index: int, output: RequestOutput) -> list[JsonObject]:
         found: list[JsonObject] = []
         for completion in output.outputs:
             at = prompt_index * self._work.params.n + completion.index
-            if at not in self._opened:
-                self._opened.add(at)
+            if at not in self._answers:
+                self._answers[at] = self._answer(at)
                 found.extend(self._opening(at, prompt_index))
             found.extend(self._body(at, completion))
         return found
 
+    def _answer(self, at: int) -> Answer:
+        return self._shape.reading.answer(self._work.id, at)
+
     def _opening(self, at: int, prompt_index: int) -> list[JsonObject]:
-        choice = self._shape.opening(at)
+        choice, echo = self._shape.opening(at), self._echoes.get(prompt_index)
+        if echo is not None:
+            choice, self._lengths[at] = echo.opening(at), echo.num_chars
         if choice is None:
             return []
         if self._work.request.return_token_ids:
@@ -193,17 +256,19 @@ class _ChunkWriter:
         return [choice]
 
     def _body(self, at: int, completion: CompletionOutput) -> list[JsonObject]:
+        """What is new of a choice; log probabilities and tokens stand in its first chunk."""
         found: list[JsonObject] = []
         with_ids = self._work.request.return_token_ids
-        if completion.text or completion.logprobs or (with_ids and completion.token_ids):
-            choice = self._shape.chunk(at, completion.text, None)
+        answer = self._answers[at]
+        piece = answer.feed(completion.text, final=completion.finish_reason is not None)
+        if piece or completion.logprobs or (with_ids and completion.token_ids):
+            found = self._shape.chunks(at, piece)
             if with_ids:
-                choice["token_ids"] = completion.token_ids
+                found[0]["token_ids"] = completion.token_ids
             if completion.logprobs:
-                choice["logprobs"] = self._logprobs(at, completion)
-            found.append(choice)
+                found[0]["logprobs"] = self._logprobs(at, completion)
         if completion.finish_reason is not None:
-            choice = self._shape.chunk(at, None, completion.finish_reason)
+            choice = self._shape.end(at, shown_reason(completion.finish_reason, called=answer.called))
             choice["stop_reason"] = completion.stop_reason
             found.append(choice)
         return found

@@ -6,7 +6,9 @@ Without a tokenizer tokens are called `token_id:7`.
 
 from __future__ import annotations
 
-from ..logprobs import Logprob, PlaceLogprobs
+from collections.abc import Sequence
+
+from ..logprobs import Logprob, PlaceLogprobs, PromptLogprobs, shown_token
 from ..outputs import CompletionOutput
 from .wire import JsonObject
 
@@ -32,11 +34,26 @@ def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
 
 def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int) -> JsonObject:
     """The same in lists; `offset` is the length of the text of the tokens before."""
+    return _lists(completion.logprobs or (), num_top, offset)
+
+
+def echo_logprobs(prompt: PromptLogprobs, num_top: int, num_chars: int) -> JsonObject:
+    """Of a prompt whose text has so many characters. Of its first token there is the text alone; tokens that
+    the tokenizer has put before the text begin where it does."""
+    first = prompt.first_text
+    length = len(first) + _length(prompt.told)
+    lists = _lists(prompt.told, num_top, num_chars - length + len(first))
+    begin = {"text_offset": num_chars - length, "token_logprobs": None, "tokens": first, "top_logprobs": None}
+    found = {name: [begin[name], *values] for name, values in lists.items()}
+    return found | {"text_offset": [max(offset, 0) for offset in found["text_offset"]]}
+
+
+def _lists(places: Sequence[PlaceLogprobs], num_top: int, offset: int) -> JsonObject:
     tokens: list[str] = []
     offsets: list[int] = []
     values: list[float] = []
     tops: list[dict[str, float]] = []
-    for place in completion.logprobs or ():
+    for place in places:
         own_id, own = next(iter(place.items()))
         tokens.append(_text(own_id, own))
         offsets.append(offset)
@@ -49,7 +66,11 @@ def completion_logprobs(completion: CompletionOutput, num_top: int, offset: int)
 
 def token_lengths(completion: CompletionOutput) -> int:
     """The length of the text of all tokens in `completion`, each by itself."""
-    return sum(len(_text(*next(iter(place.items())))) for place in completion.logprobs or ())
+    return _length(completion.logprobs or ())
+
+
+def _length(places: Sequence[PlaceLogprobs]) -> int:
+    return sum(len(_text(*next(iter(place.items())))) for place in places)
 
 
 def _likeliest(place: PlaceLogprobs, count: int) -> list[tuple[int, Logprob]]:
@@ -57,4 +78,4 @@ def _likeliest(place: PlaceLogprobs, count: int) -> list[tuple[int, Logprob]]:
 
 
 def _text(token_id: int, found: Logprob) -> str:
-    return f"token_id:{token_id}" if found.decoded_token is None else found.decoded_token
+    return shown_token(token_id, found.decoded_token)

@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ping, /version and /metrics. Open to all, counted as nobody's traffic."""
+"""What operators ask: /load; and /health, /ping, /version, /metrics, open to all and nobody's traffic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ... import __version__
 from ...cluster.errors import DrainingError
 from .frontend import Frontend
 from .traffic import Traffic
-from .wire import json_response
+from .wire import JsonObject, json_response
 
 
 def operation_routes(frontend: Frontend, traffic: Traffic) -> APIRouter:
@@ -32,4 +32,19 @@ def operation_routes(frontend: Frontend, traffic: Traffic) -> APIRouter:
     async def metrics() -> Response:
         return Response(frontend.telemetry.render(), media_type=CONTENT_TYPE_LATEST)
 
+    @router.get("/load")
+    async def load() -> Response:
+        stats = frontend.engine.stats()
+        return json_response(
+            {
+                **load_figures(traffic, running=stats.running, waiting=stats.waiting),
+                "kv_usage": round(stats.kv_usage, 4),
+            }
+        )
+
     return router
+
+
+def load_figures(traffic: Traffic, *, running: int, waiting: int) -> JsonObject:
+    """vLLM's `server_load`, the HTTP requests under way beside the one that asks; and the engine's own."""
+    return {"server_load": traffic.open - 1, "running": running, "waiting": waiting}

@@ -7,13 +7,15 @@ dictionaries (`generation.py`): they are ours to get right, and building models 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ...cluster.errors import RequestError
-from ...cluster.request import SamplingParams
+from ...cluster.request import MAX_LOGPROBS, SamplingParams
 from .defaults import GenerationDefaults
+from .structured import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64
 REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
@@ -32,6 +34,21 @@ def are_ids(values: list[Any]) -> bool:
 
 def _speculation(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
+
+
+def no_boolean(field: str) -> Callable[[Any], Any]:
+    """A check for numbers of log probabilities: 0 is one, and `false` is what others call none."""
+
+    def check(value: Any) -> Any:
+        if value is True:
+            raise RequestError(
+                f"{field}=true is not allowed: it takes an integer from 0 to {MAX_LOGPROBS}, how many "
+                "likeliest tokens to tell in each place.",
+                param=field,
+            )
+        return None if value is False else value
+
+    return check
 
 
 class StreamOptions(BaseModel):
@@ -95,6 +112,10 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
+    thinking_token_budget: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     return_token_ids: bool = False
@@ -110,15 +131,52 @@ class GenerationRequest(BaseModel):
             raise RequestError("stream_options needs stream=true.", param="stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are told in whole answers alone. Leave out stream, or prompt_logprobs.",
+                param="prompt_logprobs",
+            )
+        return self
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def truncation(self, max_model_len: int) -> int | None:
+        """How many tokens are kept of a prompt's end; with -1 as many as leave room for the answer."""
+        _, limit = self.token_limit
+        if self.truncate_prompt_tokens != -1 or limit is None:
+            return self.truncate_prompt_tokens
+        return max(1, max_model_len - limit)
+
     @property
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens are asked for in each place; None: no log probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def echoes_only(self) -> bool:
+        """Whether nothing is to follow it."""
+        return False
+
     def sampling_params(self, defaults: GenerationDefaults, max_tokens: int | None) -> SamplingParams:
         """Request over `generation_config.json` over OpenAI's defaults; `max_tokens` is the last of these."""
-        limit_name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        limit = getattr(self, limit_name)
+        limit_name, limit = self.token_limit
         try:
             return SamplingParams(
                 n=_first(self.n, 1),
@@ -141,6 +199,9 @@ class GenerationRequest(BaseModel):
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 bad_words=tuple(self.bad_words or ()),
                 logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+                thinking_token_budget=self.thinking_token_budget,
+                structured_outputs=asked_of(self.response_format, self.structured_outputs),
             )
         except RequestError as error:
             if error.param != "max_tokens":

@@ -14,13 +14,15 @@ from typing import Any
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
+from ..chat.reading import PLAIN, Reading
 from ..engine import RequestOptions
-from ..outputs import NOTHING, Begun, RequestMetrics, RequestOutput
+from ..outputs import NOTHING, Begun, RequestMetrics, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
 from .errors import public_error
 from .figures import RequestFigures
 from .frontend import Frontend
 from .origin import TOLD_HEADER, Origin
+from .prompt_parts import PromptParts, without_answer
 from .protocol import GenerationRequest
 from .speculation import acceptance
 from .wire import JsonObject
@@ -34,7 +36,8 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 class Work:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
-    `created_s` is Unix time; `origin` what a gateway fixed of the request.
+    `created_s` is Unix time; `origin` what a gateway fixed of the request; `resumable` says
+    whether its stream can go on at another replica, `reading` how its answers are read.
     """
 
     id: str
@@ -47,6 +50,8 @@ class Work:
     request: GenerationRequest
     created_s: int
     origin: Origin | None = None
+    resumable: bool = True
+    reading: Reading = PLAIN
 
     @property
     def single(self) -> bool:
@@ -56,10 +61,12 @@ class Work:
     def told(self) -> bool:
         """Whether a gateway is told the stream's tokens.
 
-        Only a single completion can go on elsewhere, and none whose log probabilities were asked for: their
-        offsets count from the beginning of a text that another replica has not made.
+        Only a single completion can go on elsewhere, and none that begins with its prompt, or whose log
+        probabilities were asked for: their offsets count from the beginning of a text that another replica
+        has not made.
         """
         alone = self.single and self.params.logprobs is None
+        alone = alone and self.resumable and not self.request.echoes
         return self.origin is not None and self.request.stream and alone
 
     @property
@@ -80,7 +87,8 @@ class Run:
     def __init__(self, frontend: Frontend, work: Work) -> None:
         self.frontend = frontend
         self.work = work
-        self.figures = RequestFigures(len(work.prompts), len(work.begun.token_ids))
+        counter = work.reading.token_counter
+        self.figures = RequestFigures(len(work.prompts), work.begun.token_ids, counter)
 
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
@@ -91,7 +99,8 @@ class Run:
         ]
         with self._logged():
             async with aclosing(merge(streams)) as merged:
-                async for index, output in merged:
+                async for index, made in merged:
+                    output = self._shown(made)
                     self._watch(index, output)
                     yield index, output
 
@@ -102,13 +111,17 @@ class Run:
 
     async def _complete(self, index: int) -> RequestOutput:
         work = self.work
-        return await self.frontend.engine.complete(
+        answer = await self.frontend.engine.complete(
             self._engine_id(index),
             work.prompts[index],
             work.params,
-            watch=lambda output: self._watch(index, output),
+            watch=lambda output: self._watch(index, self._shown(output)),
             **self._options(),
         )
+        return self._shown(answer)
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        return without_answer(output) if self.work.request.echoes_only else output
 
     def _watch(self, index: int, output: RequestOutput) -> None:
         self.figures.feed(index, output, self.frontend.telemetry)
@@ -118,6 +131,18 @@ class Run:
         work = self.work
         id = work.id if work.origin is None else f"{work.id}.{work.origin.attempt}"
         return id if len(work.prompts) == 1 else f"{id}-{index}"
+
+    def begun_text(self) -> str:
+        """What the client has of the only completion, from another replica."""
+        work, tokenizer = self.work, self.frontend.engine.tokenizer
+        if tokenizer is None:
+            return ""
+        return begun_text(tokenizer, work.prompts[0].token_ids, work.params, work.begun)
+
+    async def prompt_parts(self, prompt: EncodedPrompt, answer: RequestOutput) -> PromptParts:
+        """What the answer shows of a prompt."""
+        tokenizer = self.frontend.engine.tokenizer
+        return await PromptParts.of(self.work.request, prompt, answer.prompt_told, tokenizer)
 
     def _options(self) -> RequestOptions:
         request = self.work.request

@@ -6,6 +6,7 @@ settings of Serve itself (replicas, ports): those are Serve's own keys beside `a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,10 +19,15 @@ from ...cluster.errors import ConfigError, did_you_mean
 UnknownParams = Literal["ignore", "warn", "reject"]
 SpeculationMetrics = Literal["none", "summary", "detailed"]
 DefaultsSource = Literal["auto", "openai"]
+ReasoningField = Literal["reasoning", "reasoning_content"]
 # One answer for all models: they cannot differ in these.
 ENDPOINT_SETTINGS = frozenset(
-    {"api_key", "allowed_origins", "max_request_bytes", "batch_storage", "shutdown_timeout"}
+    {
+        *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
+        *("max_request_bytes", "batch_storage", "shutdown_timeout"),
+    }
 )
+_KEY = re.compile(r"[\x21-\x7e]+")
 LEAST = {"max_request_bytes": 1024, "max_batch_file_bytes": 1024, "max_batch_lines": 1}
 
 
@@ -36,6 +42,12 @@ class ServerSettings:
             leaves open; "openai" ignores that file.
         unknown_params: unknown request fields are ignored in silence, ignored with the header
             X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
+        tool_call_parser: how the model calls tools: the name of a format (`actors/chat/formats.py`), "auto"
+            to find it by the chat template, "none".
+        reasoning_parser: how it writes what it thinks; likewise.
+        enable_auto_tool_choice: requests may leave it to the model whether to call their tools.
+        reasoning_field_name: the field of an answer that holds its reasoning; None: `reasoning` (vLLM) and
+            `reasoning_content` (most others).
         enable_per_request_metrics: responses tell the request's times in `metrics`.
         per_request_spec_decode_metrics: they tell there what speculation did, too: "summary", or "detailed"
             with each step, or "none". Requests can ask for more with `speculative.return_trace`.
@@ -43,6 +55,10 @@ class ServerSettings:
             is set, a stream may begin (status 200) before its first token.
         max_request_bytes: larger request bodies are refused with 413.
         api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
+            Only from flags and code: no YAML file may hold keys (`keys.py`).
+        api_key_file: a file with such keys, one a line. MANTA_API_KEY stands in for both.
+        admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), and good
+            for all others; None guards those routes as the others. MANTA_ADMIN_API_KEY stands in for both.
         allowed_origins: browser origins that may call (CORS); none by default.
         batch_storage: absolute path or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all
             they know; every replica must reach it, and one endpoint must have it for itself. None: those
@@ -59,11 +75,18 @@ class ServerSettings:
     served_model_name: str | tuple[str, ...] | None = None
     generation_config: DefaultsSource = "auto"
     unknown_params: UnknownParams = "warn"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
+    reasoning_field_name: ReasoningField | None = None
     enable_per_request_metrics: bool = True
     per_request_spec_decode_metrics: SpeculationMetrics = "summary"
     sse_keep_alive_interval: float = 0.0
     max_request_bytes: int = 32 * 1024 * 1024
-    api_key: str | tuple[str, ...] | None = None
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    admin_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
     batch_storage: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
@@ -73,16 +96,25 @@ class ServerSettings:
     scaling: ScalingRules = field(default_factory=ScalingRules)
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "admin_api_key", "allowed_origins"):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+        if isinstance(self.allowed_origins, str):
+            object.__setattr__(self, "allowed_origins", (self.allowed_origins,))
+        for name in ("api_key", "admin_api_key"):
+            if not all(_KEY.fullmatch(key) for key in self.keys(name)):
+                raise ConfigError(
+                    f"{name}: a key must be printable ASCII without spaces, and not empty.", param=name
+                )
         for name, kind in (
             ("generation_config", DefaultsSource),
             ("unknown_params", UnknownParams),
             ("per_request_spec_decode_metrics", SpeculationMetrics),
         ):
             one_of(name, getattr(self, name), get_args(kind))
+        if self.reasoning_field_name is not None:
+            one_of("reasoning_field_name", self.reasoning_field_name, get_args(ReasoningField))
         for name, at_zero in (("sse_keep_alive_interval", "off"), ("shutdown_timeout", "at once")):
             if getattr(self, name) < 0:
                 raise ConfigError(
@@ -101,9 +133,9 @@ class ServerSettings:
         """The names under which `model` is served, the reported one first."""
         return _as_tuple(self.served_model_name) or (model,)
 
-    @property
-    def api_keys(self) -> tuple[str, ...]:
-        return _as_tuple(self.api_key)
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Those of a setting: `api_key` or `admin_api_key`."""
+        return _as_tuple(getattr(self, name))
 
 
 def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:

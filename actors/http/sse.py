@@ -1,5 +1,7 @@
 """Server-sent events as OpenAI clients read them: `data: {json}`, errors inside, `[DONE]` always last.
 
+Newer APIs name their events and end with one of their own (`Ending`).
+
 `stream` waits for the first event before it answers, so that a failure before the first token is a real
 HTTP status. A client that leaves cancels the generator behind the stream, which frees its request.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -29,13 +31,39 @@ def event(payload: Mapping[str, Any]) -> bytes:  # Any: a JSON object.
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """An event whose `type` is its name, too."""
+    return b"event: " + payload["type"].encode() + b"\n" + event(payload)
+
+
 def error_event(error: BaseException) -> bytes:
     shown = public_error(error)
     return b"data: " + error_body(shown.status, shown.message, shown.param, shown.kind) + b"\n\n"
 
 
+class Ending(Protocol):
+    """How an API's streams end: with `done`, behind `failed` if something went wrong."""
+
+    done: bytes
+
+    def failed(self, error: BaseException) -> bytes: ...
+
+
+class DoneEnding:
+    """Of completions and chat."""
+
+    done = DONE
+
+    def failed(self, error: BaseException) -> bytes:
+        return error_event(error)
+
+
 async def stream(
-    events: AsyncGenerator[bytes, None], request: Request, headers: Mapping[str, str], keep_alive_s: float
+    events: AsyncGenerator[bytes, None],
+    request: Request,
+    headers: Mapping[str, str],
+    keep_alive_s: float,
+    ending: Ending | None = None,
 ) -> EventStream:
     """Answer with `events`. Raises what they raise before the first one; later failures are events."""
     if keep_alive_s > 0:
@@ -45,19 +73,22 @@ async def stream(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events, headers)
+    return EventStream(first, events, headers, ending or DoneEnding())
 
 
 class EventStream(Response):
-    """The 200 and its events; ends with `[DONE]` whatever happens, unless the client has gone."""
+    """The 200 and its events; ends with its API's ending whatever happens, unless the client has gone."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str], ending: Ending
+    ) -> None:
         super().__init__(headers={**HEADERS, **headers}, media_type=self.media_type)
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._ending = ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(scope, send))
@@ -78,8 +109,8 @@ class EventStream(Response):
                     await send(_body(chunk))
             except Exception as error:  # a stream's edge: the client is told, then the stream ends properly
                 log_if_ours(error, scope)
-                await send(_body(error_event(error)))
-            await send(_body(DONE))
+                await send(_body(self._ending.failed(error)))
+            await send(_body(self._ending.done))
             await send(_body(b"", more=False))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ...cluster.errors import RequestError
+from .chat_answer import check_tools
 from .chat_request import conversation
 from .frontend import Frontend
 from .tokenize_request import DetokenizeRequest, TokenizeRequest
@@ -19,6 +20,7 @@ def tokenization_routes(frontend: Frontend) -> APIRouter:
         frontend.check_model(body.model)
         prompt = body.prompt
         if prompt is None:
+            check_tools(frontend.chat, body)
             prompt = conversation(body, body.messages or (), frontend.engine.tokenizer)
         token_ids = await frontend.engine.encoder.list_tokens(
             prompt, MAX_VALUES, add_special_tokens=body.add_special_tokens

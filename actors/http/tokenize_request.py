@@ -27,7 +27,7 @@ def _ids_as_they_are(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 
 
 class TokenizeRequest(ChatTemplateOptions):
-    """`prompt`, or `messages` with the template options of chat."""
+    """`prompt`, or `messages` with chat's tools and template options."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -20,6 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .gate import take_request_id
+
 JsonObject: TypeAlias = dict[str, Any]  # Any: JSON.
 
 
@@ -49,11 +51,17 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:  # Any: JSON.
-        body = await self.body()
-        if len(body) <= SHORT_BODY_BYTES:
-            return orjson.loads(body)
-        await asyncio.to_thread(check_pieces, body)
-        return await asyncio.to_thread(orjson.loads, body)
+        found = await parsed(await self.body())
+        take_request_id(self.scope, found)
+        return found
+
+
+async def parsed(body: bytes) -> Any:  # Any: JSON.
+    """A body of JSON; a long one is parsed beside the event loop. Raises what orjson raises, and 413."""
+    if len(body) <= SHORT_BODY_BYTES:
+        return orjson.loads(body)
+    await asyncio.to_thread(check_pieces, body)
+    return await asyncio.to_thread(orjson.loads, body)
 
 
 def check_pieces(body: bytes) -> None:

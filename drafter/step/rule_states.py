@@ -24,6 +24,7 @@ from torch import Tensor
 from ...cluster.token_rules import TokenRules
 from .rows import Ints
 from .rules import FixedRules, RuledRows, SeenTokens
+from .thinking import Thoughts
 
 Endings = dict[int, list[tuple[tuple[int, ...], int]]]
 
@@ -67,6 +68,7 @@ class _SlotRules:
     Attributes:
         endings: by the last token before it, what would end a bad word: (the tokens before it, itself).
         longest: most tokens before an ending.
+        thoughts: behind tokens that will not change any more; None where reasoning has no limit.
         counts: of each token among the first `num_counted`, how often it was generated. Tokens of the prompt
             are there where they are penalized.
     """
@@ -75,6 +77,7 @@ class _SlotRules:
     fixed: FixedRules
     endings: Endings
     longest: int
+    thoughts: Thoughts | None
     counts: dict[int, int] = field(default_factory=dict[int, int])
     num_counted: int = 0
 
@@ -85,13 +88,16 @@ class _SlotRules:
             if before:
                 endings.setdefault(before[-1], []).append((tuple(before), last))
         longest = max((len(word) - 1 for word in rules.bad_words), default=0)
-        return cls(rules, FixedRules.of(rules, device), endings, longest)
+        thinking = rules.thinking
+        thoughts = None if thinking is None else Thoughts.at_start(thinking, rules.prompt_length)
+        return cls(rules, FixedRules.of(rules, device), endings, longest, thoughts)
 
     def rows(self, begin: int, end: int, tokens_T: Tensor, num_before_W: Ints) -> RuledRows:
         """What holds in rows `begin` to `end`."""
         impossible = self._impossible(tokens_T, num_before_W) if self.endings else None
         seen = self._seen(tokens_T, num_before_W) if self.rules.penalizes else None
-        return RuledRows(begin, end, self.rules, self.fixed, impossible, seen)
+        forced = None if self.thoughts is None else self._forced(self.thoughts, tokens_T, num_before_W)
+        return RuledRows(begin, end, self.rules, self.fixed, impossible, seen, forced)
 
     def _impossible(self, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
         """Rows in whose place a bad word of several tokens would end, and with which."""
@@ -104,7 +110,19 @@ class _SlotRules:
             for before, last in self.endings.get(generated[count - 1], ())
             if len(before) <= count and tuple(generated[count - len(before) : count]) == before
         ]
-        return torch.tensor(pairs, dtype=torch.int64, device=tokens_T.device).T if pairs else None
+        return _pairs(pairs, tokens_T.device)
+
+    def _forced(self, thoughts: Thoughts, tokens_T: Tensor, num_before_W: Ints) -> Tensor | None:
+        """Rows in whose place reasoning must end, and with which token."""
+        num_before = num_before_W.tolist()
+        self.thoughts = thoughts = thoughts.behind(tokens_T[thoughts.num_read : num_before[0]].tolist())
+        drafts = tokens_T[num_before[0] : num_before[-1]].tolist()
+        pairs: list[tuple[int, int]] = []
+        for row, count in enumerate(num_before):
+            thoughts = thoughts.behind(drafts[thoughts.num_read - num_before[0] : count - num_before[0]])
+            if (token := thoughts.forced) is not None:
+                pairs.append((row, token))
+        return _pairs(pairs, tokens_T.device)
 
     def _seen(self, tokens_T: Tensor, num_before_W: Ints) -> SeenTokens:
         first = int(num_before_W[0])
@@ -132,3 +150,8 @@ class _SlotRules:
         for token in tokens[num_of_prompt:]:
             counts[token] = counts.get(token, 0) + 1
         self.num_counted += len(tokens)
+
+
+def _pairs(pairs: list[tuple[int, int]], device: torch.device) -> Tensor | None:
+    """Rows and tokens, [2, F]."""
+    return torch.tensor(pairs, dtype=torch.int64, device=device).T if pairs else None

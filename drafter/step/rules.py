@@ -6,7 +6,7 @@ comes there. Whatever stands in a row, it is made by the same operations on the 
 changes no bit. Called by `sampling.py`.
 
 In vLLM's order: allowed tokens, bad words (minimum lengths, `sampling.py`), bias; then penalties: repetition,
-frequency, presence.
+frequency, presence; and where reasoning has to end, nothing else can be.
 
 Legend: N rows, V vocabulary, W rows of a request, A allowed tokens, B biased ones, U tokens that came before
 any of its rows.
@@ -73,6 +73,7 @@ class RuledRows:
         begin, end: its rows among all that choose.
         impossible_2F: of a row (from `begin` on) the token that would end a bad word; None if there is none.
         seen: None where nothing is penalized.
+        forced_2F: of a row the only token that can be; None if there is none.
     """
 
     begin: int
@@ -81,6 +82,7 @@ class RuledRows:
     fixed: FixedRules
     impossible_2F: Tensor | None
     seen: SeenTokens | None
+    forced_2F: Tensor | None
 
 
 def apply_rules(logits_NV: Tensor, ruled: Sequence[RuledRows]) -> Tensor:
@@ -107,6 +109,9 @@ def _apply(logits_WV: Tensor, rows: RuledRows) -> None:
     if rows.seen is not None:
         seen_WU = logits_WV[:, rows.seen.ids_U]
         logits_WV[:, rows.seen.ids_U] = penalized(seen_WU, rows.seen, rows.rules)
+    if rows.forced_2F is not None:
+        logits_WV[rows.forced_2F[0]] = float("-inf")
+        logits_WV[rows.forced_2F[0], rows.forced_2F[1]] = 0.0
 
 
 def penalized(logits_WU: Tensor, seen: SeenTokens, rules: TokenRules) -> Tensor:

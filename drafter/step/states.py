@@ -4,8 +4,9 @@ A mirror, not an authority: it changes only as plans and results say. Token ids 
 new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
 NumPy and put on the device once. Used by target ranks and by a split drafter alike.
 
-Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `place_drafts(plan, drafts)`,
-`lay_out_rows(plan)`, `advance(plan, token_ids, num_tokens)`. The twin of `device/states.py`.
+Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `guide(plan, drafts)`,
+`place_drafts(plan, drafts)`, `lay_out_rows(plan)`, `advance(plan, token_ids, num_tokens)`. The twin of
+`device/states.py`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, K most drafts,
 W = K + 1, P pages of a request, G page groups.
@@ -14,6 +15,7 @@ W = K + 1, P pages of a request, G page groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,8 @@ from ...cluster.page_groups import ONE_GROUP, PagePlan
 from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
-from .logprobs import LogprobRows
+from ..grammars.states import GrammarStates, RowMasks
+from .logprobs import AskedRows, AskedSlots
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
 from .rule_states import RuleStates
@@ -39,6 +42,8 @@ class RequestStates:
         attention_batch: makes what the models' backend wants to know of a step; see `AttentionBatch.build`.
         operators: lay out rows and write tokens, on this device; the definition by default.
         pages: the models' page groups; one that all layers share by default.
+        grammars: of a target whose requests may have grammars. A drafter knows none: what it proposes is
+            guided where it is verified.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class RequestStates:
         attention_batch: Callable[..., Any] = AttentionBatch.build,
         operators: StepOperators = DEFINITION,
         pages: PagePlan = ONE_GROUP,
+        grammars: GrammarStates | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._attention_batch = attention_batch
@@ -74,9 +80,11 @@ class RequestStates:
         self._min_length = np.zeros(num_slots, dtype=np.int64)
         self._stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self._rules = RuleStates(self.device)
-        self._num_top_logprobs = np.full(num_slots, -1, dtype=np.int64)  # -1: not asked for
+        self._asked = AskedSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
-        self._now: StepRequests | None = None  # of the step under way
+        self._grammars = grammars
+        self._masks: RowMasks | None = None  # of the step under way, as is:
+        self._now: StepRequests | None = None
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in admissions and new pages; comes first in a step."""
@@ -99,7 +107,9 @@ class RequestStates:
         self._min_length[slot] = sampling.min_length
         self._stop_ids[slot] = sampling.stop_token_ids
         self._rules.admit(slot, sampling.rules)
-        self._num_top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self._asked.admit(slot, sampling)
+        if self._grammars is not None:
+            self._grammars.admit(slot, sampling.grammar)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
@@ -117,10 +127,35 @@ class RequestStates:
         rows_of_D = (r.slots_R[who_D], r.first_R[who_D], drafts_D + 1, drafts_D)
         return self._lay_out(*rows_of_D, all_counts_R=r.num_drafts_R, mask_id=mask_id)
 
-    def logprob_rows(self, plan: SchedulerOutput) -> LogprobRows | None:
-        """Of which rows of the target log probabilities are asked for."""
+    def asked_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+        """Of which rows that choose log probabilities are asked for."""
         r = self._requests(plan)
-        return LogprobRows.of(self._num_top_logprobs[r.slots_R], r.counts_R)
+        return self._asked.chosen(r.slots_R, np.cumsum(r.counts_R) - r.counts_R, r.counts_R)
+
+    def asked_prompt_rows(self, plan: SchedulerOutput) -> AskedRows | None:
+        """Of which rows of prompts they are."""
+        r = self._requests(plan)
+        return self._asked.prompts(r.slots_R, r.first_R, r.num_rows_R)
+
+    def tokens_behind(self, plan: SchedulerOutput, asked: AskedRows) -> Tensor:
+        """The known token [Y] (int64) behind each of these rows of prompts."""
+        r = self._requests(plan)
+        in_request_Y = asked.rows() - np.repeat(asked.begins_A, asked.counts_A)
+        requests_Y = np.repeat(asked.requests_A, asked.counts_A)
+        positions_Y = r.first_R[requests_Y] + in_request_Y + 1
+        return self.token_ids[self._put(r.slots_R[requests_Y]), self._put(positions_Y)]
+
+    def guide(self, plan: SchedulerOutput, drafts_RK: Tensor) -> Tensor:
+        """The drafts as requests' grammars leave them; these say too what rows may choose."""
+        self._masks = None
+        if self._grammars is None or not self._grammars.hold_any:
+            return drafts_RK
+        r, guided_RK = self._requests(plan), drafts_RK.cpu().numpy().copy()
+        self._masks = self._grammars.guide(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing)
+        return drafts_RK if self._masks is None else torch.from_numpy(guided_RK).to(self.device)
+
+    def _standing(self, slot: int, begin: int, end: int) -> list[int]:
+        return self.token_ids[slot, begin:end].tolist()
 
     def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
         """Write proposals behind the known tokens, where `lay_out_rows` reads them; -1 marks what is none."""
@@ -162,6 +197,9 @@ class RequestStates:
         else:
             token_ids_N.index_fill_(0, rows_X, mask_id)
             num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see what is known
+        sampling = self._sampling(slots_X, chosen_at_X, num_before_X)
+        if mask_id is None and self._masks is not None:
+            sampling = replace(sampling, masks=self._masks)
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -170,7 +208,7 @@ class RequestStates:
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
             max_count=int(all_counts_R.max()),
-            sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
+            sampling=sampling,
         )
 
     def _attention(

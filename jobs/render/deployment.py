@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ...actors.http.keys import refuse_written_keys
 from ...actors.http.settings import parse_replicas, split_models
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
@@ -148,6 +149,7 @@ def _read(file: Path) -> Json:
 def _engines(application: Json) -> list[Engines]:
     """Those of an application; what stands under `deployments:` overrides its settings, as in Serve."""
     args = application.get("args") or {}
+    refuse_written_keys(args, "what stands under `args`")
     entries = args.get("models") or [{}]
     stated = application.get("deployments") or ()
     overrides = next((each for each in stated if each.get("name") == DEPLOYMENT), {})

@@ -6,6 +6,7 @@ graph runs. Neither waits for the step before, nor for the host.
 
     submit(plan): what the plan says ─▶ [draft ─▶ verify ─▶ sample ─▶ inject]  those that decode
                   (one copy)            [verify ─▶ sample ─▶ inject]           prompts
+                                        [log probabilities]  rows that are asked (`told.py`)
                                         ─▶ outcomes ─▶ host (one copy)
     collect():    wait for that copy
 
@@ -23,16 +24,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ....cluster.plan import IntArray, SchedulerOutput, StepResult, StepTimings
+from ....cluster.request import MAX_LOGPROBS
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.step.device.rows import NUM_LISTS, StepRequests, pack
 from ....drafter.step.device.upload import Upload
+from ....drafter.step.logprobs import num_told
 from ..model.decoder import Decoder
 from .graphs import StepGraphs, StepKinds
 from .iteration import DeviceModels, StepModels
 from .outcome import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
+from .told import Computed, Told
 
 Places = NDArray[np.intp]
 
@@ -56,6 +61,10 @@ class _Share:
     def num_values(self) -> int:
         return Outcome.num_values(self.num_requests, self.width)
 
+    def over(self, values: Tensor) -> Outcome:
+        """The outcome, where it stands."""
+        return Outcome.over(values, self.num_requests, self.width)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
@@ -63,6 +72,7 @@ class _Pending:
 
     plan: SchedulerOutput
     shares: Sequence[_Share]
+    told: Told | None
     arrival: Arrival
 
 
@@ -84,7 +94,9 @@ class DeviceSteps:
         self._upload = Upload(states.arena, 2 * NUM_LISTS * self._room, states.most_changes)
         decoding, self._prompts = self._upload.values.view(lists).unbind(0)
         most = max(kind.num_outcome_values for kind in self._kinds.all())
-        self._home = Homeward(most + Outcome.num_values(max_requests, 1), models.device)
+        self._vocab_size = models.target.spec.vocab_size
+        most_told = max_rows * num_told(MAX_LOGPROBS, self._vocab_size)
+        self._home = Homeward(most + Outcome.num_values(max_requests, 1) + most_told, models.device)
         self._graphs = StepGraphs(models, decoding, self._home.values)
         self._pending: deque[_Pending] = deque()
 
@@ -97,13 +109,25 @@ class DeviceSteps:
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
+        models, values, num_values = self._models, self._home.values, 0
         shares: list[_Share] = []
+        passes: list[Computed] = []
         if len(decoding):
-            shares.append(self._decode(plan, decoding))
+            share = self._decode(plan, decoding)
+            shares.append(share)
+            passes.append(Computed(decoding.tolist(), models.hidden, share.over(values).rows_RW1))
+            num_values = share.num_values
         if len(prompts):
-            shares.append(self._prefill(plan, prompts, sum(share.num_values for share in shares)))
-        arrival = self._home.bring(sum(share.num_values for share in shares))
-        self._pending.append(_Pending(plan, shares, arrival))
+            share, hidden_NH = self._prefill(plan, prompts, num_values)
+            shares.append(share)
+            passes.append(Computed(prompts.tolist(), hidden_NH, share.over(values[num_values:]).rows_RW1))
+            num_values += share.num_values
+        told = Told.of(plan, models.states, self._vocab_size)
+        if told is not None:
+            place = values[num_values : num_values + told.num_values]
+            place.copy_(told.tell(plan, passes, models.target, models.states))
+            num_values += told.num_values
+        self._pending.append(_Pending(plan, shares, told, self._home.bring(num_values)))
 
     def is_ready(self) -> bool:
         """Whether `collect` would not wait."""
@@ -117,7 +141,7 @@ class DeviceSteps:
         num_tokens = np.zeros(plan.num_requests, dtype=np.int32)
         seconds: dict[str, float] = {}
         for share in step.shares:
-            outcome = Outcome.over(values, share.num_requests, share.width)
+            outcome = share.over(values)
             values = values[share.num_values :]
             rows_GW1 = outcome.rows_RW1.numpy()[: len(share.requests_G)]
             width = min(share.width, token_ids.shape[1])
@@ -126,7 +150,8 @@ class DeviceSteps:
             spans_s = np.diff(outcome.times.numpy()[: len(share.parts) + 1]) / 1e9
             for part, span_s in zip(share.parts, spans_s.tolist(), strict=True):
                 seconds[part] = seconds.get(part, 0.0) + span_s
-        return StepResult(plan.step, token_ids, num_tokens, StepTimings(**seconds))
+        logprobs = (None, None) if step.told is None else step.told.read(values)
+        return StepResult(plan.step, token_ids, num_tokens, StepTimings(**seconds), *logprobs)
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
         """Run one step to its end."""
@@ -144,8 +169,9 @@ class DeviceSteps:
         self._graphs.replay(kind)
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
 
-    def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> _Share:
-        """Launch the rows of prompts; their outcome is left behind so many numbers."""
+    def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> tuple[_Share, Tensor]:
+        """Launch the rows of prompts; their outcome is left behind so many numbers, and their hidden states
+        come back."""
         num_requests, rows_G = len(requests_G), plan.num_rows[requests_G]
         num_sampled = int(plan.samples[requests_G].sum())
         requests = StepRequests.prompts(
@@ -154,8 +180,8 @@ class DeviceSteps:
         outcome = Outcome.over(self._home.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
         iteration = self._models.iteration(requests, outcome, filters=filters)
-        iteration.run()
-        return _Share(requests_G, iteration.parts, num_requests, 1)
+        hidden_NH = iteration.run()
+        return _Share(requests_G, iteration.parts, num_requests, 1), hidden_NH
 
     def _filters(self, plan: SchedulerOutput, requests_G: Places) -> bool:
         return self._models.states.filters(plan.slots[requests_G])

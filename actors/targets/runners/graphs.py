@@ -44,7 +44,7 @@ class StepKind:
         num_requests: there is room for.
         width: most rows of a request.
         num_rows: N, padding included.
-        filters: whether any request has top-k, top-p, min-p or rules.
+        filters: whether any request has top-k, top-p, min-p or rules, or asks for log probabilities.
     """
 
     num_requests: int

@@ -25,7 +25,7 @@ from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.propose import Proposer
-from ....drafter.step.logprobs import LogprobRows, raw_logprobs, tell_logprobs
+from ....drafter.step.logprobs import AskedRows, raw_logprobs, read_told, tell, tell_in_chunks
 from ....drafter.step.operators import StepOperators
 from ....drafter.step.rows import StepRows
 from ....drafter.step.sampling import sample_rows
@@ -127,7 +127,8 @@ class StepRunner:
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
         hidden_XH = hidden_NH if all_sampled else hidden_NH.index_select(0, rows.sampled_X)
         clock.mark()
-        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.logprob_rows(plan))
+        prompt_logprobs = self._tell_prompts(plan, hidden_NH)
+        chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.asked_rows(plan))
         token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
@@ -141,19 +142,22 @@ class StepRunner:
             num_tokens=num_tokens_R.cpu().numpy().astype(np.int32),
             timings=StepTimings(*clock.seconds()),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _propose(self, plan: SchedulerOutput) -> Tensor:
-        """Ask for drafts and put them behind the known tokens."""
+        """Ask for drafts, let grammars see them, and put them behind the known tokens."""
         if self.drafts is None:
             assert not plan.num_drafts.any(), "drafts were planned, but there is no drafter"
-            return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self.model.device)
-        drafts_RK = self.drafts.propose(plan, self.states)
+            drafts_RK = torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self.model.device)
+        else:
+            drafts_RK = self.drafts.propose(plan, self.states)
+        drafts_RK = self.states.guide(plan, drafts_RK)
         self.states.place_drafts(plan, drafts_RK)
         return drafts_RK
 
     def _choose(
-        self, hidden_XH: Tensor, rows: StepRows, asked: LogprobRows | None
+        self, hidden_XH: Tensor, rows: StepRows, asked: AskedRows | None
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Each sampled row's token, and the log probabilities that are asked for."""
         if not len(hidden_XH):
@@ -161,5 +165,17 @@ class StepRunner:
         logits_XV = self.model.logits(hidden_XH)
         logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
         chosen_X = self._communicator.broadcast(sample_rows(logits_XV, rows.sampling, self._operators))
-        told = None if asked is None or logprobs_YV is None else tell_logprobs(logprobs_YV, chosen_X, asked)
-        return chosen_X, told
+        if asked is None or logprobs_YV is None:
+            return chosen_X, None
+        chosen_Y = chosen_X[torch.from_numpy(asked.rows()).to(chosen_X.device)]
+        return chosen_X, read_told(tell(logprobs_YV, chosen_Y, asked.num_top).cpu().numpy(), asked)
+
+    def _tell_prompts(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
+        """Log probabilities of prompts, as far as they are asked for."""
+        asked = self.states.asked_prompt_rows(plan)
+        if asked is None:
+            return None
+        hidden_YH = hidden_NH[torch.from_numpy(asked.rows()).to(hidden_NH.device)]
+        next_ids_Y = self.states.tokens_behind(plan, asked)
+        told_YE = tell_in_chunks(hidden_YH, next_ids_Y, self.model.logits, asked.num_top)
+        return read_told(told_YE.cpu().numpy(), asked)

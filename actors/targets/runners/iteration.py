@@ -39,6 +39,7 @@ class DeviceModels:
         drafter, draft_cache: None where there is none here.
         remote: the way to one in a process of its own; without either, a rank decodes plainly.
         workspace: for choosing tokens, over the whole vocabulary or this rank's part of it.
+        hidden: [N, H], where steps that decode leave what log probabilities are made of.
     """
 
     target: Decoder
@@ -48,6 +49,7 @@ class DeviceModels:
     states: DeviceStates
     workspace: SamplingWorkspace
     communicator: Communicator
+    hidden: Tensor
     remote: RemoteDrafter | None = None
 
     @property
@@ -64,7 +66,9 @@ class Pass(Protocol):
     @property
     def parts(self) -> tuple[str, ...]: ...
 
-    def run(self) -> None: ...
+    def run(self) -> Tensor:
+        """Returns the hidden states of all rows, for as long as no other pass runs."""
+        ...
 
 
 class StepModels(Protocol):
@@ -75,6 +79,12 @@ class StepModels(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def target(self) -> Decoder: ...
+
+    @property
+    def hidden(self) -> Tensor: ...
 
     def iteration(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Pass: ...
 
@@ -98,7 +108,8 @@ class Iteration:
     Args:
         requests: who takes part; whoever may draft in it drafts.
         outcome: written.
-        filters: whether any request narrows its distribution by top-k, top-p or min-p, or has rules.
+        filters: whether any request narrows its distribution by top-k, top-p or min-p, or has rules, or asks
+            for log probabilities: then a step that decodes leaves its hidden states in `models`.
     """
 
     def __init__(
@@ -113,7 +124,7 @@ class Iteration:
         inject = ("inject_s",) if self._injects else ()
         return (*draft, "verify_s", "sample_s", *inject)
 
-    def run(self) -> None:
+    def run(self) -> Tensor:
         """All parts. What one leaves to another is let go at the end: graphs share memory."""
         times, marks = self._outcome.times, count()
         stamp(times, next(marks))
@@ -129,6 +140,9 @@ class Iteration:
         if self._injects:
             self._inject(rows, chosen_X, taps_NmH)
             stamp(times, next(marks))
+        if self._filters and self._requests.sampled_X is None:
+            models.hidden[: len(hidden_NH)].copy_(hidden_NH)
+        return hidden_NH
 
     @property
     def _injects(self) -> bool:

@@ -3,7 +3,8 @@
 What they mean is `drafter/step/rules.py`; `rules.py` beside this file reads them. Which tokens a row has seen
 is no state: they stand in the table of tokens. Owned by `states.py`.
 
-Legend: S slots, A allowed tokens at most, B biased ones, W bad words, L tokens of one.
+Legend: S slots, A allowed tokens at most, B biased ones, W bad words, L tokens of one; M
+tokens of a mark around reasoning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ....cluster.token_rules import RuleLimits, TokenRules
 from .arena import Arena
 from .rows import Ints
 
-RULE_LIMITS = RuleLimits(allowed_tokens=1024, biased_tokens=512, bad_words=256, bad_word_tokens=8)
+RULE_LIMITS = RuleLimits(
+    allowed_tokens=1024, biased_tokens=512, bad_words=256, bad_word_tokens=8, reasoning_tokens=16
+)
 _NUMBERS = {  # a number of each slot
     "is_ruled": torch.int32,
     "prompt_length": torch.int32,
@@ -29,6 +32,9 @@ _NUMBERS = {  # a number of each slot
     "repetition": torch.float32,
     "frequency": torch.float32,
     "presence": torch.float32,
+    "budget": torch.int32,
+    "start_length": torch.int32,
+    "end_length": torch.int32,
 }
 
 
@@ -43,6 +49,8 @@ class RuleTables:
         allowed_ids: int32 [S, A].
         biased_ids, biases: int32 and fp32 [S, B].
         bad_words: int32 [S, W, L], the last token last, -1 before the first.
+        budget, start_length, end_length: int32 [S]; with no end reasoning has no limit.
+        marks: int32 [S, 2, M], the start and the end of reasoning.
     """
 
     is_ruled: Tensor
@@ -53,10 +61,14 @@ class RuleTables:
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
+    budget: Tensor
+    start_length: Tensor
+    end_length: Tensor
     allowed_ids: Tensor
     biased_ids: Tensor
     biases: Tensor
     bad_words: Tensor
+    marks: Tensor
 
     @staticmethod
     def shapes(num_slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -68,6 +80,7 @@ class RuleTables:
             "biased_ids": ((num_slots, most.biased_tokens), torch.int32),
             "biases": ((num_slots, most.biased_tokens), torch.float32),
             "bad_words": ((num_slots, most.bad_words, most.bad_word_tokens), torch.int32),
+            "marks": ((num_slots, 2, most.reasoning_tokens), torch.int32),
         }
 
     @classmethod
@@ -79,7 +92,8 @@ def rule_entries(arena: Arena, slot: int, rules: TokenRules | None) -> list[tupl
     """What an admission writes; of a request without rules one word."""
     if rules is None:
         return [arena.entries("is_ruled", (slot,), 0)]
-    allowed, bad_words = rules.allowed_token_ids or (), rules.bad_words
+    allowed, bad_words, thinking = rules.allowed_token_ids or (), rules.bad_words, rules.thinking
+    start, end = ((), ()) if thinking is None else (thinking.start, thinking.end)
     numbers = {
         "is_ruled": 1,
         "prompt_length": rules.prompt_length,
@@ -89,11 +103,17 @@ def rule_entries(arena: Arena, slot: int, rules: TokenRules | None) -> list[tupl
         "repetition": rules.repetition,
         "frequency": rules.frequency,
         "presence": rules.presence,
+        "budget": 0 if thinking is None else thinking.budget,
+        "start_length": len(start),
+        "end_length": len(end),
     }
     found = [arena.entries(name, (slot,), value) for name, value in numbers.items()]
     biased_ids, biases = zip(*rules.logit_bias, strict=True) if rules.logit_bias else ((), ())
     lists = {"allowed_ids": allowed, "biased_ids": biased_ids, "biases": biases}
     found += [arena.entries(name, (slot, np.arange(len(x))), x) for name, x in lists.items() if x]
+    for number, mark in enumerate((start, end)):
+        if mark:
+            found.append(arena.entries("marks", (slot, number, np.arange(len(mark))), mark))
     if bad_words:
         length = RULE_LIMITS.bad_word_tokens
         aligned = [(-1,) * (length - len(word)) + word for word in bad_words]

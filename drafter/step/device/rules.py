@@ -60,16 +60,21 @@ def apply_rules(
         rules.repetition,
         rules.frequency,
         rules.presence,
+        rules.budget,
+        rules.start_length,
+        rules.end_length,
         rules.allowed_ids,
         rules.biased_ids,
         rules.biases,
         rules.bad_words,
+        rules.marks,
         vocab_size,
         DRAFTS=drafts,
         MOST_ALLOWED=rules.allowed_ids.shape[1],
         MOST_BIASED=rules.biased_ids.shape[1],
         MOST_WORDS=rules.bad_words.shape[1],
         WORD=rules.bad_words.shape[2],
+        MARK=rules.marks.shape[2],
         CHUNK=_CHUNK,
     )
 
@@ -91,16 +96,21 @@ def _apply(
     repetitions,
     frequencies,
     presences,
+    budgets,
+    start_lengths,
+    end_lengths,
     allowed_ids,
     biased_ids,
     biases,
     bad_words,
+    marks,
     vocab_size,
     DRAFTS: tl.constexpr,
     MOST_ALLOWED: tl.constexpr,
     MOST_BIASED: tl.constexpr,
     MOST_WORDS: tl.constexpr,
     WORD: tl.constexpr,
+    MARK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One chunk of one row."""
@@ -138,6 +148,10 @@ def _apply(
         counts = _count(tokens, prompt_length, end, first, CHUNK)
         z = z - frequency * counts.to(tl.float32)
         z = z - presence * (counts > 0).to(tl.float32)
+    if tl.load(end_lengths + slot) > 0:
+        spans = (tl.load(start_lengths + slot), tl.load(end_lengths + slot), tl.load(budgets + slot))
+        forced = _forced(tokens, prompt_length, end, marks + slot * 2 * MARK, spans, MARK)
+        z = tl.where(forced < 0, z, tl.where(columns == forced, 0.0, -float("inf")))
     tl.store(places, z.to(logits.dtype.element_ty), mask=columns < vocab_size)
 
 
@@ -174,6 +188,42 @@ def _endings(
         ends = ends & ((wanted < 0) | (wanted == token))
     last = tl.load(words + word * WORD + WORD - 1, mask=ends, other=-1)
     return _histogram(last, first, CHUNK)
+
+
+@triton.jit
+def _forced(tokens, prompt_length, end, marks, spans, MARK: tl.constexpr):
+    """The token that reasoning must go on with to end (`drafter/step/thinking.py`); -1 where it is free."""
+    start_length, end_length, budget = spans
+    begin = prompt_length
+    if start_length > 0:
+        begin = _behind_last(tokens, 0, end, marks, start_length)
+    token = -1
+    if (begin >= 0) & (end - begin >= budget):
+        place = _behind_last(tokens, begin, end, marks + MARK, end_length)
+        if place < 0:
+            begun = 0  # tokens of the end that stand there already
+            for length in range(1, end_length):
+                stands = end - begin >= length
+                for i in range(0, length):
+                    seen = tl.load(tokens + end - length + i, mask=stands, other=-1)
+                    stands = stands & (seen == tl.load(marks + MARK + i))
+                begun = tl.where(stands, length, begun)
+            token = tl.load(marks + MARK + begun)
+    return token
+
+
+@triton.jit
+def _behind_last(tokens, begin, end, mark, length):
+    """The position behind the last place in tokens[begin:end] where a mark stands; -1 if it does not."""
+    found = tl.full([_TILE], -1, tl.int32)
+    for start in range(begin, end, _TILE):
+        at = start + tl.arange(0, _TILE)  # of the mark's last token
+        stands = (at < end) & (at - begin >= length - 1)
+        for i in range(0, length):
+            seen = tl.load(tokens + at - length + 1 + i, mask=stands, other=-1)
+            stands = stands & (seen == tl.load(mark + i))
+        found = tl.maximum(found, tl.where(stands, at + 1, -1))
+    return tl.max(found, 0)
 
 
 @triton.jit

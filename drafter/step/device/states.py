@@ -22,6 +22,7 @@ from ....cluster.page_groups import ONE_GROUP, PagePlan
 from ....cluster.pages import pages_for
 from ....cluster.plan import AdmittedRequest, SchedulerOutput
 from ...compute.kv_cache import skip_slot
+from ..logprobs import AskedSlots
 from .arena import Arena
 from .rows import Ints, SlotTables
 from .rule_tables import RuleTables, rule_entries
@@ -48,6 +49,7 @@ class DeviceStates:
     Attributes:
         tables, sampling: what kernels read; views of the arena.
         arena: int32, all tables' words.
+        asked: whose log probabilities are told; known to the host alone.
         most_changes: those of the admission of a longest sequence.
     """
 
@@ -98,6 +100,7 @@ class DeviceStates:
         of_groups = len(pages.groups) * table_shape[2]
         self.most_changes = max_model_len + of_groups + MAX_STOP_TOKEN_IDS + len(_SAMPLING) + 3
         self._filters_S = np.zeros(num_slots, dtype=np.bool_)
+        self.asked = AskedSlots(num_slots)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -117,7 +120,7 @@ class DeviceStates:
         return np.stack((np.concatenate(words), np.concatenate(values)), axis=1)
 
     def filters(self, slots: Ints) -> bool:
-        """Whether any of these requests has top-k, top-p, min-p or rules."""
+        """Whether any of these requests has top-k, top-p, min-p or rules, or asks for log probabilities."""
         return bool(self._filters_S[slots].any())
 
     def _page_entries(self, plan: SchedulerOutput) -> list[tuple[Ints, Ints]]:
@@ -143,7 +146,9 @@ class DeviceStates:
         slot, tokens, sampling = request.slot, request.token_ids, request.sampling
         greedy = sampling.temperature <= 0 or sampling.top_k == 1
         narrows = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        self._filters_S[slot] = (narrows and not greedy) or sampling.rules is not None
+        tells = sampling.logprobs is not None
+        self._filters_S[slot] = (narrows and not greedy) or sampling.rules is not None or tells
+        self.asked.admit(slot, sampling)
         stops = np.full(MAX_STOP_TOKEN_IDS, -1, dtype=np.int32)
         stops[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
         entries = self._arena.entries

@@ -1,0 +1,46 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from ..chat import prepare_chat
+from ..chat_answer import check_tools
+from ..chat_request import conversation
+from ..conversing import Heeds, answer
+from ..frontend import Frontend
+from ..run import Run
+from ..translation import said_of
+from ..wire import MAX_VALUES, JsonRoute, json_response
+from .errors import ROUTES
+from .request import NAMES, CountRequest, MessagesRequest
+from .writer import PREFIX, MessageWriter
+
+
+def message_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(ROUTES)
+    async def create_message(body: MessagesRequest, http: Request) -> Response:
+        read = body.conversation()
+        heeds = Heeds.of(frontend)
+        chat = body.for_chat(read, heeds)
+        with said_of({**NAMES, **read.names}):
+            work, reading = await prepare_chat(
+                frontend, PREFIX, chat, http, ignored=body.ignored(heeds), resumable=False
+            )
+            run = Run(frontend, work)
+            return await answer(run, reading, MessageWriter(work.id, work.model, run.metrics), http)
+
+    @router.post(f"{ROUTES}/count_tokens")
+    async def count_tokens(body: CountRequest) -> Response:
+        read = body.conversation()
+        chat = body.for_chat(read, Heeds.of(frontend))
+        with said_of({**NAMES, **read.names}):
+            frontend.check_model(chat.model)
+            check_tools(frontend.chat, chat)
+            prompt = conversation(chat, chat.messages, frontend.engine.tokenizer)
+            token_ids = await frontend.engine.encoder.list_tokens(prompt, MAX_VALUES)
+        return json_response({"input_tokens": len(token_ids)})
+
+    return router

@@ -1,0 +1,134 @@
+"""A message of /v1/messages: its events while it grows, and the whole of it, which is what they add up to.
+
+message_start, ping
+  content_block_start
+    content_block_delta (thinking_delta and, last, signature_delta; text_delta; input_json_delta)
+  content_block_stop
+message_delta, message_stop
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+
+import orjson
+
+from ....cluster.request import FinishReason
+from ..errors import public_error
+from ..sections import Events, Section, SectionWriter
+from ..wire import JsonObject
+from .errors import anthropic_error
+
+PREFIX = "msg_"
+
+
+class MessageWriter(SectionWriter):
+    """Of one request.
+
+    Args:
+        id, model: of the message.
+        metrics: called at the end, for what stands beside `usage`.
+    """
+
+    def __init__(self, id: str, model: str, metrics: Callable[[], JsonObject | None] = lambda: None) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._message: JsonObject = {
+            "id": id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def begin(self, usage: JsonObject) -> Events:
+        usage = {**_usage(usage), "output_tokens": 0}
+        message = {**self._message, "content": [], "usage": usage}
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def opened(self, section: Section) -> Events:
+        block = _block(section, {} if section.kind == "call" else "", signature="")
+        return [{"type": "content_block_start", "index": section.at, "content_block": block}]
+
+    def grown(self, section: Section, text: str) -> Events:
+        kind, name = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "content": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[section.kind]
+        return [_delta(section, {"type": kind, name: text})]
+
+    def closed(self, section: Section, *, whole: bool) -> Events:
+        text = _object(section.text) if section.kind == "call" else section.text
+        signature = _signature(section.text)
+        self._message["content"].append(_block(section, text, signature=signature))
+        stop: JsonObject = {"type": "content_block_stop", "index": section.at}
+        if section.kind != "reasoning":
+            return [stop]
+        return [_delta(section, {"type": "signature_delta", "signature": signature}), stop]
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
+        whole = reason != "length"
+        events = [*self.ensure_content(), *self.close(whole=whole)]
+        stopped = stop_reason if whole and isinstance(stop_reason, str) else None
+        if not whole:
+            shown = "max_tokens"
+        elif stopped is not None:
+            shown = "stop_sequence"
+        else:
+            shown = "tool_use" if self.has_calls else "end_turn"
+        end = {"stop_reason": shown, "stop_sequence": stopped}
+        self._message |= {**end, "usage": _usage(usage)}
+        delta: JsonObject = {"type": "message_delta", "delta": end, "usage": self._message["usage"]}
+        if (metrics := self._metrics()) is not None:
+            self._message["metrics"] = delta["metrics"] = metrics
+        return [*events, delta, {"type": "message_stop"}]
+
+    def failed(self, error: BaseException) -> Events:
+        shown = public_error(error)
+        return [anthropic_error(shown.status, shown.message)]
+
+    def whole(self) -> JsonObject:
+        return self._message
+
+
+def _block(section: Section, text: object, *, signature: str) -> JsonObject:
+    if section.kind == "call":
+        return {"type": "tool_use", "id": section.call_id, "name": section.name, "input": text}
+    if section.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": signature}
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _delta(section: Section, delta: JsonObject) -> JsonObject:
+    return {"type": "content_block_delta", "index": section.at, "delta": delta}
+
+
+def _object(arguments: str) -> object:
+    """Of a call that was cut off in its arguments, nothing: a block holds an object, no text."""
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def _signature(thinking: str) -> str:
+    """Clients forget thinking without one. It proves nothing: what comes back is read whoever wrote it."""
+    return base64.b64encode(hashlib.blake2b(thinking.encode(), digest_size=24).digest()).decode()
+
+
+def _usage(usage: JsonObject) -> JsonObject:
+    """Anthropic's input_tokens are those that were computed; cached ones count beside them."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": reasoning},
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without storage: each request brings its whole conversation."""

@@ -1,0 +1,17 @@
+"""The ending of a /v1/responses stream whose replica has died."""
+
+from __future__ import annotations
+
+from ..errors import public_error
+from ..sse import named_event
+
+
+class LostResponse:
+    """A gateway knows nothing of the response, nor how many events it had: the number is none of theirs."""
+
+    done = b""
+
+    def failed(self, error: BaseException) -> bytes:
+        shown = public_error(error)
+        event = {"type": "error", "code": "server_error", "message": shown.message, "param": None}
+        return named_event({**event, "sequence_number": -1})

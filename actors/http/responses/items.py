@@ -1,0 +1,161 @@
+"""Input items of /v1/responses become messages of a chat.
+
+An answer comes as several items (its reasoning, its text, each of its calls), and clients send them back like
+that; a chat has one message for all. Every item is read or refused, none is dropped: only reasoning that
+another server has encrypted says nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....cluster.errors import RequestError
+from ..wire import JsonObject
+
+ROLES = ("user", "assistant", "system", "developer")
+PARTS = ("reasoning_content", "content", "tool_calls")  # of an answer, in their order
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with."""
+
+    messages: list[JsonObject] = field(default_factory=list[JsonObject])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, message: JsonObject, name: str) -> None:
+        self.names[f"messages.{len(self.messages)}"] = name
+        self.messages.append(message)
+
+
+def read_items(
+    instructions: str | None, items: Sequence[Mapping[str, Any]], *, knows_developers: bool
+) -> Conversation:
+    """The conversation of a request.
+
+    Args:
+        instructions: stand before it, in one message with what the first items say to the system: few
+            templates take a second one.
+        knows_developers: whether the model's chat template has a role for them; else they are the system.
+    """
+    reader = _Reader(knows_developers)
+    if instructions:
+        reader.add_system(instructions, "system", "instructions")
+    for i, item in enumerate(items):
+        reader.read(item, f"input.{i}")
+    return reader.conversation
+
+
+class _Reader:
+    def __init__(self, knows_developers: bool) -> None:
+        self.conversation = Conversation()
+        self._knows_developers = knows_developers
+
+    def read(self, item: Mapping[str, Any], at: str) -> None:
+        kind = item.get("type") or "message"
+        if kind == "message":
+            self._read_message(item, at)
+        elif kind == "reasoning":
+            if text := _reasoning(item, at):
+                self._answer(at, without=PARTS)["reasoning_content"] = text
+        elif kind == "function_call":
+            self._read_call(item, at)
+        elif kind == "function_call_output":
+            id, output = _string(item, "call_id", at), text_of(item.get("output"), f"{at}.output")
+            self.conversation.add({"role": "tool", "tool_call_id": id, "content": output}, at)
+        else:
+            raise RequestError(_refusal(str(kind), at), param=f"{at}.type")
+
+    def add_system(self, text: str, role: str, at: str) -> None:
+        if role == "developer" and not self._knows_developers:
+            role = "system"
+        messages = self.conversation.messages
+        if len(messages) == 1 and messages[0]["role"] == role:
+            messages[0]["content"] += "\n\n" + text
+        else:
+            self.conversation.add({"role": role, "content": text}, at)
+
+    def _read_message(self, item: Mapping[str, Any], at: str) -> None:
+        role, text = item.get("role"), text_of(item.get("content"), f"{at}.content")
+        if role not in ROLES:
+            raise RequestError(f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role")
+        if role in ("system", "developer"):
+            self.add_system(text, role, at)
+        elif role == "assistant":
+            self._answer(at, without=PARTS[1:])["content"] = text
+        else:
+            self.conversation.add({"role": role, "content": text}, at)
+
+    def _read_call(self, item: Mapping[str, Any], at: str) -> None:
+        function = {"name": _string(item, "name", at), "arguments": _string(item, "arguments", at)}
+        call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
+        calls = self._answer(at).setdefault("tool_calls", [])
+        place = f"messages.{len(self.conversation.messages) - 1}.tool_calls.{len(calls)}"
+        self.conversation.names |= {f"{place}.function": at, place: at}
+        calls.append(call)
+
+    def _answer(self, at: str, without: Sequence[str] = ()) -> JsonObject:
+        """The message of the answer that an item is a part of; a new one if it has any of `without`."""
+        messages = self.conversation.messages
+        last = messages[-1] if messages else {"role": None}
+        if last["role"] != "assistant" or any(last.get(name) for name in without):
+            self.conversation.add({"role": "assistant", "content": ""}, at)
+        return messages[-1]
+
+
+def text_of(content: Any, at: str) -> str:  # Any: JSON.
+    """A string, or a list of parts that are text, one below the other."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{at} must be a string or a list of parts.", param=at)
+    return "\n".join(_part(part, f"{at}.{i}") for i, part in enumerate(content))
+
+
+def _part(part: Any, at: str) -> str:
+    if isinstance(part, Mapping):
+        if part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
+            return part["text"]
+        if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+            return part["refusal"]
+    raise RequestError(
+        f'{at}: only parts {{"type": "input_text", "text": ...}} are supported; this model reads no images, '
+        "sound or files.",
+        param=at,
+    )
+
+
+def _reasoning(item: Mapping[str, Any], at: str) -> str:
+    """What can be read of it: its text, else its summary."""
+    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        parts = item.get(name) or []
+        if not isinstance(parts, list) or not all(
+            isinstance(part, Mapping) and part.get("type") == kind and isinstance(part.get("text"), str)
+            for part in parts
+        ):
+            raise RequestError(
+                f'{at}.{name} must be a list of parts {{"type": "{kind}", "text": ...}}.',
+                param=f"{at}.{name}",
+            )
+        if parts:
+            return "".join(part["text"] for part in parts)
+    return ""
+
+
+def _string(item: Mapping[str, Any], name: str, at: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{at}.{name} must be a string.", param=f"{at}.{name}")
+    return value
+
+
+def _refusal(kind: str, at: str) -> str:
+    if kind == "item_reference":
+        return f"{at}: this server keeps no items that could be referred to. Send the item itself."
+    return (
+        f"{at}: items of type {kind[:60]} belong to tools that OpenAI's servers run. Send messages, "
+        "reasoning, function_call and function_call_output."
+    )

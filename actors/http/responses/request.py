@@ -1,0 +1,212 @@
+"""The body of /v1/responses: which fields count, and the `ChatRequest` that they make.
+
+Fields that are not of that API (`top_k`, `seed`, `speculative`, `chat_template_kwargs` ...) mean what they
+mean in a chat and go there as they are. What would need memory of earlier responses is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ....cluster.errors import RequestError
+from ..chat_request import ChatRequest
+from ..conversing import Heeds
+from ..translation import chat_request, said_of
+from ..wire import JsonObject
+from .items import Conversation, read_items
+
+NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."
+# Field -> the values that ask for nothing, and what to do instead of using it.
+NEVER: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((), NOTHING_STORED),
+    "conversation": ((), NOTHING_STORED),
+    "prompt": ((), "This server keeps no prompts: send `instructions` and `input`."),
+    "background": ((False,), "Send it without: an answer is streamed, or comes whole."),
+    "context_management": (([],), "This server compacts nothing: shorten `input`."),
+    "max_tool_calls": ((), "It bounds tools that the server runs, and this one runs none."),
+    "moderation": ((), "This server moderates nothing."),
+    "top_logprobs": ((0,), "Ask /v1/chat/completions for log probabilities."),
+    "messages": ((), "The conversation stands in `input`."),
+    "n": ((1,), "A response has one answer: send several requests, or use /v1/chat/completions."),
+    "stop": (([],), "This API has no stop strings: use /v1/chat/completions."),
+}
+# They say something about the request, or would make a hosted service cheaper; no answer depends on them.
+SILENT = frozenset(
+    {
+        *("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        *("prompt_cache_options", "stream_options", "client_metadata"),
+    }
+)
+# Path in the chat -> in this body.
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+}
+
+
+class ReasoningOptions(BaseModel):
+    """`summary` is not made: the reasoning itself is told."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class TextFormat(BaseModel):
+    """`type` and, of a json_schema, its name and schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    format: TextFormat = Field(default_factory=TextFormat)
+
+    def response_format(self) -> JsonObject | None:
+        """As a chat has it: a schema and its name lie one level deeper there."""
+        if self.format.type == "text":
+            return None
+        rest = dict(self.format.model_extra or {})
+        return {"type": self.format.type, **({"json_schema": rest} if rest else {})}
+
+
+# Any: a validator sees raw JSON.
+def _known_tool(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise RequestError(
+            f"tools: a tool of type {kind[:60]!r} is run by OpenAI's servers; this one takes tools of type "
+            '"function", which the client runs.',
+            param="tools",
+        )
+    return value
+
+
+class FunctionTool(BaseModel):
+    """A function; flat, where a chat has it below `function`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: str
+
+    def for_chat(self) -> JsonObject:
+        function = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, **function}}
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+def _input_list(value: Any) -> Any:
+    """One list of items; a string is what the user says."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        raise RequestError("input must be a string or a list of items, and not empty.", param="input")
+    return value
+
+
+class ResponsesRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    input: Annotated[
+        list[dict[str, Any]], BeforeValidator(_input_list, json_schema_input_type=str | list[Any])
+    ]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    tools: list[Annotated[FunctionTool, BeforeValidator(_known_tool)]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+    def ignored(self, heeds: Heeds) -> list[str]:
+        """What an SDK may send of its own, and is not heeded."""
+        found = ["store"] if self.store else []
+        found += [f"include.{name}" for name in self.include or () if name != "reasoning.encrypted_content"]
+        found += ["reasoning.summary"] if self._asks_for(self.reasoning, "summary") else []
+        found += ["text.verbosity"] if self._asks_for(self.text, "verbosity") else []
+        unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
+        return [*found, "reasoning.effort"] if unheeded else found
+
+    def conversation(self, *, knows_developers: bool) -> Conversation:
+        return read_items(self.instructions, self.input, knows_developers=knows_developers)
+
+    def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
+        """What is asked for, as a chat. Raises RequestError, in this body's words."""
+        extra = self.model_extra or {}
+        for name, (nothing, remedy) in NEVER.items():
+            if extra.get(name) is not None and extra[name] not in nothing:
+                raise RequestError(f"{name} is not supported. {remedy}", param=name)
+        if self.truncation == "auto":
+            raise RequestError(
+                "truncation: this server drops no items of a conversation that is too long. Shorten `input`, "
+                "or send truncate_prompt_tokens.",
+                param="truncation",
+            )
+        tools = [tool.for_chat() for tool in self.tools or ()]
+        named = isinstance(self.tool_choice, NamedTool)
+        flat = {f"tools.{i}.function": f"tools.{i}" for i in range(len(tools))}
+        with said_of({**NAMES, **conversation.names, **flat}):
+            return chat_request(
+                {
+                    **{
+                        name: value
+                        for name, value in extra.items()
+                        if name not in NEVER and name not in SILENT
+                    },
+                    "model": self.model,
+                    "messages": conversation.messages,
+                    "stream": self.stream,
+                    "max_completion_tokens": self.max_output_tokens,
+                    "tools": tools or None,
+                    "tool_choice": _named(self.tool_choice) if named else self.tool_choice,
+                    "parallel_tool_calls": self.parallel_tool_calls,
+                    "response_format": self.text.response_format() if self.text else None,
+                    "reasoning_effort": self._effort if heeds.effort else None,
+                    **self._thinking_fields(heeds),
+                }
+            )
+
+    @property
+    def _effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    def _switches(self, heeds: Heeds) -> bool:
+        """Whether thinking is to be switched off, where no effort could be told."""
+        return self._effort == "none" and heeds.switch and not heeds.effort
+
+    def _thinking_fields(self, heeds: Heeds) -> JsonObject:
+        if not self._switches(heeds):
+            return {}
+        own = (self.model_extra or {}).get("chat_template_kwargs") or {}
+        return {"chat_template_kwargs": {"enable_thinking": False, **own}}
+
+    @staticmethod
+    def _asks_for(options: BaseModel | None, name: str) -> bool:
+        return options is not None and (options.model_extra or {}).get(name) is not None
+
+
+def _named(choice: Any) -> JsonObject:
+    return {"type": "function", "function": {"name": choice.name}}

@@ -1,0 +1,46 @@
+"""POST /v1/responses; and the routes that would need responses to be kept, which say that none are."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from ....cluster.errors import NotFoundError
+from ..chat import prepare_chat
+from ..conversing import Heeds, answer
+from ..frontend import Frontend
+from ..run import Run
+from ..translation import said_of
+from ..wire import JsonRoute
+from .frame import frame
+from .request import NAMES, ResponsesRequest
+from .writer import PREFIX, ResponseWriter
+
+
+def response_routes(frontend: Frontend) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/v1/responses")
+    async def create_response(body: ResponsesRequest, http: Request) -> Response:
+        with said_of(NAMES):
+            heeds = Heeds.of(frontend)
+        conversation = body.conversation(knows_developers=heeds.developers)
+        chat = body.for_chat(conversation, heeds)
+        with said_of({**NAMES, **conversation.names}):
+            work, reading = await prepare_chat(
+                frontend, PREFIX, chat, http, ignored=body.ignored(heeds), resumable=False
+            )
+            run = Run(frontend, work)
+            return await answer(run, reading, ResponseWriter(frame(body, chat, run), run.metrics), http)
+
+    @router.get("/v1/responses/{response_id}")
+    @router.delete("/v1/responses/{response_id}")
+    @router.get("/v1/responses/{response_id}/input_items")
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def find_response(response_id: str) -> Response:
+        raise NotFoundError(
+            f"There is no response {response_id[:80]}: this server keeps none. What it answers to POST "
+            "/v1/responses is all; a client that closes its connection cancels it.",
+            param="response_id",
+        )
+
+    return router

@@ -1,0 +1,153 @@
+"""A response of /v1/responses: its events while it grows, and the whole of it, which is what they add up to.
+
+created, in_progress
+  output_item.added
+    content_part.added, output_text.delta ..., output_text.done, content_part.done     (or reasoning_text)
+    function_call_arguments.delta ..., function_call_arguments.done
+  output_item.done
+completed | incomplete | failed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ....cluster.request import FinishReason
+from ..errors import public_error
+from ..sections import Events, Section, SectionWriter
+from ..wire import JsonObject
+
+PREFIX = "resp_"
+_ITEM_PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
+_PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
+
+
+class ResponseWriter(SectionWriter):
+    """Of one request.
+
+    Args:
+        frame: all of the response that does not grow (`frame.py`).
+        metrics: called at the end, for what stands beside `usage`.
+    """
+
+    def __init__(self, frame: JsonObject, metrics: Callable[[], JsonObject | None] = lambda: None) -> None:
+        super().__init__()
+        self._response: JsonObject = {**frame, "status": "in_progress", "output": [], "usage": None}
+        self._metrics = metrics
+        self._num_events = 0
+
+    def begin(self, usage: JsonObject) -> Events:
+        return self._begin()
+
+    def _begin(self) -> Events:
+        shown = {**self._response, "output": []}
+        return [self._event(f"response.{status}", response=shown) for status in ("created", "in_progress")]
+
+    def opened(self, section: Section) -> Events:
+        item, place = self._item(section, "in_progress"), {"output_index": section.at}
+        if section.kind != "call":
+            item["content"] = []
+        added = [self._event("response.output_item.added", **place, item=item)]
+        if section.kind == "call":
+            return added
+        part = _part(section, "")
+        return [*added, self._event("response.content_part.added", **self._place(section), part=part)]
+
+    def grown(self, section: Section, text: str) -> Events:
+        return [
+            self._event(f"{_stem(section)}.delta", **self._place(section), **_logprobs(section), delta=text)
+        ]
+
+    def closed(self, section: Section, *, whole: bool) -> Events:
+        item = self._item(section, "completed" if whole else "incomplete")
+        self._response["output"].append(item)
+        place, text = self._place(section), section.text
+        if section.kind == "call":
+            events = [self._event(f"{_stem(section)}.done", **place, name=section.name, arguments=text)]
+        else:
+            events = [
+                self._event(f"{_stem(section)}.done", **place, **_logprobs(section), text=text),
+                self._event("response.content_part.done", **place, part=_part(section, text)),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=section.at, item=item)]
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
+        whole = reason != "length"
+        events = [*self.ensure_content(), *self.close(whole=whole)]
+        status = "completed" if whole else "incomplete"
+        self._response |= {
+            "status": status,
+            "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+            "completed_at": int(time.time()) if whole else None,
+            "usage": _usage(usage),
+        }
+        if (metrics := self._metrics()) is not None:
+            self._response["metrics"] = metrics
+        return [*events, self._event(f"response.{status}", response=self._response)]
+
+    def failed(self, error: BaseException) -> Events:
+        """The server could not end it."""
+        shown = public_error(error)
+        self._response |= {
+            "status": "failed",
+            "error": {"code": "server_error", "message": shown.message},
+        }
+        begun = [] if self._num_events else self._begin()
+        return [*begun, self._event("response.failed", response=self._response)]
+
+    def whole(self) -> JsonObject:
+        return self._response
+
+    def _event(self, kind: str, **fields: object) -> JsonObject:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _place(self, section: Section) -> JsonObject:
+        place = {"item_id": self._item_id(section), "output_index": section.at}
+        return place if section.kind == "call" else {**place, "content_index": 0}
+
+    def _item_id(self, section: Section) -> str:
+        own = self._response["id"].removeprefix(PREFIX)
+        return f"{_ITEM_PREFIXES[section.kind]}{own}{section.at}"
+
+    def _item(self, section: Section, status: str) -> JsonObject:
+        item = {"id": self._item_id(section), "status": status}
+        if section.kind == "call":
+            call = {"call_id": section.call_id, "name": section.name, "arguments": section.text}
+            return {"type": "function_call", **item, **call}
+        content = [_part(section, section.text)]
+        if section.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+
+def _stem(section: Section) -> str:
+    return f"response.{_PARTS.get(section.kind, 'function_call_arguments')}"
+
+
+def _part(section: Section, text: str) -> JsonObject:
+    if section.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(section: Section) -> JsonObject:
+    """SDKs want the list; this API tells none."""
+    return {"logprobs": []} if section.kind == "content" else {}
+
+
+def _usage(usage: JsonObject) -> JsonObject:
+    """OpenAI's names in this API for what a chat calls prompt and completion."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        },
+        "total_tokens": usage["total_tokens"],
+    }

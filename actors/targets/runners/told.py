@@ -1,0 +1,112 @@
+"""Log probabilities where the device drives the steps: told behind a step's passes, of rows that are asked.
+
+Their logits are made once more, a few rows at a time, from hidden states: a step's own have been ruled, and
+are too large to be kept, within a graph above all. What comes out follows the step's tokens in the one copy
+home; nothing waits. `drafter/step/logprobs.py` says what it means. Called by `device.py`.
+
+    [decode ─▶ hidden, tokens]  [prompts ─▶ hidden, tokens]  ─▶ rows asked for ─▶ head ─▶ told   (then home)
+
+Legend: R requests, N rows, H hidden, W tokens of a request at most, Y rows that tell, E numbers of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.logprobs import StepLogprobs
+from ....cluster.plan import SchedulerOutput
+from ....drafter.step.device.states import DeviceStates
+from ....drafter.step.logprobs import AskedRows, num_told, read_told, tell_in_chunks
+from ..model.decoder import Decoder
+
+_UNKNOWN = 2**30  # a position behind any prompt
+
+
+class Computed(NamedTuple):
+    """What one of a step's passes left on the device.
+
+    Attributes:
+        requests: their places in the plan.
+        hidden_NH: of its rows, request after request; padding may follow.
+        tokens_RW: int32, what came out for each; -1 behind it.
+    """
+
+    requests: Sequence[int]
+    hidden_NH: Tensor
+    tokens_RW: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a step is to tell: for tokens that it chooses, and for those of prompts."""
+
+    chosen: AskedRows | None
+    prompts: AskedRows | None
+    vocab_size: int
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, states: DeviceStates, vocab_size: int) -> Told | None:
+        """None if nobody asked. Rows are counted within their request."""
+        numbers = (plan.slots, plan.num_rows, plan.num_drafts, plan.num_computed)
+        slots_R, num_rows_R, drafts_R, first_R = (x.astype(np.int64) for x in numbers)
+        counts_R = (drafts_R + 1) * plan.samples
+        chosen = states.asked.chosen(slots_R, num_rows_R - drafts_R - 1, counts_R)
+        prompts = states.asked.prompts(slots_R, np.where(first_R < 0, _UNKNOWN, first_R), num_rows_R)
+        return None if chosen is None and prompts is None else cls(chosen, prompts, vocab_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Y."""
+        return sum(int(asked.counts_A.sum()) for asked in (self.chosen, self.prompts) if asked is not None)
+
+    @property
+    def num_top(self) -> int:
+        return max(asked.num_top for asked in (self.chosen, self.prompts) if asked is not None)
+
+    @property
+    def num_values(self) -> int:
+        """Y x E."""
+        return self.num_rows * num_told(self.num_top, self.vocab_size)
+
+    def tell(
+        self, plan: SchedulerOutput, passes: Iterable[Computed], model: Decoder, states: DeviceStates
+    ) -> Tensor:
+        """Launch it; int32 [Y x E]."""
+        hidden: dict[int, Tensor] = {}
+        tokens: dict[int, Tensor] = {}
+        for computed in passes:
+            sizes = plan.num_rows[computed.requests].tolist()
+            rows = computed.hidden_NH[: sum(sizes)].split(sizes)
+            hidden.update(zip(computed.requests, rows, strict=True))
+            tokens.update(zip(computed.requests, computed.tokens_RW.unbind(0), strict=False))
+        parts: list[tuple[Tensor, Tensor]] = []
+        for request, begin, count in _runs(self.chosen):
+            parts.append((hidden[request][begin : begin + count], tokens[request][:count]))
+        token_ids = states.tables.token_ids
+        for request, _, count in _runs(self.prompts):
+            slot, behind = int(plan.slots[request]), int(plan.num_computed[request]) + 1
+            parts.append((hidden[request][:count], token_ids[slot, behind : behind + count]))
+        hidden_YH, ids_Y = (torch.cat(each) for each in zip(*parts, strict=True))
+        return tell_in_chunks(hidden_YH, ids_Y.clamp(min=0).long(), model.logits, self.num_top).view(-1)
+
+    def read(self, values: Tensor) -> tuple[StepLogprobs | None, StepLogprobs | None]:
+        """What has arrived: of chosen tokens, and of prompts."""
+        told_YE = values[: self.num_values].view(self.num_rows, -1).numpy()
+        num_chosen = 0 if self.chosen is None else int(self.chosen.counts_A.sum())
+        chosen = None if self.chosen is None else read_told(told_YE[:num_chosen], self.chosen)
+        prompts = None if self.prompts is None else read_told(told_YE[num_chosen:], self.prompts)
+        return chosen, prompts
+
+
+def _runs(asked: AskedRows | None) -> Iterable[tuple[int, int, int]]:
+    """Request, first row and number of rows."""
+    if asked is None:
+        return ()
+    columns = (asked.requests_A, asked.begins_A, asked.counts_A)
+    return zip(*(column.tolist() for column in columns), strict=True)

@@ -1,0 +1,86 @@
+"""The flags of `manta serve` that are settings of the endpoint, as typer options; the engine's: `flags.py`.
+
+A command declared with `@server_options` receives those that were given as `server`: names of
+`ServerSettings`, to be put over what a YAML file says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..actors.http.settings import UnknownParams
+from .flags import Command, parse_size, with_options
+
+SERVER = "Server"
+
+
+def _server(kind: Any, *names: str, help: str, **more: Any) -> Any:  # Any: a typing form
+    return Annotated[kind | None, typer.Option(*names, help=help, rich_help_panel=SERVER, **more)]
+
+
+SERVER_OPTIONS = {
+    "served_model_name": _server(list[str], "--served-model-name", help="Name in the API; may be repeated."),
+    "api_key": _server(
+        list[str],
+        "--api-key",
+        help="Key that requests must bring; may be repeated. Others on this machine can see it: better "
+        "--api-key-file, or MANTA_API_KEY.",
+    ),
+    "api_key_file": _server(Path, "--api-key-file", help="File with such keys, one a line."),
+    "admin_api_key": _server(
+        list[str],
+        "--admin-api-key",
+        help="Key for the operators' routes (/load), good for all others; may be repeated. Also in "
+        "MANTA_ADMIN_API_KEY.",
+    ),
+    "admin_api_key_file": _server(Path, "--admin-api-key-file", help="File with such keys, one a line."),
+    "allowed_origins": _server(
+        list[str], "--allowed-origins", help="Origin whose web pages may ask (CORS); may be repeated."
+    ),
+    "unknown_params": _server(
+        UnknownParams,
+        "--unknown-params",
+        help="Fields of a request that nobody knows: ignore, warn (header X-Ignored-Params; the default) or "
+        "reject.",
+    ),
+    "sse_keep_alive_interval": _server(
+        float,
+        "--sse-keep-alive-interval",
+        help="Seconds between comments in a silent stream; 0: none.",
+    ),
+    "max_request_bytes": _server(
+        int, "--max-request-bytes", help="Largest body of a request.", parser=parse_size, metavar="SIZE"
+    ),
+    "batch_storage": _server(
+        str,
+        "--batch-storage",
+        help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
+    ),
+    "replicas": _server(
+        str,
+        "--replicas",
+        metavar="N|LEAST:MOST",
+        help="Engines; 1:4 follows the load, 0:4 goes away when idle.",
+    ),
+    "shutdown_timeout": _server(
+        float,
+        "--shutdown-timeout",
+        help="Seconds that requests may go on after Ctrl-C or SIGTERM (else the file's, or 30).",
+    ),
+}
+
+
+def server_options(command: Command) -> Command:
+    """Give `command` the endpoint's flags; it receives those that were given as `server`."""
+
+    def gather(flags: dict[str, Any], _: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in flags.items() if value not in (None, [])}
+        where = given.get("batch_storage")
+        if where is not None and "://" not in where:
+            given["batch_storage"] = str(Path(where).absolute())
+        return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+
+    return with_options(command, SERVER_OPTIONS, "server", gather)

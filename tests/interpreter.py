@@ -1,0 +1,76 @@
+"""Triton's interpreter, mended where a version errs and quickened where it does the same again and again.
+
+What kernels compute in it is untouched. `devices.py` calls this before any kernel is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def prepare() -> None:
+    if triton.__version__.startswith("3.6."):
+        _read_bounds_of_one_element()
+    _patch_the_language_once_a_launch()
+    _look_up_kinds_of_numbers_once()
+    _check_no_overflow_that_nobody_is_told_of()
+
+
+def _read_bounds_of_one_element() -> None:
+    """Version 3.6 reads loops' bounds by int() of arrays of one element, which NumPy refuses from 2.4 on.
+
+    Version 3.7 squeezes them first, and so does this. A kernel has no say in it: `range(lo, hi)` over bounds
+    that are loaded is what a GPU's loops are pipelined for.
+    """
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = mended
+
+
+def _patch_the_language_once_a_launch() -> None:
+    """A launch replaces the language's functions, and then so does each call of a helper within it.
+
+    That takes half of the interpreter's time, and changes something only where a helper's module names a part
+    of the language that the kernel's does not.
+    """
+
+    def call(helper: Any, *args: object, **kwargs: object) -> object:
+        named = [part for part in helper.fn.__globals__.values() if part is tl or part is tl.core]
+        if any(part.static_print is not print for part in named):
+            interpreter._patch_lang(helper.fn)
+        try:
+            return helper.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def _look_up_kinds_of_numbers_once() -> None:
+    """NumPy's kind of Triton's, by a table that is otherwise built anew for each value."""
+    numpy_kind = functools.lru_cache(maxsize=64)(interpreter._get_np_dtype)
+    address = np.dtype(np.uint64)
+
+    def look_up(kind: Any) -> np.dtype[Any]:
+        scalar = kind.scalar
+        return address if isinstance(scalar, tl.pointer_type) else numpy_kind(scalar)
+
+    interpreter._get_np_dtype = look_up
+
+
+def _check_no_overflow_that_nobody_is_told_of() -> None:
+    """Each sum of integers is made again in 64 bits and compared, for an assertion of debugging alone."""
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "where overflow is told, it must be looked for"
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)

@@ -1,0 +1,46 @@
+"""An executor that says what a test has written: real steps, but of their tokens only the number counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from manta.actors.executor import make_executor
+from manta.cluster.config import EngineConfig
+from manta.cluster.plan import SchedulerOutput, StepResult
+from passing_executor import PassingExecutor
+
+
+class ScriptedExecutor(PassingExecutor):
+    """For one request at a time.
+
+    Attributes:
+        script: token ids of the answer to whatever is asked next, its end token included; empty, and the
+            model speaks for itself.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(make_executor(config))
+        self.script: Sequence[int] = ()
+        self._plans: deque[SchedulerOutput] = deque()
+        self._said: dict[int, int] = {}  # tokens per slot
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._plans.append(plan)
+        super().submit(plan)
+
+    def collect(self) -> StepResult:
+        plan, result = self._plans.popleft(), super().collect()
+        if not self.script:
+            return result
+        for admitted in plan.admitted:
+            self._said[admitted.slot] = 0
+        token_ids = result.token_ids.copy()
+        for row, slot in enumerate(plan.slots.tolist()):
+            begin = self._said[slot]
+            count = int(result.num_tokens[row])
+            words = [*self.script[begin : begin + count]]
+            token_ids[row, :count] = [*words, *[self.script[-1]] * (count - len(words))]
+            self._said[slot] = begin + count
+        return replace(result, token_ids=token_ids)

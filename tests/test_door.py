@@ -1,0 +1,73 @@
+"""Our door around what Serve listens with: one id, and OpenAI's shape for what Serve says itself. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from manta.actors.serve_place import CALLBACK, OVERLOADED, Door, door_is_there
+from manta.jobs.serve_environment import OF_ALL
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+
+def answer(status: int, kind: str, body: bytes, ids: list[str], asked: str) -> tuple[int, Headers, bytes]:
+    """What a client gets of an answer that the application gives, with so many ids, to a request with one."""
+    sent: list[Message] = []
+    seen: list[str | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(Headers(scope=scope).get("x-request-id"))
+        headers = [(b"content-type", kind.encode()), *((b"x-request-id", each.encode()) for each in ids)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/models",
+        "headers": [(b"x-request-id", asked.encode())],
+    }
+    asyncio.run(Door(app)(scope, receive, send))
+    headers = Headers(raw=sent[0]["headers"])
+    if asked == "mine":
+        assert seen == ["mine"]
+    else:
+        assert seen[0] is not None and len(seen[0]) == 32
+    return sent[0]["status"], headers, sent[1]["body"]
+
+
+def test_a_full_queue_of_serves_is_said_as_the_engines_own_would_be() -> None:
+    plain = b"Request dropped due to backpressure"
+    status, headers, body = answer(503, "text/plain; charset=utf-8", plain, [], "mine")
+    error = json.loads(body)["error"]
+    assert status == error["code"] == 503 and error["message"] == OVERLOADED
+    assert headers["retry-after"] and headers["content-type"] == "application/json"
+    assert headers["x-request-id"] == "mine"
+
+
+def test_of_two_ids_the_applications_own_is_told_and_none_that_fits_no_header() -> None:
+    for ids, wanted in ((["body", "mine"], ["body"]), (["mine"], ["mine"]), ([], ["mine"])):
+        _, headers, body = answer(200, "application/json", b"{}", ids, "mine")
+        assert headers.getlist("x-request-id") == wanted and body == b"{}"
+    _, headers, _ = answer(200, "application/json", b"{}", [], "m" * 5000)
+    assert len(headers["x-request-id"]) == 32
+
+
+def test_a_replica_knows_by_its_environment_whether_the_door_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(CALLBACK, raising=False)
+    assert not door_is_there()
+    monkeypatch.setenv(CALLBACK, OF_ALL[CALLBACK])
+    assert door_is_there()
+    monkeypatch.setenv(CALLBACK, "somebody.elses:middlewares")
+    assert not door_is_there()

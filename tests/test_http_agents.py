@@ -1,0 +1,380 @@
+"""/v1/responses and /v1/messages as their own SDKs see them, over real HTTP.
+
+The model's steps are real; its words are a script (`scripted_executor.py`), so that it calls tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pydantic
+import pytest
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import EngineDeadError
+from manta.cluster.executor import Executor
+from manta.cluster.plan import StepResult
+from scripted_executor import ScriptedExecutor
+from text_pair import LiveServer, make_text_pair
+
+NAME = "org/tiny"
+TEMPLATE = """\
+{%- for t in tools or [] %}<tool_call>{"name": "{{ t['function']['name'] }}", .. {% endfor %}
+{%- for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['reasoning_content'] %}<think>
+{{ m['reasoning_content'] }}
+</think>
+
+{% endif %}{{ m['content'] }}
+{%- for c in m['tool_calls'] or [] %}<tool_call>
+{{ c['function'] | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>\nRain, perhaps?\n</think>\n\n"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("weather", "clock")]
+TOOLS_A = [{"name": name, "input_schema": SCHEMA} for name in ("weather", "clock")]
+ASK: dict[str, Any] = {"model": NAME, "input": "Oslo?", "max_output_tokens": 400}
+ASK_A: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 400}
+
+
+IDLE = {"server_load": 0, "running": 0, "waiting": 0, "kv_usage": 0.0}
+
+
+class Model(ScriptedExecutor):
+    """Dies in its next step when it is told to."""
+
+    dies = False
+
+    def collect(self) -> StepResult:
+        if self.dies:
+            raise EngineDeadError("told to")
+        return super().collect()
+
+
+class Stand:
+    """A server whose next answers are written; the SDKs' clients of it."""
+
+    def __init__(self, server: LiveServer, models: list[Model]) -> None:
+        self.server = server
+        self._models = models
+        self.openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0, timeout=30)
+        self.anthropic = anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=30)
+        self.http = httpx.Client(base_url=server.url, headers={"x-api-key": "key"}, timeout=30)
+
+    def say(self, text: str) -> None:
+        tokenizer = self.server.engine.tokenizer
+        assert tokenizer is not None
+        self._models[0].script = [
+            *tokenizer.encode(text, add_special_tokens=False),
+            *tokenizer.encode("<|endoftext|>", add_special_tokens=False),
+        ]
+
+    def say_what_it_likes(self) -> dict[str, Any]:
+        """Returns fields that keep it from blanks, which JSON allows without end."""
+        self._models[0].script = ()
+        tokenizer = self.server.engine.tokenizer
+        assert tokenizer is not None
+        ids = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip() == ""]
+        return {"extra_body": {"temperature": 0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
+
+    def die(self) -> None:
+        self._models[0].dies = True
+
+
+@pytest.fixture(scope="module")
+def make_stand(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Stand]:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = EngineConfig.from_dict(
+        {
+            "model": str(target),
+            "speculative_config": {"model": str(drafter)},
+            "dtype": "float32",
+            "max_num_seqs": 2,
+            "num_pages": 256,
+            "num_threads": 1,
+        }
+    )
+
+    def make_stand() -> Stand:
+        models: list[Model] = []
+
+        def make_executor(config: EngineConfig) -> Executor:
+            models.append(Model(config))
+            return models[0]
+
+        settings = ServerSettings(served_model_name=NAME, api_key="key")
+        return Stand(LiveServer(config, settings, make_executor), models)
+
+    return make_stand
+
+
+@pytest.fixture(scope="module")
+def stand(make_stand: Callable[[], Stand]) -> Iterator[Stand]:
+    made = make_stand()
+    with made.server:
+        yield made
+
+
+def test_a_response_is_reasoning_a_text_and_calls_whole_and_streamed(stand: Stand) -> None:
+    stand.say(f"{THOUGHT}Let me look.\n{CALL}\n{OTHER}")
+    whole = stand.openai.responses.create(**ASK, tools=TOOLS)
+    thought, message, *calls = whole.output
+    assert thought.type == "reasoning" and thought.content[0].text.strip() == "Rain, perhaps?"
+    assert message.type == "message" and whole.output_text.strip() == "Let me look."
+    assert [(c.type, c.name, json.loads(c.arguments)) for c in calls] == [
+        ("function_call", "weather", {"city": "Oslo"}),
+        ("function_call", "clock", {}),
+    ]
+    assert whole.status == "completed" and whole.id.startswith("resp_")
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with stand.openai.responses.stream(**ASK, tools=TOOLS) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert told(streamed) == told(whole)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    check_order(events)
+
+
+def told(response: Any) -> list[Any]:
+    """A response's output but for what is made of its id."""
+    found = []
+    for item in response.output:
+        fields = item.model_dump(exclude={"id", "call_id", "parsed_arguments"})
+        for part in fields.get("content") or ():
+            part.pop("parsed", None)
+        found.append(fields)
+    return found
+
+
+def check_order(events: list[Any]) -> None:
+    """Each item opens, grows and closes before the next; its pieces add up to it."""
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    open_at, text = None, ""
+    for event in events[2:-1]:
+        if event.type == "response.output_item.added":
+            assert open_at is None
+            open_at, text = event.output_index, ""
+        assert event.output_index == open_at
+        if event.type.endswith(".delta"):
+            text += event.delta
+        if event.type in ("response.output_text.done", "response.reasoning_text.done"):
+            assert event.text == text
+        if event.type == "response.function_call_arguments.done":
+            assert event.arguments == text
+        if event.type == "response.output_item.done":
+            open_at = None
+    assert open_at is None
+
+
+def test_a_message_is_thinking_a_text_and_calls_whole_and_streamed(stand: Stand) -> None:
+    stand.say(f"{THOUGHT}Let me look.\n{CALL}\n{OTHER}")
+    whole = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
+    thought, text, *calls = whole.content
+    assert thought.type == "thinking" and thought.thinking.strip() == "Rain, perhaps?" and thought.signature
+    assert text.type == "text" and text.text.strip() == "Let me look."
+    assert [(c.type, c.name, c.input) for c in calls] == [
+        ("tool_use", "weather", {"city": "Oslo"}),
+        ("tool_use", "clock", {}),
+    ]
+    assert whole.stop_reason == "tool_use" and whole.usage.output_tokens > 20
+    with stand.anthropic.messages.stream(**ASK_A, tools=TOOLS_A) as stream:
+        kinds = [event.type for event in stream if event.type.startswith(("message", "content"))]
+        streamed = stream.get_final_message()
+    assert [b.model_dump(exclude={"id", "parsed_output"}) for b in streamed.content] == [
+        b.model_dump(exclude={"id", "parsed_output"}) for b in whole.content
+    ]
+    assert streamed.stop_reason == "tool_use" and streamed.usage.output_tokens == whole.usage.output_tokens
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
+
+def test_what_tools_returned_goes_back_and_is_answered(stand: Stand) -> None:
+    """The client's own next request, made of the answer as the SDK holds it."""
+    stand.say(f"{THOUGHT}{CALL}")
+    first = stand.openai.responses.create(**ASK, tools=TOOLS)
+    call = next(item for item in first.output if item.type == "function_call")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    asked = [{"role": "user", "content": "Oslo?"}, *first.output, result]
+    stand.say("It rains.")
+    second = stand.openai.responses.create(**{**ASK, "input": asked}, tools=TOOLS)
+    assert second.output_text == "It rains."
+    stand.say(f"{THOUGHT}{CALL}")
+    message = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
+    use = next(block for block in message.content if block.type == "tool_use")
+    talk = [
+        *ASK_A["messages"],
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "rain"}]},
+    ]
+    stand.say("It rains.")
+    answer = stand.anthropic.messages.create(**{**ASK_A, "messages": talk}, tools=TOOLS_A)
+    assert answer.content[0].text == "It rains." and answer.stop_reason == "end_turn"
+    # One prompt, whichever API wrote it; but for the calls' ids, which this template leaves out.
+    count = stand.anthropic.messages.count_tokens(model=NAME, messages=talk, tools=TOOLS_A)
+    assert count.input_tokens == prompt_tokens(answer.usage) == second.usage.input_tokens
+
+
+def test_tools_count_among_a_conversations_tokens(stand: Stand) -> None:
+    asked = {"model": NAME, "messages": ASK_A["messages"]}
+    bare = stand.anthropic.messages.count_tokens(**asked).input_tokens
+    with_tools = stand.anthropic.messages.count_tokens(**asked, tools=TOOLS_A).input_tokens
+    tools = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in TOOLS]
+    listed = [
+        stand.http.post("/tokenize", json={**asked, **extra}).json() for extra in ({}, {"tools": tools})
+    ]
+    assert [each["count"] for each in listed] == [bare, with_tools] and bare < with_tools
+    text = stand.http.post("/detokenize", json={"tokens": listed[1]["tokens"]}).json()["prompt"]
+    assert "weather" in text and "clock" in text
+
+
+def prompt_tokens(usage: Any) -> int:
+    """Anthropic counts cached tokens apart."""
+    return usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_an_answer_that_is_cut_says_so(stand: Stand) -> None:
+    stand.say(f"{THOUGHT}Let me look, and look, and look again.")
+    cut = stand.openai.responses.create(**{**ASK, "max_output_tokens": 30})
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output[-1].status == "incomplete" and cut.usage.output_tokens == 30
+    kinds = [
+        event.type for event in stand.openai.responses.create(**{**ASK, "max_output_tokens": 30}, stream=True)
+    ]
+    assert kinds[-1] == "response.incomplete"
+    assert stand.anthropic.messages.create(**{**ASK_A, "max_tokens": 30}).stop_reason == "max_tokens"
+    stand.say("One, two, three.")
+    stopped = stand.anthropic.messages.create(**ASK_A, stop_sequences=[", th"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ", th")
+    assert stopped.content[0].text == "One, two"
+
+
+def test_answers_are_held_to_schemas_and_calls_are_forced(stand: Stand) -> None:
+    """The model's own words here: it is random, and grammars make sense of it."""
+
+    class Weather(pydantic.BaseModel):
+        rain: bool
+
+    freely = stand.say_what_it_likes()
+    parsed = stand.openai.responses.parse(**ASK, text_format=Weather, **freely)
+    assert isinstance(parsed.output_parsed, Weather)
+    format = {"type": "json_schema", "schema": {**Weather.model_json_schema(), "additionalProperties": False}}
+    message = stand.anthropic.messages.create(**ASK_A, output_config={"format": format}, **freely)
+    assert isinstance(Weather.model_validate_json(message.content[-1].text), Weather)
+    tool = {"type": "function", "name": "weather", "parameters": Weather.model_json_schema()}
+    (call,) = stand.openai.responses.create(
+        **ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, **freely
+    ).output
+    assert call.type == "function_call" and Weather.model_validate_json(call.arguments)
+    named = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    used = stand.anthropic.messages.create(
+        **ASK_A,
+        tools=[{"name": "weather", "input_schema": tool["parameters"]}],
+        tool_choice=named,
+        **freely,
+    )
+    assert used.stop_reason == "tool_use" and Weather.model_validate(used.content[-1].input)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        bad = {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}
+        stand.openai.responses.create(**ASK, text={"format": bad})
+    assert wrong.value.param == "text.format.schema"
+
+
+def test_an_answer_without_a_word_is_an_empty_text(stand: Stand) -> None:
+    stand.say("")
+    assert stand.openai.responses.create(**ASK).output[0].content[0].text == ""
+    assert stand.anthropic.messages.create(**ASK_A).content[0].text == ""
+
+
+def test_wrong_requests_raise_the_sdks_own_errors(stand: Stand) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        stand.openai.responses.create(**ASK, previous_response_id="resp_1")
+    assert bad.value.param == "previous_response_id" and "keeps no responses" in bad.value.message
+    with pytest.raises(openai.NotFoundError, match="keeps none"):
+        stand.openai.responses.retrieve("resp_1")
+    with pytest.raises(openai.NotFoundError, match="keeps none"):
+        stand.openai.responses.cancel("resp_1")
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0") as wrong:
+        stand.anthropic.messages.create(
+            **{**ASK_A, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}
+        )
+    assert wrong.value.body["error"]["type"] == "invalid_request_error" and wrong.value.request_id
+    with pytest.raises(anthropic.NotFoundError):
+        stand.anthropic.messages.create(**{**ASK_A, "model": "other"})
+    with pytest.raises(anthropic.AuthenticationError):
+        stand.anthropic.with_options(api_key="wrong").messages.create(**ASK_A)
+    for path, status in (("/v1/messages/none", 404), ("/v1/messages", 405)):
+        refused = stand.http.get(path)
+        assert refused.status_code == status and refused.json()["type"] == "error"
+
+
+def test_a_client_that_leaves_ends_its_request(stand: Stand) -> None:
+    stand.say("On and on. " * 80)
+    with stand.openai.responses.create(**ASK, stream=True) as response:
+        next(iter(response))
+        with stand.anthropic.messages.create(**ASK_A, stream=True) as message:
+            next(iter(message))
+            assert stand.http.get("/load").json()["running"] == 2
+    deadline_s = time.monotonic() + 20
+    while stand.http.get("/load").json() != IDLE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_async_clients_are_answered_beside_each_other(stand: Stand) -> None:
+    stand.say("It rains.")
+
+    async def both() -> tuple[str, str]:
+        options = {"api_key": "key", "max_retries": 0, "timeout": 30}
+        async with (
+            openai.AsyncOpenAI(base_url=f"{stand.server.url}/v1", **options) as one,
+            anthropic.AsyncAnthropic(base_url=stand.server.url, **options) as other,
+        ):
+            response, message = await asyncio.gather(
+                one.responses.create(**ASK), other.messages.create(**ASK_A)
+            )
+            return response.output_text, message.content[0].text
+
+    assert asyncio.run(both()) == ("It rains.", "It rains.")
+
+
+def test_a_death_in_the_middle_is_an_event_of_the_apis_own_kind(make_stand: Callable[[], Stand]) -> None:
+    stand = make_stand()
+    with stand.server:
+        stand.say("On and on. " * 80)
+        responses = iter(stand.openai.responses.create(**ASK, stream=True))
+        messages = iter(stand.anthropic.messages.create(**ASK_A, stream=True))
+        assert next(responses).type == "response.created" and next(messages).type == "message_start"
+        stand.die()
+        *_, last = responses
+        assert last.type == "response.failed" and last.response.error.code == "server_error"
+        assert last.response.status == "failed" and "Retry" in last.response.error.message
+        with pytest.raises(anthropic.APIStatusError) as lost:
+            list(messages)
+        assert lost.value.body["error"]["type"] == "overloaded_error"
+        with pytest.raises(openai.InternalServerError) as refused:  # before the first token: a status
+            stand.openai.responses.create(**ASK, stream=True)
+        assert refused.value.status_code == 503
+        with pytest.raises(anthropic.APIStatusError) as dead:
+            stand.anthropic.messages.create(**ASK_A, stream=True)
+        assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "overloaded_error"
+
+
+def test_models_and_load_are_told(stand: Stand) -> None:
+    card = stand.openai.models.retrieve(NAME)
+    assert (card.id, card.root, card.parent, card.max_model_len) == (NAME, NAME, None, 512)
+    assert stand.anthropic.models.retrieve(NAME).id == NAME
+    assert stand.http.get("/load").json() == IDLE

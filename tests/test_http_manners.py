@@ -1,0 +1,353 @@
+"""How the front treats those who ask wrongly, rudely, or without a key: over real sockets, on a tiny pair."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from manta.actors.http import bodies
+from manta.actors.http.bodies import BodyLimit
+from manta.actors.http.documentation import MEANINGS
+from manta.actors.http.gate import MAX_HEADER_BYTES
+from manta.actors.http.keys import refuse_written_keys, with_keys
+from manta.actors.http.settings import ServerSettings
+from manta.actors.replica import build_app
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError, RequestError, shown
+from manta.cluster.request import SamplingParams
+from starlette.exceptions import HTTPException
+from starlette.types import Message
+from text_pair import LiveServer, make_text_pair
+
+NAME = "tiny"
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
+USER = [{"role": "user", "content": "Say something."}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig(
+        model=str(target), dtype="float32", device="cpu", max_num_seqs=4, num_pages=256, num_threads=1
+    )
+
+
+@pytest.fixture(scope="module")
+def server(config: EngineConfig) -> Iterator[LiveServer]:
+    """Bodies have half a second of grace here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "GRACE_S", 0.5)
+        with LiveServer(config, ServerSettings(served_model_name=NAME)) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == response.status_code
+    return error
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
+    """The requests' log lines, once there are so many; a line may come just after its answer."""
+    until(lambda: len(caplog.records) >= count)
+    found = [json.loads(r.message) for r in caplog.records if r.name == "manta.requests"]
+    assert len(found) == count
+    return found
+
+
+WRONG: list[tuple[str, str, Any, str]] = [
+    (COMPLETIONS, "stop", ["", "x"], 'stop=["", "x"] is not allowed'),
+    (COMPLETIONS, "bad_words", [""], 'bad_words=[""] is not allowed'),
+    (COMPLETIONS, "echo", "yes", "echo"),
+    (COMPLETIONS, "stream_options", 5, "Input should be an object"),
+    (CHAT, "logprobs", 0, "logprobs=0 is not allowed"),
+    (CHAT, "reasoning_effort", "huge", 'Input should be "none", "minimal"'),
+    (CHAT, "messages", [{"role": "king", "content": "x"}], '"assistant"'),
+    (COMPLETIONS, "model", 'a"b', r'model "a\"b" is not served'),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value", "said"), WRONG)
+def test_a_message_shows_json_and_not_python(
+    http: httpx.Client, path: str, field: str, value: Any, said: str
+) -> None:
+    body = {**GREEDY, "prompt": "x"} if path == COMPLETIONS else {**GREEDY, "messages": USER}
+    message = error_of(http.post(path, json={**body, field: value}))["message"]
+    assert said in message and "True" not in message and "('" not in message
+
+
+def test_a_value_that_is_shown_is_shortened() -> None:
+    assert shown({"a": [True, None, ("x",)]}) == '{"a": [true, null, ["x"]]}'
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(bad_words=("", *["word"] * 1000))
+    assert len(caught.value.message) < 250 and "characters)" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_beyond_the_context_is_refused_with_the_numbers(
+    http: httpx.Client, name: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"prompt": [60] * 500, "temperature": 0, "ignore_eos": True, "stream": stream}
+    error = error_of(http.post(COMPLETIONS, json={**body, name: 13}))
+    assert error["param"] == name
+    for number in (f"{name}=13", "500 tokens", "513 tokens", "context of 512", "at most 12"):
+        assert number in error["message"]
+    assert http.post(COMPLETIONS, json={**body, name: 12}).status_code == 200
+
+
+def test_a_limit_that_is_left_open_is_what_is_left_and_a_prompt_is_cut_to_leave_it_room(
+    http: httpx.Client,
+) -> None:
+    body: dict[str, Any] = {"prompt": [60] * 505, "temperature": 0, "ignore_eos": True}
+    for limit in ({}, {"max_tokens": None}):
+        assert http.post(COMPLETIONS, json={**body, **limit}).json()["usage"]["completion_tokens"] == 7
+    cut = {**body, "prompt": [60] * 900, "truncate_prompt_tokens": -1, "max_tokens": 30}
+    assert http.post(COMPLETIONS, json=cut).json()["usage"]["prompt_tokens"] == 512 - 30
+
+
+def test_a_conversation_that_is_too_long_is_called_messages(http: httpx.Client) -> None:
+    for content in ("x" * 600, "1 " * 5000):
+        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": content}]}))
+        assert error["param"] == "messages" and error["code"] == 400
+
+
+def test_a_request_has_one_id_in_its_header_and_in_its_log_line(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = "x" * 5000
+    cases: list[tuple[dict[str, str], dict[str, Any], str | None]] = [
+        ({}, {}, None),
+        ({"X-Request-Id": "header"}, {}, "header"),
+        ({"X-Request-Id": "header"}, {"request_id": "body"}, "body"),
+        ({"X-Request-Id": "header"}, {"request_id": "body", "n": 0}, "body"),
+        ({"X-Request-Id": "header"}, {"request_id": "body", "stop": 5}, "body"),
+        ({"X-Request-Id": "header"}, {"request_id": "a b"}, "header"),
+        ({"X-Request-Id": long}, {}, None),
+        ({"X-Request-Id": "a b"}, {"n": 0}, None),
+    ]
+    for headers, fields, wanted in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="manta.requests"):
+            response = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x", **fields}, headers=headers)
+            (line,) = lines_of(caplog, 1)
+        (given,) = response.headers.get_list("x-request-id")
+        assert given == line["request_id"] and line["status"] == response.status_code
+        assert given == wanted or (wanted is None and len(given) == 32)
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], int, str | None]] = [
+    ("POST", COMPLETIONS, {"json": {"prompt": "secret", "stop": ["secret", ""]}}, 400, "stop"),
+    ("POST", COMPLETIONS, {"json": {"prompt": "secret", "model": "secret"}}, 404, "model"),
+    ("POST", COMPLETIONS, {"content": b'{"prompt": "secret'}, 400, None),
+    ("POST", COMPLETIONS, {"json": {"prompt": ["secret"] * 2000}}, 400, "prompt"),
+    ("GET", COMPLETIONS, {}, 405, None),
+    ("GET", "/secret", {}, 404, None),
+    ("GET", "/v1/files", {}, 501, "batch_storage"),
+    ("GET", "/v1/models", {"headers": {"A": "secret" * (MAX_HEADER_BYTES // 6)}}, 431, None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "what", "status", "param"), REFUSED)
+def test_a_request_that_no_engine_sees_leaves_one_line_without_what_it_said(
+    http: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    path: str,
+    what: dict[str, Any],
+    status: int,
+    param: str | None,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        response = http.request(method, path, **what)
+        (line,) = lines_of(caplog, 1)
+    assert error_of(response)["code"] == status == line["status"] and line["param"] == param
+    assert line["request_id"] == response.headers["x-request-id"] and line["reason"] and line["method"]
+    assert "secret" not in "".join(r.message for r in caplog.records if r.name.startswith("manta"))
+
+
+def test_probes_leave_no_line_and_what_the_engine_fails_leaves_its_own(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="manta.requests"):
+        http.get("/health")
+        too_many_ends = {**GREEDY, "prompt": "x", "stop_token_ids": [9999]}
+        assert http.post(COMPLETIONS, json=too_many_ends).status_code == 400
+        (line,) = lines_of(caplog, 1)
+    assert line["output_tokens"] == 0 and line["status"] == 400
+
+
+def sent(server: LiveServer, data: bytes) -> socket.socket:
+    connection = socket.create_connection(server.address, timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    with connection:
+        pieces: list[bytes] = []
+        while piece := connection.recv(65536):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def test_bodies_that_do_not_come_hold_nobody_up_and_are_closed(
+    server: LiveServer, http: httpx.Client
+) -> None:
+    half = [sent(server, HEAD + b"Content-Length: 100\r\n\r\n{") for _ in range(150)]
+    assert http.get("/health").status_code == 200
+    assert http.post(COMPLETIONS, json={**GREEDY, "prompt": "x"}).status_code == 200
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(rest, half))
+    for answer in answers:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408") and json.loads(body)["error"]["code"] == 408
+    response = http.get("/v1/models", timeout=5)
+    assert response.status_code == 200
+
+
+def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "GRACE_S", 0.1)
+
+    async def read(piece: bytes) -> int:
+        """How many pieces come, one every 50 ms, of ten."""
+        count = 0
+
+        async def receive() -> Message:
+            await asyncio.sleep(0.05)
+            return {"type": "http.request", "body": piece, "more_body": True}
+
+        limited = BodyLimit(10**6, "").applied(receive, lambda: None)
+        while count < 10:
+            try:
+                await limited()
+            except HTTPException as late:
+                assert late.status_code == 408
+                break
+            count += 1
+        return count
+
+    assert asyncio.run(read(b"x")) < 4
+    assert asyncio.run(read(b"x" * 4096)) == 10
+
+
+def test_the_front_takes_so_many_requests_and_refuses_more_in_openais_shape(config: EngineConfig) -> None:
+    with LiveServer(config, ServerSettings(), max_requests=2) as server, ExitStack() as stack:
+        for _ in range(5):  # these take nobody's place
+            stack.enter_context(sent(server, HEAD + b"Content-Length: 100\r\n\r\n{"))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        for _ in range(2):
+            response = stack.enter_context(http.stream("POST", COMPLETIONS, json=body))
+            assert response.status_code == 200
+        refused = http.post(COMPLETIONS, json=body)
+        assert error_of(refused)["type"] == "ServiceUnavailableError" and refused.headers["retry-after"]
+        assert http.get("/health").status_code == http.get("/v1/models").status_code == 200
+        stack.close()  # two have left
+        with httpx.Client(base_url=server.url, timeout=30) as later:
+            until(lambda: later.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200)
+
+
+def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\n second \n")
+    environment = {"MANTA_API_KEY": "third fourth", "MANTA_ADMIN_API_KEY": "root"}
+    bare = with_keys(ServerSettings(), environment)
+    assert bare.keys("api_key") == ("third", "fourth") and bare.keys("admin_api_key") == ("root",)
+    given = with_keys(ServerSettings(api_key="flag", api_key_file=str(file)), environment)
+    assert given.keys("api_key") == ("flag", "first", "second") and given.api_key_file is None
+    assert with_keys(ServerSettings(), {"MANTA_API_KEY": " "}).api_key is None
+    assert "flag" not in repr(given) and "root" not in repr(given)
+    file.write_text("\n")
+    for wrong in (str(file), "/nowhere"):
+        with pytest.raises(ConfigError) as caught:
+            with_keys(ServerSettings(admin_api_key_file=wrong), {})
+        assert caught.value.param == "admin_api_key_file"
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(api_key=("good", "no\ngood"))
+    assert "no\ngood" not in caught.value.message
+
+
+def test_a_key_in_a_serve_config_is_refused_without_being_said() -> None:
+    for name in ("api_key", "admin_api_key"):
+        with pytest.raises(ConfigError, match=f"{name}_file") as caught:
+            build_app({"model": "m", name: "hidden"})
+        assert caught.value.param == name and "hidden" not in caught.value.message
+    refuse_written_keys({"model": "m", "api_key_file": "/run/keys"}, "it")
+
+
+def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> None:
+    settings = ServerSettings(api_key=("user", "other"), admin_api_key="root")
+    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+
+        def status(path: str, authorization: str | None) -> int:
+            headers = {} if authorization is None else {"Authorization": authorization}
+            response = http.get(path, headers=headers)
+            if response.status_code in (401, 403):
+                assert error_of(response)["type"] == "AuthenticationError"
+            return response.status_code
+
+        assert [status("/load", a) for a in (None, "Bearer user", "Bearer wrong")] == [401, 403, 401]
+        assert status("/load", "Bearer root") not in (401, 403)
+        for key in ("Bearer user", "bearer other", "Bearer root"):
+            assert status("/v1/models", key) == 200
+        for key in (None, "user", "Basic user", "Bearer", "Bearer user2"):
+            assert status("/v1/models", key) == 401
+        assert status("/health", None) == 200
+
+
+def test_no_page_of_another_origin_may_ask_unless_it_is_named(
+    config: EngineConfig, http: httpx.Client
+) -> None:
+    origin = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in http.get("/v1/models", headers=origin).headers
+    preflight = http.options(COMPLETIONS, headers=origin)
+    assert preflight.status_code == 405 and error_of(preflight)
+    settings = ServerSettings(allowed_origins="https://a.example", api_key="key")  # type: ignore[arg-type]
+    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as other:
+        assert other.options(COMPLETIONS, headers=origin).status_code == 200
+        allowed = other.get("/v1/models", headers={**origin, "Authorization": "Bearer key"})
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert "X-Request-Id" in allowed.headers["access-control-expose-headers"]
+        stranger = other.get("/v1/models", headers={**origin, "Origin": "https://a.exam"})
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_openapi_documents_every_failure_with_its_shape(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    assert {"400", "401", "404", "413", "422", "503"} <= set(map(str, MEANINGS))
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for status in map(str, MEANINGS):
+                schema = operation["responses"][status]["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, (path, method, status)

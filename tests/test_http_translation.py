@@ -1,0 +1,214 @@
+"""Bodies of the Responses and the Messages API become a chat; errors use the words of the body."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from manta.actors.http.chat_request import ChatRequest
+from manta.actors.http.conversing import Heeds
+from manta.actors.http.messages.request import MessagesRequest
+from manta.actors.http.responses.request import ResponsesRequest
+from manta.actors.http.translation import said_of
+from manta.cluster.errors import RequestError
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+ANSWER = {"role": "assistant", "content": "Let me look.", "reasoning_content": "Hm.", "tool_calls": [CALL]}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Oslo?"},
+    ANSWER,
+    {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    {"role": "user", "content": "So?"},
+]
+ALL = Heeds(developers=True, effort=True, switch=True, thinks=True)
+NONE = Heeds(developers=False, effort=False, switch=False, thinks=False)
+
+
+def responses(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
+    request = ResponsesRequest.model_validate(body)
+    return request.for_chat(request.conversation(knows_developers=False), heeds)
+
+
+def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
+    request = MessagesRequest.model_validate({"max_tokens": 9, **body})
+    return request.for_chat(request.conversation(), heeds)
+
+
+def said(chat: ChatRequest) -> list[dict[str, Any]]:
+    """What a template gets; reasoning stands there under several names."""
+    shown = [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
+    return [{k: v for k, v in each.items() if k not in ("reasoning", "thinking")} for each in shown]
+
+
+def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
+    """A turn with a call, as a client sends it back."""
+    return [
+        {"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Let me look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        *given,
+    ]
+
+
+def test_items_of_an_answer_are_one_message() -> None:
+    chat = responses(input=items({"role": "user", "content": "So?"}), instructions="Be brief.")
+    assert said(chat) == TALK
+
+
+def test_blocks_of_an_answer_are_one_message_and_results_stand_alone() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
+    chat = messages(
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": "Oslo?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                    {"type": "text", "text": "Let me look."},
+                    {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
+                ],
+            },
+            {"role": "user", "content": [result]},
+            {"role": "user", "content": [{"type": "text", "text": "So?"}]},
+        ],
+    )
+    assert said(chat) == TALK
+
+
+def test_answers_of_different_turns_stay_apart() -> None:
+    chat = responses(
+        input=[
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "assistant", "content": "c"},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "d"}]},
+            {"role": "assistant", "content": "e"},
+        ]
+    )
+    assert [message["content"] for message in said(chat)] == ["a", "b", "c", "e"]
+    assert len(said(chat)[2]["tool_calls"]) == 2 and said(chat)[3]["reasoning_content"] == "d"
+
+
+def test_what_the_system_is_told_first_is_one_message() -> None:
+    developer = {"role": "developer", "content": "Use tools."}
+    request = ResponsesRequest.model_validate(
+        {"instructions": "Be brief.", "input": [developer, {"role": "user", "content": "x"}]}
+    )
+    folded = request.conversation(knows_developers=False).messages
+    assert [m["content"] for m in folded] == ["Be brief.\n\nUse tools.", "x"]
+    kept = request.conversation(knows_developers=True).messages
+    assert [m["role"] for m in kept] == ["system", "developer", "user"]
+
+
+def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
+    tool = {"type": "function", "name": "weather", "description": "d", "parameters": SCHEMA, "strict": True}
+    one = responses(
+        input="x",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "weather"},
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}},
+        reasoning={"effort": "low"},
+        max_output_tokens=5,
+        top_k=3,
+    )
+    other = messages(
+        messages=[{"role": "user", "content": "x"}],
+        tools=[{"name": "weather", "description": "d", "input_schema": SCHEMA, "strict": True}],
+        tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"},
+        max_tokens=5,
+        top_k=3,
+    )
+    for chat in (one, other):
+        assert chat.tools is not None and chat.tools[0].function.parameters == SCHEMA
+        assert chat.tools[0].function.strict and chat.tools[0].function.description == "d"
+        assert chat.tool_choice is not None and not isinstance(chat.tool_choice, str)
+        assert chat.tool_choice.function.name == "weather" and not chat.parallel_tool_calls
+        assert chat.reasoning_effort == "low" and chat.top_k == 3
+        assert (chat.max_completion_tokens or chat.max_tokens) == 5
+        wanted = chat.response_format
+        assert wanted is not None and wanted.json_schema is not None
+        assert wanted.json_schema.json_schema == SCHEMA
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "input_schema": SCHEMA}]}
+    assert messages(**asked, tool_choice={"type": "any"}).tool_choice == "required"
+
+
+def test_a_message_of_the_assistant_that_comes_last_is_gone_on_with() -> None:
+    said_so_far = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
+    chat = messages(messages=said_so_far)
+    assert chat.continue_final_message and not chat.add_generation_prompt
+    assert not messages(messages=said_so_far[:1]).continue_final_message
+
+
+def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "thinking": {"type": "disabled"}}
+    assert messages(**body).chat_template_kwargs == {"enable_thinking": False}
+    assert messages(heeds=NONE, **body).chat_template_kwargs is None
+    assert MessagesRequest.model_validate({"max_tokens": 1, **body}).ignored(NONE) == ["thinking"]
+    switch = replace(NONE, switch=True)
+    none = {"input": "x", "reasoning": {"effort": "none"}}
+    assert responses(heeds=switch, **none).chat_template_kwargs == {"enable_thinking": False}
+    assert ResponsesRequest.model_validate(none).ignored(switch) == []
+    assert ResponsesRequest.model_validate(none).ignored(NONE) == ["reasoning.effort"]
+
+
+def said_by_template(**body: Any) -> None:
+    """As far as the template's door."""
+    request = ResponsesRequest.model_validate(body)
+    read = request.conversation(knows_developers=False)
+    chat = request.for_chat(read, ALL)
+    with said_of(read.names):
+        said(chat)
+
+
+USER = {"role": "user", "content": "x"}
+FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f"}
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (responses, {"input": [USER, {"type": "item_reference", "id": "x"}]}, "input.1.type"),
+    (responses, {"input": [USER, {"type": "web_search_call"}]}, "input.1.type"),
+    (responses, {"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
+    (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+    (responses, {"input": [{"type": "function_call_output", "call_id": 1}]}, "input.0.call_id"),
+    (responses, {"input": []}, "input"),
+    (said_by_template, {"input": [USER, {**FUNCTION_CALL, "arguments": "{"}]}, "input.1.arguments"),
+    (responses, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    (responses, {"input": "x", "background": True}, "background"),
+    (responses, {"input": "x", "truncation": "auto"}, "truncation"),
+    (responses, {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+    (responses, {"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+    (messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+    (messages, {"messages": [USER], "tools": [{"type": "web_search_1", "name": "w"}]}, "tools"),
+    (messages, {"messages": [USER], "tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
+    (messages, {"messages": [USER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    (messages, {"messages": [USER], "container": "c"}, "container"),
+    (messages, {"messages": [{"role": "user", "content": []}]}, "messages"),
+    (responses, {"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    (messages, {"messages": [USER], "stop_sequences": ["x"] * 65}, "stop_sequences"),
+]
+
+
+@pytest.mark.parametrize(("make", "body", "param"), WRONG)
+def test_what_is_wrong_is_said_in_the_bodys_own_words(make: Any, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        make(**body)
+    assert refused.value.param == param and refused.value.message
