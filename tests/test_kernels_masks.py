@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from devices import DEVICE
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.drafter.grammars.states import RowMasks
+from manta.drafter.grammars.masks import RowMasks
 from manta.drafter.step.device.masks import DeviceMasks, end_where_nothing_is_left
 from manta.drafter.step.device.masks import mask_tokens as kernel
 from manta.drafter.step.masks import mask_tokens

@@ -32,25 +32,9 @@ from numpy.typing import NDArray
 
 from ...cluster.grammar import SlotGrammar
 from .compiler import GrammarCompiler
+from .masks import Ints, RowMasks, Words
 
-Ints = NDArray[np.int64]
-Words = NDArray[np.int32]
 TokenReader = Callable[[int, int, int], list[int]]  # (slot, begin, end) -> these tokens of its request
-
-
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """Which tokens rows may choose, as far as grammars say.
-
-    Attributes:
-        rows_M: among all rows of the step that choose tokens, ascending.
-        bits_MW: a bit per token, lowest first. Overwritten by the next step's.
-        end_id: chosen where, with all other rules, nothing is possible: it ends the text.
-    """
-
-    rows_M: Ints
-    bits_MW: Words
-    end_id: int
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,12 +26,15 @@ from ...cluster.page_groups import ONE_GROUP, PagePlan
 from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
-from ..grammars.states import GrammarStates, RowMasks
+from ..grammars.masks import RowMasks
 from .logprobs import AskedRows, AskedSlots
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
 from .rule_states import RuleStates
 from .sampling_batch import SamplingBatch
+
+if TYPE_CHECKING:  # a worker without grammars, as a drafter is, needs no llguidance
+    from ..grammars.states import GrammarStates
 
 
 class RequestStates:

@@ -28,7 +28,7 @@ class Client:
 
 CLIENTS = (
     Client("openai-python", "openai", "openai_sdk", ("jsonschema",)),
-    Client("LiteLLM", "litellm", "litellm_sdk"),
+    Client("LiteLLM", "litellm", "litellm_sdk", ("mcp",)),
     Client("langchain-openai", "langchain-openai", "langchain_openai_chat"),
     Client("openai-agents", "openai-agents", "openai_agents"),
     Client("Anthropic SDK", "anthropic", "anthropic_sdk", ("jsonschema",)),

@@ -32,10 +32,13 @@ MODEL, KEY = "manta", "compat-key"
 INSTALL_S, CHECKS_S = 1800, 900
 ADDRESS = re.compile(r"\S*(?:://|/)\S*")  # of a registry, or of this machine's files
 
-INTRODUCTION = """# Compatibility
+INTRODUCTION = """\
+# Compatibility
 
-Written by `make compat`: each client as its package comes, in an environment of its own, against `manta serve`
-with the shipped pair on loopback. Nothing of a client is changed, and no setting of the server made for it.
+Written by `make compat`: each client as its package comes, in an environment of its own, against
+`manta serve` with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a
+tool: the server has a chat template that knows them (`--chat-template`), and requests leave it no choice but
+to call them.
 
 """
 
@@ -125,6 +128,7 @@ def server() -> Iterator[str]:
     settings = {
         "model": str(ROOT / "models" / "target"),
         "speculative_config": {"model": str(ROOT / "models" / "drafter")},
+        "chat_template": str(HERE / "tools.jinja"),
         "served_model_name": MODEL,
         "api_key": KEY,
     }

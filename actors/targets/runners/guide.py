@@ -12,15 +12,18 @@ Legend: G requests of one iteration, K most drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ....cluster.plan import SchedulerOutput
-from ....drafter.grammars.states import GrammarStates
 from ....drafter.step.device.masks import DeviceMasks
 from ....drafter.step.device.states import DeviceStates
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.states import GrammarStates
 
 Places = NDArray[np.intp]
 

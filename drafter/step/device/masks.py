@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...grammars.states import RowMasks
+from ...grammars.masks import RowMasks
 
 _CHUNK = 4096  # columns of a program
 

@@ -40,12 +40,13 @@ def stream() -> None:
 @check("tools: any, named, streamed, and the result in the next request")
 def tools() -> None:
     body = {**BODY, "max_tokens": 200, "extra_body": WARM, "tools": [TOOL]}
-    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+    once = {"disable_parallel_tool_use": True}
+    for choice in ({"type": "any", **once}, {"type": "tool", "name": "get_weather", **once}):
         answer = client.messages.create(**body, tool_choice=choice)
         call = next(block for block in answer.content if block.type == "tool_use")
         jsonschema.validate(call.input, WEATHER["parameters"])
         assert answer.stop_reason == "tool_use"
-    with client.messages.stream(**body, tool_choice={"type": "any"}) as stream:
+    with client.messages.stream(**body, tool_choice={"type": "any", **once}) as stream:
         assert any(block.type == "tool_use" for block in stream.get_final_message().content)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
     turns = [

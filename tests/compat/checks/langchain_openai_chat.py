@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from trial import API, KEY, MODEL, WEATHER, check, main
 
 COMMON = {"base_url": API, "api_key": KEY, "model": MODEL, "max_retries": 0, "timeout": 120}
@@ -13,8 +13,10 @@ QUESTION = "Write a function that adds two numbers."
 class Reading(BaseModel):
     """A reading of the weather."""
 
+    model_config = ConfigDict(extra="forbid")
+
     city: str = Field(max_length=12)
-    celsius: int
+    celsius: int = Field(ge=-50, le=60)
 
 
 def chat(**fields):
@@ -41,7 +43,7 @@ async def asynchronous() -> None:
 @check("with_structured_output: json_schema and function_calling")
 def structured() -> None:
     for method in ("json_schema", "function_calling"):
-        model = chat(max_tokens=200, temperature=1, seed=4)
+        model = chat(max_tokens=200)
         assert isinstance(model.with_structured_output(Reading, method=method).invoke("Weather?"), Reading)
 
 

@@ -14,7 +14,7 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from trial import API, KEY, MODEL, check, main
 
 set_tracing_disabled(True)
@@ -22,8 +22,10 @@ QUESTION = "Weather?"
 
 
 class Reading(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     city: str = Field(max_length=12)
-    celsius: int
+    celsius: int = Field(ge=-50, le=60)
 
 
 def agent(kind, asked: list[str] | None = None, **fields) -> Agent:

@@ -6,7 +6,7 @@ import json
 
 import jsonschema
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from trial import API, KEY, MODEL, SCHEMA, USER, WEATHER, check, main
 
 client = openai.OpenAI(base_url=API, api_key=KEY, max_retries=0, timeout=120)
@@ -104,7 +104,7 @@ def speculation() -> None:
 )
 def structured() -> None:
     class Reading(BaseModel):
-        celsius: int
+        celsius: int = Field(ge=-50, le=60)
         dry: bool
 
     body = {"model": MODEL, "messages": USER, "max_tokens": 200, "temperature": 1, "seed": 3}
@@ -126,12 +126,15 @@ def tools() -> None:
     body = {"model": MODEL, "tools": [TOOL], "max_tokens": 120, "temperature": 1, "seed": 5}
     named = {"type": "function", "function": {"name": "get_weather"}}
     for choice in ("required", named):
-        answer = client.chat.completions.create(**body, messages=USER, tool_choice=choice).choices[0]
-        (call,) = answer.message.tool_calls[:1]
+        answer = client.chat.completions.create(
+            **body, messages=USER, tool_choice=choice, parallel_tool_calls=False
+        ).choices[0]
+        (call,) = answer.message.tool_calls
         assert call.id and call.function.name == "get_weather"
         jsonschema.validate(json.loads(call.function.arguments), WEATHER["parameters"])
         assert answer.finish_reason in ("tool_calls", "stop")
-    with client.chat.completions.stream(**body, messages=USER, tool_choice="required") as stream:
+    asked = {**body, "messages": USER, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**asked) as stream:
         stream.until_done()
         streamed = stream.get_final_completion().choices[0].message.tool_calls[0].function
     jsonschema.validate(json.loads(streamed.arguments), WEATHER["parameters"])

@@ -27,7 +27,10 @@ FOLDER = Path(os.environ["COMPAT_FOLDER"])  # for what a client writes
 USER = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "celsius": {"type": "integer"}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "celsius": {"type": "integer", "minimum": -50, "maximum": 60},  # the pair would write digits for ever
+    },
     "required": ["city", "celsius"],
     "additionalProperties": False,
 }
