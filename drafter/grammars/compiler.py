@@ -25,6 +25,8 @@ MAX_KEPT = 32
 MAX_LEXER_STATES = 20_000
 # Of the library's defaults: a mask takes 20 ms at the very most, compiling a few hundred.
 MAX_GRAMMAR_SIZE = 100_000
+# Of the work for a first mask: 100 ms, where `(a{1000}){1000}` would take seconds.
+MAX_LEXER_FUEL = 200_000
 
 Written = tuple[Literal["json_schema", "regex", "lark"], str]
 
@@ -53,7 +55,10 @@ class GrammarCompiler:
             tokens = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
         self._tokens = tokens
         self._limits = LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False
+            max_lexer_states=MAX_LEXER_STATES,
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            initial_lexer_fuel=MAX_LEXER_FUEL,
+            verbose_errors=False,
         )
         self._kept: OrderedDict[Written, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -86,6 +91,8 @@ class GrammarCompiler:
             matcher = LLMatcher(self._tokens, _in_llguidance(written), limits=self._limits, log_level=0)
         except ValueError as error:  # JSON that is none
             raise GrammarError(str(error)) from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what explodes does so here, not in the first step that it joins
         if matcher.is_error():
             raise GrammarError(_reason(matcher.get_error()))
         warnings = matcher.get_grammar_warnings()
