@@ -10,6 +10,7 @@ PIP_ARGS ?=
 KERNEL_TESTS := tests/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_launches.py tests/test_batch_invariant.py \
   tests/test_layer_kinds.py
+GRID_TESTS := tests/test_lossless.py tests/test_cluster_properties.py
 OLDEST_TRITON := 3.6.0
 TESTS ?= tests
 VENV := .venv
@@ -61,8 +62,8 @@ pytest: install  ## the tests, in two processes; then those that want the machin
 	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 .PHONY: grid
-grid: install  ## speculation changes no token: every cell of the grid, of which `make test` has a short form
-	MANTA_GRID=whole $(BIN)/python -m pytest tests/test_lossless.py -n 2 --no-loadscope-reorder -q
+grid: install  ## every cell of the losslessness grid and many workloads, of which `make test` has a short form
+	MANTA_GRID=whole $(BIN)/python -m pytest $(GRID_TESTS) -n 2 --no-loadscope-reorder -q
 
 chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 random points each (an hour or two)
 	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/test_batch_chaos.py -q --timeout=0
