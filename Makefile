@@ -11,6 +11,8 @@ KERNEL_TESTS := tests/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_launches.py tests/test_batch_invariant.py \
   tests/test_layer_kinds.py
 GRID_TESTS := tests/test_lossless.py tests/test_cluster_properties.py
+# One more than cores: processes often wait for Ray.
+TEST_PROCESSES := 3
 OLDEST_TRITON := 3.6.0
 TESTS ?= tests
 VENV := .venv
@@ -57,8 +59,8 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, in two processes; then those that want the machine for themselves
-	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --no-loadscope-reorder --durations=15
+pytest: install  ## the tests, in three processes; then those that want the machine for themselves
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=15
 	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
 
 .PHONY: grid
