@@ -46,7 +46,8 @@ def lost_ray() -> str | None:
 
     vital = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     node = worker.global_worker.node  # there is no public way
-    dead = [] if node is None else [kind for kind, _ in node.dead_processes()]
+    processes: Any = [] if node is None else node.dead_processes()
+    dead = [kind for kind, _ in processes]
     return next((kind for kind in dead if kind in vital), None)
 
 
