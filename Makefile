@@ -10,8 +10,14 @@ PIP_ARGS ?=
 KERNEL_TESTS := tests/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_launches.py tests/test_batch_invariant.py \
   tests/test_layer_kinds.py
+GRID_TESTS := tests/test_lossless.py tests/test_cluster_properties.py
+# One more than cores: processes often wait for Ray.
+TEST_PROCESSES := 3
 OLDEST_TRITON := 3.6.0
 TESTS ?= tests
+# Those of TESTS with tests marked quiet, for to collect all again takes long (of a node id none may be: pytest's 5).
+QUIET_TESTS = $(if $(findstring ::,$(TESTS)),$(TESTS),$(QUIET_FILES))
+QUIET_FILES = $(shell grep -rl --include='test_*.py' 'mark\.quiet' $(TESTS))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-with
@@ -56,13 +62,13 @@ types: install  ## pyright
 floors: install  ## import-linter: jobs -> actors -> drafter -> cluster
 	$(BIN)/lint-imports
 
-pytest: install  ## the tests, in two processes; then those that want the machine for themselves
-	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n 2 --no-loadscope-reorder --durations=15
-	$(BIN)/python -m pytest $(TESTS) -m quiet || test $$? = 5  # 5: there are none in TESTS
+pytest: install  ## the tests, in three processes; then those that want the machine for themselves
+	$(BIN)/python -m pytest $(TESTS) -m "not quiet" -n $(TEST_PROCESSES) --no-loadscope-reorder --durations=15
+	$(if $(QUIET_TESTS),$(BIN)/python -m pytest $(QUIET_TESTS) -m quiet || test $$? = 5)
 
 .PHONY: grid
-grid: install  ## speculation changes no token: every cell of the grid, of which `make test` has a short form
-	MANTA_GRID=whole $(BIN)/python -m pytest tests/test_lossless.py -n 2 --no-loadscope-reorder -q
+grid: install  ## every cell of the losslessness grid and many workloads, of which `make test` has a short form
+	MANTA_GRID=whole $(BIN)/python -m pytest $(GRID_TESTS) -n 2 --no-loadscope-reorder -q
 
 chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 random points each (an hour or two)
 	MANTA_CHAOS_POINTS=20 $(BIN)/python -m pytest tests/test_batch_chaos.py -q --timeout=0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from small_ray import small_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Which tests share a process where several run them (pytest -n): Ray's, since a machine has one cluster; of
-# the losslessness grid those of a pair, which share its plain decoding; else those of a file.
-_RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room", "serve")
+# Which tests share a process where several run them (pytest -n): Ray's, which keep the machine busiest, those
+# of servers apart from the others; of the losslessness grid those of a pair, which share its plain decoding;
+# else those of a file.
+_RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room")
 _NO_RAYS = tuple(
     f"batch_{what}"
     for what in (
@@ -30,6 +31,7 @@ _NO_RAYS = tuple(
     )
 )
 _LONG = ("lossless", "device_runner")
+_SHARED_RAY = pytest.StashKey[ExitStack]()
 
 # A busy machine must not fail a property: no test asserts a time.
 settings.register_profile("manta", deadline=None)
@@ -40,10 +42,26 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups first, so that no process is left with one at the end."""
+    """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
+    items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        order = {"ray": 0} | dict.fromkeys(_LONG, 1)
-        items.sort(key=lambda item: order.get(_group(item.nodeid).partition(" ")[0], 2))
+        order = {"ray": 0} | dict.fromkeys(_LONG, 1) | {"servers": 2}
+        items.sort(key=lambda item: order.get(_group(item.nodeid).partition(" ")[0], 3))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_SHARED_RAY] = ExitStack()
+    config.add_cleanup(config.stash[_SHARED_RAY].close)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not _shares_ray(item):
+        item.config.stash[_SHARED_RAY].close()  # a process has one cluster, and this test may start its own
+
+
+def _shares_ray(item: pytest.Item) -> bool:
+    return "ray_session" in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,6 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _group(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     name = Path(file).stem.removeprefix("test_")
+    if name.startswith("serve"):
+        return "servers"
     if name.startswith(_RAYS) and name not in _NO_RAYS:
         return "ray"
     pair = test.partition("[")[2].partition("-")[0].rstrip("]")  # the first parameter of its tests
@@ -102,7 +122,9 @@ def shipped_pair() -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    """One small Ray cluster for a module's tests."""
-    with small_ray(8, num_gpus=0):
-        yield
+def ray_session(pytestconfig: pytest.Config) -> None:
+    """One small Ray cluster for all modules that ask for it, up to the first test that does not."""
+    import ray
+
+    if not ray.is_initialized():
+        pytestconfig.stash[_SHARED_RAY].enter_context(small_ray(8, num_gpus=0))

@@ -242,8 +242,11 @@ def shared_memory() -> set[str]:
 
 
 def forgotten_since(before: set[str]) -> set[str]:
-    """New files in /dev/shm that no living process has mapped or open."""
-    new = shared_memory() - before
+    """New files in /dev/shm that no living process has mapped or open.
+
+    Semaphores of Python's multiprocessing are others': no process of a server makes any.
+    """
+    new = {name for name in shared_memory() - before if not name.startswith("sem.mp-")}
     for folder in Path("/proc").glob("[0-9]*") if new else ():
         with contextlib.suppress(OSError):
             seen = (folder / "maps").read_text(errors="replace")

@@ -241,7 +241,7 @@ def serve(kind: str, seconds: float, *, num_online: int, with_background: bool) 
     return per_token, num_tokens / seconds
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("cpu", 4.0), ("gpu", 20.0)])
+@pytest.mark.parametrize(("kind", "seconds"), [("cpu", 2.0), ("gpu", 10.0)])
 def test_online_requests_decode_nearly_as_fast_with_background_work(kind: str, seconds: float) -> None:
     alone, _ = serve(kind, seconds, num_online=2, with_background=False)
     mixed, rate = serve(kind, seconds, num_online=2, with_background=True)

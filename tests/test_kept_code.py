@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,49 +18,64 @@ from manta.drafter.compute.loops.machine import Instructions
 from test_walls import copy_package
 
 LOOPS, STEP_LOOPS, COMPILED = "drafter/compute/loops", "drafter/step/loops", "drafter/compute/compiled"
+# Every line asks for a child that imports the package anew; PyTorch and Numba are there once.
 SCRIPT = """
-import json, sys
+import json, os, sys
 
-import torch
-from manta.drafter.step.loops import choice
+import numba, torch
 
-opened = []
-sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-choice.noisy_argmax(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))
-print(json.dumps([sum(choice._noisy_argmax.stats.cache_hits.values()), opened]))
+def look():
+    from manta.drafter.step.loops import choice
+
+    opened = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    choice.noisy_argmax(torch.zeros(1, 20), torch.ones(1, 1), torch.ones(2, 1, 1, dtype=torch.int64))
+    print(json.dumps([sum(choice._noisy_argmax.stats.cache_hits.values()), opened]), flush=True)
+
+for line in sys.stdin:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, "a child has failed"
+    else:
+        look()
+        os._exit(0)
 """
 
 
-def choose(folder: Path) -> tuple[bool, set[str]]:
-    """Whether a choice found its code on the disk, and the package's sources that were read for it."""
-    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
-    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    hits, opened = json.loads(done.stdout)
-    package = folder / "manta"
-    paths = [Path(path) for path in opened if path.endswith(".py")]
-    return hits > 0, {p.relative_to(package).as_posix() for p in paths if p.is_relative_to(package)}
+class Package:
+    """A copy of the package, and the process whose children import it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "manta"
+        copy_package(self.folder)
+        environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+        environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        self.process = subprocess.Popen([sys.executable, "-c", SCRIPT], **pipes)
+
+    def choose(self) -> tuple[bool, set[str]]:
+        """Whether a choice found its code on the disk, and the package's sources that were read for it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(file=self.process.stdin, flush=True)
+        said = self.process.stdout.readline()
+        assert said, "what failed stands in the captured stderr"
+        hits, opened = json.loads(said)
+        paths = [Path(path) for path in opened if path.endswith(".py")]
+        return hits > 0, {
+            p.relative_to(self.folder).as_posix() for p in paths if p.is_relative_to(self.folder)
+        }
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a copy of the package that has chosen once."""
-    folder = tmp_path_factory.mktemp("kept")
-    copy_package(folder / "manta")
-    assert not choose(folder)[0]
-    return folder
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
+    """It has chosen once."""
+    package = Package(tmp_path_factory.mktemp("kept"))
+    with package.process:
+        assert not package.choose()[0]
+        yield package
 
 
-def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Path) -> None:
-    found, read = choose(package)
+def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Package) -> None:
+    found, read = package.choose()
     assert found
     assert {Path(path).parent.as_posix() for path in read} == {LOOPS, STEP_LOOPS}
 
@@ -75,17 +91,17 @@ def test_code_is_found_again_and_no_other_folders_sources_are_read(package: Path
     ids=["its own file", "a file that it is made of", "a number from elsewhere", "another file"],
 )
 def test_code_is_as_old_as_what_it_is_made_of(
-    package: Path, file: str, old: str, new: str, stays: bool
+    package: Package, file: str, old: str, new: str, stays: bool
 ) -> None:
-    source = package / "manta" / file
+    source = package.folder / file
     text = source.read_text(encoding="utf-8")
     assert old in text
     source.write_text(text.replace(old, new), encoding="utf-8")
     try:
-        assert choose(package)[0] is stays
+        assert package.choose()[0] is stays
     finally:
         source.write_text(text, encoding="utf-8")
-        choose(package)
+        package.choose()
 
 
 def test_code_is_kept_apart_by_the_instructions_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
