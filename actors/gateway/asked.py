@@ -16,7 +16,7 @@ from ...cluster.known_prefixes import hash_chain
 from ..http.wire import SHORT_BODY_BYTES, check_pieces
 
 SESSION_HEADER = "x-session-id"
-SESSION_FIELDS = ("session_id", "user")
+SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 # A conversation's beginning where it does not stand in its messages: /v1/messages, /v1/responses.
 BEFORE = ("system", "instructions")
 
