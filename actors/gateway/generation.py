@@ -100,6 +100,7 @@ class Generation(Response):
             await self._finish(self._ending.failed(error) + self._ending.done)
 
     async def _run(self) -> None:
+        await self._parts.fleet.rouse(self._model)
         while True:
             member = await self._next_replica()
             if member is None:
