@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,32 @@ def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: 
             assert client.post("/v1/messages", json=body).json()["type"] == "error"
     assert http.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
     assert stand.replicas[2].engine.stats().generation_tokens > before
+
+
+def test_a_stream_of_agents_that_loses_its_replica_ends_in_its_apis_words(
+    http: httpx.Client, stand: GatewayStand
+) -> None:
+    common = {"model": "other", "stream": True, "ignore_eos": True}
+    asked = {
+        "/v1/messages": {**common, "messages": [{"role": "user", "content": "x"}], "max_tokens": 400},
+        "/v1/responses": {**common, "input": "x", "max_output_tokens": 400},
+    }
+    (member,) = (member for member in stand.fleet.members if member.name == "r2")
+
+    async def lose() -> None:
+        member.lose()
+
+    for path, body in asked.items():
+        with http.stream("POST", path, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stand.run(lose())
+            *_, name, payload, _ = lines
+        event = json.loads(payload.removeprefix("data: "))
+        assert name == "event: error" and event["type"] == "error"
+        assert "Retry" in event.get("error", event)["message"]
+        while member.broken:  # until its next beat
+            time.sleep(0.05)
 
 
 def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand) -> None:
