@@ -199,7 +199,7 @@ ERRORS: list[tuple[str, Any, int, str | None]] = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
-("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
     ("/v1/chat/completions", {**CHAT, "tools": [NOW]}, 400, "tools"),  # its template knows none
     ("/v1/chat/completions", {**CHAT, "tools": [NOW, NOW]}, 400, "tools.1.function.name"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),

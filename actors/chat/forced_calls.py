@@ -14,6 +14,8 @@ from .formats import CallSyntax, HeadedCalls, JsonCalls, Messages, QuotedCalls, 
 from .typed_values import is_text, property_schema
 
 Schema = Mapping[str, Any]  # Any: JSON.
+# Spaces as in the JSON that chat templates show models; so most of them need not be chosen, either.
+_AS_TRAINED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ANY_OBJECT: Schema = {"type": "object"}
 
 
@@ -106,7 +108,7 @@ class _Writer:
     def _message(self, syntax: Messages, name: str, schema: Schema, at: int) -> str:
         header = f"{syntax.start}assistant"
         if syntax.channel:
-            header += f"{syntax.channel}commentary to={syntax.prefix}{name} <|constrain|>json"
+            header += f"{syntax.channel}commentary to={syntax.prefix}{name} {syntax.kind}json"
         else:
             header += f" to={name}"
         return f"{self._text(header + syntax.body)} {self._json(f'args_{at}', schema)}"
@@ -116,7 +118,7 @@ class _Writer:
         schema = schema or _ANY_OBJECT if root is None else schema
         if root is not None:
             schema = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
-        self._rules[rule] = f"%json {json.dumps(schema, ensure_ascii=False)}"
+        self._rules[rule] = f"%json {json.dumps({**schema, **_AS_TRAINED}, ensure_ascii=False)}"
         return rule
 
     def _text(self, text: str) -> str:
