@@ -14,6 +14,7 @@ from manta.actors.chat.parts import together
 from manta.actors.chat.reasoning_tokens import ReasoningCounter
 from manta.actors.chat.splitter import Splitter
 from manta.actors.chat.template import ChatTemplate
+from manta.actors.grammars import grammar_of
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.grammar import Grammar
@@ -109,6 +110,28 @@ def test_what_a_forced_call_may_be_is_what_the_splitter_reads(tokenizer: Tokeniz
     named = forced_calls(syntax, {"now": SCHEMAS["now"]}, tokenizer.special_token_ids, several=True)
     for wrong in (text, "Hello.", "", text.replace("days", "hours"), text.replace("3", '"three"')):
         assert not takes(compiler, tokenizer, named if wrong == text else lark, wrong), wrong
+
+
+def test_strict_tools_heed_their_schemas_in_an_answer_that_may_call_them() -> None:
+    model = ChatModel.of(byte_tokenizer(HERMES))
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    compiler = GrammarCompiler(
+        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
+    )
+    strict = model.strict("", SCHEMAS, {"get_weather"})
+    assert strict is not None and strict.field == "tools"
+    lark = grammar_of(strict).text
+    call = CALLED["hermes"]
+    for text, allowed in (
+        ("Hello.", True),
+        (f"I look.\n{call}\nDone.", True),
+        (call.replace("{}", '{"any": 1}'), True),
+        (call.replace("days", "hours"), False),
+        (call.replace("get_weather", "unknown"), False),
+    ):
+        assert takes(compiler, tokenizer, lark, text) == allowed, text
+    assert ChatModel.of(byte_tokenizer("<|tool_call>")).strict("", SCHEMAS, {"now"}) is None
 
 
 @pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])

@@ -145,6 +145,16 @@ def test_fields_say_what_is_shown(hermes: Server, fields: Any, content: str, cal
     assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
+def test_a_schema_that_no_grammar_knows_is_refused_by_the_name_of_the_tools(hermes: Server) -> None:
+    http, _ = hermes
+    odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64", "not": {}}}}
+    function = {"name": "odd", "parameters": odd, "strict": True}
+    for choice in ("required", "auto"):
+        body = {**GREEDY, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        response = http.post("/v1/chat/completions", json={**body, "max_tokens": 5})
+        assert response.status_code == 400 and response.json()["error"]["param"].startswith("tools")
+
+
 @pytest.mark.parametrize(("choice", "parallel"), [("required", True), ("required", False), ("now", True)])
 def test_calls_that_are_required_are_made_and_heed_their_schemas(
     hermes: Server, choice: str, parallel: bool

@@ -7,7 +7,7 @@ Marks that are tokens of their own are named by their ids, since no text stands 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .formats import CallSyntax, HeadedCalls, JsonCalls, Messages, QuotedCalls, TaggedCalls
@@ -30,6 +30,34 @@ def forced_calls(
         several: whether more than one call may follow another.
     """
     return _Writer(special).lark(syntax, schemas, several=several)
+
+
+def strict_calls(
+    syntax: CallSyntax | Messages,
+    schemas: Mapping[str, Schema],
+    strict: Collection[str],
+    special: Mapping[str, int],
+) -> Mapping[str, Any] | None:
+    """A structural tag of answers that may call these tools: the arguments of strict ones heed their schemas.
+
+    None where the format does not allow it: its calls must begin with a mark that is text, and be JSON.
+    """
+    if not isinstance(syntax, JsonCalls) or not syntax.begin or syntax.begin in special:
+        return None
+    structures = [
+        {
+            "begin": f"{syntax.begin}\n{_json_head(syntax, name)}",
+            "schema": {**(schema if name in strict and schema else _ANY_OBJECT), **_AS_TRAINED},
+            "end": f"}}\n{syntax.end}",
+        }
+        for name, schema in schemas.items()
+    ]
+    return {"structures": structures, "triggers": [syntax.begin]}
+
+
+def _json_head(syntax: JsonCalls, name: str) -> str:
+    """A call up to its arguments."""
+    return f'{{"name": {json.dumps(name)}, "{syntax.arguments}": '
 
 
 class _Writer:
@@ -58,8 +86,7 @@ class _Writer:
     def _call(self, syntax: CallSyntax | Messages, name: str, schema: Schema, at: int) -> str:
         if isinstance(syntax, JsonCalls):
             line = "\n" if syntax.begin else ""
-            head = f'{{"name": {json.dumps(name)}, "{syntax.arguments}": '
-            begin, end = syntax.begin + line + head, "}" + line + syntax.end
+            begin, end = syntax.begin + line + _json_head(syntax, name), "}" + line + syntax.end
             return f"{self._text(begin)} {self._json(f'args_{at}', schema)} {self._text(end)}"
         if isinstance(syntax, HeadedCalls):
             begin = f"{self._text(syntax.begin + syntax.prefix + name + ':')} /[0-9]{{1,4}}/"
