@@ -189,7 +189,7 @@ class RoutedReplica(Replica):
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come from YAML.
-    """The Serve application of one endpoint: an engine, or several behind a gateway.
+    """The Serve application of one endpoint: an engine; or several, or one that may sleep, behind a gateway.
 
     Args:
         args: fields of `EngineConfig` and of `ServerSettings` in one mapping; see `ray_config.yaml`.
@@ -199,7 +199,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
         PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
     """
     models = split_models(args)
-    if len(models) > 1 or any(parse_replicas(settings.replicas)[1] > 1 for _, settings in models):
+    if len(models) > 1 or any(parse_replicas(settings.replicas) != (1, 1) for _, settings in models):
         return _gateway_app(models)
     ((config, settings),) = models
     wrap = serve.deployment(**deployment_options(config, settings))

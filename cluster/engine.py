@@ -74,6 +74,7 @@ class Engine:
     ) -> None:
         self._executor = executor
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
+        self._roster = self._scheduler.roster
         self._max_queued = config.max_num_queued_reqs
         self._clock = clock
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
@@ -91,19 +92,19 @@ class Engine:
         check_request(requests[0], self._scheduler.config)
         for request in requests:
             check_output_so_far(request, self._scheduler.config)
-            if (name := request.request_id) in self._scheduler:
+            if (name := request.request_id) in self._roster:
                 raise RequestError(
                     f"request_id={name!r} is already running; give each request an id of its own.",
                     param="request_id",
                 )
-        waiting, most = self._scheduler.num_online_waiting, self._max_queued
+        waiting, most = self._roster.num_online_waiting, self._max_queued
         if most is not None and not requests[0].background and waiting + len(requests) > most:
             raise OverloadedError(
                 f"{waiting} requests are waiting and {len(requests)} would join them "
                 f"(max_num_queued_reqs={most}). Retry."
             )
         for request in requests:
-            self._scheduler.add(request)
+            self._roster.add(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
         """End a request before the next plan; False if it is not here. Its tokens in flight are dropped.
@@ -112,7 +113,7 @@ class Engine:
             request_id: whose; the caller knows it ended, so no update follows.
             reason: "stop" when a stop string was found in its text.
         """
-        return self._scheduler.abort(request_id, reason)
+        return self._roster.abort(request_id, reason)
 
     def step(self) -> list[SequenceUpdate]:
         """Finish one step, after starting as many as may be in flight; an empty list if there is nothing to
@@ -157,16 +158,16 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting or self._scheduler.num_in_flight)
+        return bool(self._roster.running or self._roster.waiting or self._scheduler.num_in_flight)
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler, roster = self._scheduler, self._roster
         counters = scheduler.counters
         return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            background_running=len(scheduler.running) - scheduler.num_online_running,
-            background_waiting=len(scheduler.waiting) - scheduler.num_online_waiting,
+            running=len(roster.running),
+            waiting=len(roster.waiting),
+            background_running=len(roster.running) - roster.num_online_running,
+            background_waiting=len(roster.waiting) - roster.num_online_waiting,
             kv_usage=scheduler.books.usage,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
@@ -195,4 +196,4 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Assert that no page, slot or token is lost or doubled. For tests; costs a look at everything."""
-        self._scheduler.check_invariants()
+        self._roster.check_invariants()

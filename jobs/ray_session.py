@@ -40,6 +40,17 @@ def join_or_start_ray(*, num_cpus: int | None = None, **settings: Any) -> bool: 
     return True
 
 
+def lost_ray() -> str | None:
+    """What has ended of a Ray that was started here and cannot live without it; None while all is well."""
+    from ray._private import ray_constants, worker
+
+    vital = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    node = worker.global_worker.node  # there is no public way
+    processes: Any = [] if node is None else node.dead_processes()
+    dead = [kind for kind, _ in processes]
+    return next((kind for kind in dead if kind in vital), None)
+
+
 def _use_token_if_there_is_one() -> None:
     """With an explicit address Ray does not look for its token file by itself."""
     if (Path.home() / ".ray" / "auth_token").is_file():

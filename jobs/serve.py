@@ -10,7 +10,6 @@ parts: `drain` lets requests end and takes no new ones, `stop` ends what is ther
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ..actors.http.settings import ServerSettings, split_models
-from ..cluster.errors import ConfigError, PlacementError
+from ..cluster.errors import ConfigError, MantaError, PlacementError
 from .client import await_ready, num_requests
 from .greeting import models_told, try_it
-from .ray_session import join_or_start_ray, ray_address
+from .ray_session import join_or_start_ray, lost_ray, ray_address
 from .serve_checks import check_port, check_storage, open_connections
 from .serve_environment import ServeEnvironment
 from .stop import Stopped, StopSignals
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 LAST_WORDS_S = 5.0
 TELL_S = 5.0
+LOOK_S = 0.5  # at Ray itself
 # Serve takes a replica away a little after its last request has ended.
 DRAIN_MARGIN_S = 20.0
 # A replica without room: somebody may be about to end; an autoscaler needs minutes to bring a node.
@@ -93,9 +93,14 @@ class Server:
         self._report = report
         self._deployed = False
         self._stopped = False
+        self._ray_is_lost = False
 
     def serve_until_stopped(self) -> None:
-        """Block until a signal's handler raises `Stopped`; then drain."""
+        """Block until a signal's handler raises `Stopped`; then drain.
+
+        Raises:
+            MantaError: the Ray that was started here is gone, and all replicas with it.
+        """
         try:
             self._wait()
         except Stopped as stopped:
@@ -103,7 +108,13 @@ class Server:
 
     def _wait(self) -> NoReturn:
         while True:
-            signal.pause()
+            time.sleep(LOOK_S)
+            if self._owns_ray and (lost := lost_ray()) is not None:
+                self._ray_is_lost = True
+                raise MantaError(
+                    f"Ray's {lost} has ended, and with it all that was served here. Start the server again; "
+                    "whoever killed it (out of memory?) is in the system's log."
+                )
 
     def drain(self, why: str) -> None:
         """Take no new requests. Those that run have `shutdown_timeout`, and then get an error event."""
@@ -156,7 +167,8 @@ class Server:
 
         if self._owns_ray:
             worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
-            serve.shutdown()
+            if not self._ray_is_lost:  # else nobody is left to be asked
+                serve.shutdown()
             ray.shutdown()
             worker._worker_logs_enabled = True
         elif self._deployed:

@@ -172,13 +172,13 @@ def test_without_a_drafter_all_go_together() -> None:
 
 def test_for_too_few_pages_who_is_last_gives_way_in_whichever_half_it_is() -> None:
     engine, outputs = by_turns(4, num_pages=(40,)), Outputs()
-    scheduler, preempt = engine._scheduler, engine._scheduler._preempt
+    roster, preempt = engine._scheduler.roster, engine._scheduler.roster.preempt
 
     def preempt_the_last(sequence: Sequence) -> None:
-        assert sequence is scheduler.running[-1]
+        assert sequence is roster.running[-1]
         preempt(sequence)
 
-    scheduler._preempt = preempt_the_last
+    roster.preempt = preempt_the_last
     while engine.has_unfinished:
         outputs.take(engine)
     assert engine.stats().preemptions > 0

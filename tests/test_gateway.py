@@ -316,6 +316,29 @@ def test_a_full_replica_is_passed_over_and_the_load_of_others_counts(stand: Gate
         fleet.choose(fleet.models[0], without={"c"})
 
 
+def test_requests_to_a_model_that_sleeps_wait_for_one_call_that_wakes_it(stand: GatewayStand) -> None:
+    calls: list[ServedModel] = []
+
+    async def wake(model: ServedModel) -> None:
+        calls.append(model)
+        await asyncio.sleep(0.05)
+        fleet.update([record("a", 1)])
+
+    async def nobody(model: ServedModel) -> None:
+        raise OSError("no room")
+
+    async def rouse(fleet: Fleet) -> None:
+        await asyncio.gather(*(fleet.rouse(fleet.models[0]) for _ in range(5)))
+
+    fleet = Fleet([ServedModel(("m",), sleeps=True)], stand.directory, wake)
+    asyncio.run(rouse(fleet))
+    assert len(calls) == 1 and fleet.choose(fleet.models[0])[0].name == "a"
+    forlorn = Fleet(fleet.models, stand.directory, nobody)
+    asyncio.run(rouse(forlorn))  # does not wait for ever
+    with pytest.raises(NoReplicaError, match="Retry"):
+        forlorn.choose(forlorn.models[0])
+
+
 def test_the_directory_forgets_who_is_silent() -> None:
     now_s = 0.0
     directory = Directory(lambda: now_s)

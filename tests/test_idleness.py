@@ -130,6 +130,26 @@ def test_orphans_that_begin_and_end_while_it_is_watched_stay_ours() -> None:
     assert watch.found.own_s > taken_s - TICKS_S
 
 
+@linux
+def test_children_of_a_parent_that_does_not_care_how_they_end_stay_ours() -> None:
+    script = (
+        "import signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + ORPHAN + "sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    watch = Watch(look_every_s=0.02)
+    with watch.open(), subprocess.Popen([sys.executable, "-c", script], text=True, **pipes) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        taken_s = wait_until_it_took(pid, 0.4)
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}/stat").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        parent.stdin.close()
+    assert watch.found.own_s is not None
+    assert watch.found.own_s > taken_s - TICKS_S
+
+
 def test_the_user_is_told_who_took_what(capsys: pytest.CaptureFixture[str]) -> None:
     idle = Idleness(seconds=10.0, cores=2, own_s=19.5, others_s=0.4, stolen_s=0.0, throttled_s=0.0)
     assert idle.idle is True and idle.sentence is None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
+from manta.jobs.serve import ServeOptions, Server, start_server
+from manta.jobs.serve_checks import free_port
 from text_pair import make_text_pair
 
 
@@ -43,6 +47,34 @@ def test_load_brings_a_second_replica_and_quiet_takes_it_away_without_a_failed_r
     assert "<svg" in (tmp_path / "scale.svg").read_text()
 
 
+def test_a_model_that_nobody_asks_goes_and_the_next_request_waits_for_it(tmp_path: Path) -> None:
+    target, drafter = make_text_pair(tmp_path / "pair")
+    args = {
+        "model": str(target),
+        "speculative_config": {"model": str(drafter)},
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "device": "cpu",
+        "num_pages": 256,
+        "replicas": "0:1",
+        "scaling": {"up_after_s": 0.0, "down_after_s": 0.5, "idle_s": 1.0},
+    }
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def answer(server: Server) -> str:
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["text"]
+
+    with start_server(args, ServeOptions(port=free_port(), num_cpus=4)) as server:
+        before = answer(server)
+        while "manta:gateway_replica_up{" in httpx.get(f"{server.url}/metrics").text:
+            time.sleep(0.2)
+        assert httpx.get(f"{server.url}/health").status_code == 200, "it sleeps and is well"
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "tiny"
+        assert answer(server) == before
+
+
 def test_first_tokens_are_summed_up_by_windows_and_failures_are_counted() -> None:
     asked = [
         Asked(1.0, 0.1, None),
@@ -63,3 +95,10 @@ def test_a_load_that_cannot_drive_anything_is_refused() -> None:
         ScaleOptions(replicas=(2, 2))
     with pytest.raises(ConfigError, match="many"):
         ScaleOptions(many=1)
+    with pytest.raises(ConfigError, match="97 at least"):
+        ScaleOptions(replicas=(1, 3), many=24).height(64)
+
+
+def test_clients_fill_as_many_replicas_as_there_may_be() -> None:
+    assert ScaleOptions(replicas=(1, 3)).height(64) == 122
+    assert ScaleOptions(replicas=(1, 3), many=97).height(64) == 97

@@ -125,3 +125,44 @@ def test_a_server_ends_while_it_loads(
         process.send_signal(number)
         assert process.wait(WAIT_S) == 128 + number, log.read_text()
     assert "before it served" in log.read_text()
+
+
+def test_a_server_whose_raylet_is_killed_ends_and_leaves_nothing(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with serving(pair, free_port(), log) as process:
+        wait_until(lambda: "serving on" in log.read_text(), process, log)
+        family = descendants(process.pid)
+        (raylet,) = (pid for pid in family if "/raylet/raylet " in command_of(pid))
+        assert any("ray::TargetWorker" in command_of(pid) for pid in family)
+        os.kill(raylet, signal.SIGKILL)
+        assert process.wait(WAIT_S) == 1, log.read_text()
+        assert "Ray's raylet has ended" in log.read_text()
+        deadline_s = time.monotonic() + WAIT_S
+        while left := [command_of(pid) for pid, since in family.items() if began(pid) == since]:
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.05)
+
+
+def descendants(pid: int) -> dict[int, str | None]:
+    """Processes below this one, and when they began."""
+    found: dict[int, str | None] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child: began(child), **descendants(child)}
+    return found
+
+
+def began(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

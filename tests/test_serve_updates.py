@@ -34,7 +34,9 @@ class Cluster:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def deploy(self, user_config: dict[str, Any] | None = None, **changed: Any) -> None:
+    def deploy(
+        self, user_config: dict[str, Any] | None = None, *, num_replicas: int = 2, **changed: Any
+    ) -> None:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
@@ -48,7 +50,7 @@ class Cluster:
             "num_threads": 1,
             **changed,
         }
-        deployment = {"name": "manta", "num_replicas": 2, "user_config": user_config or {}}
+        deployment = {"name": "manta", "num_replicas": num_replicas, "user_config": user_config or {}}
         application = {
             "name": "manta",
             "import_path": "manta.actors.replica:build_app",
@@ -162,6 +164,18 @@ def test_a_rolling_update_fails_no_request(cluster: Cluster) -> None:
         until(lambda: len(cluster.pids("ServeReplica") - before) == 2)
         until(lambda: not cluster.pids("ServeReplica") & before)
     assert set(answers) == {text}
+
+
+def test_replicas_go_and_come_by_a_number_that_is_changed(cluster: Cluster) -> None:
+    text, before = cluster.ask(), cluster.pids("ServeReplica")
+    with cluster.load() as answers:
+        cluster.deploy(num_replicas=1, shutdown_timeout=60)
+        until(lambda: len(cluster.pids("ServeReplica")) == 1)
+        (stays,) = cluster.pids("ServeReplica")
+        cluster.deploy(num_replicas=2, shutdown_timeout=60)
+        until(lambda: len(cluster.replicas()) == 2)
+    assert set(answers) == {text}
+    assert stays in before and stays in cluster.pids("ServeReplica"), "it was not replaced"
 
 
 def test_of_a_dead_engine_only_its_own_streams_are_told(cluster: Cluster) -> None:

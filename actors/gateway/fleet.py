@@ -20,6 +20,9 @@ from .records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
 
+# A request to a model that sleeps waits so long for a replica, and looks so often.
+WAKE_S = 600.0
+LOOK_S = 0.2
 # A replica that is silent for SILENT_S gets nothing new; after so long, its streams go elsewhere.
 LOST_S = 10.0
 
@@ -30,7 +33,7 @@ class ServedModel:
 
     Attributes:
         names: that requests may use, the reported one first.
-        sleeps: it may have no replica and be well; a request then gets one started, and 503 meanwhile.
+        sleeps: it may have no replica and be well; a request then gets one started, and waits for it.
     """
 
     names: tuple[str, ...]
@@ -106,7 +109,7 @@ class Fleet:
     Args:
         models: in the order in which they are listed.
         directory: asked twice a second.
-        wake: brings a replica to a model that sleeps.
+        wake: brings a replica to a model that sleeps; None if none does.
     """
 
     def __init__(
@@ -170,8 +173,6 @@ class Fleet:
             OverloadedError: all that are there are full.
             NoReplicaError: none is there.
         """
-        if model.sleeps and not self.ready(model):
-            self._call_awake(model)
         there = self.check(model)
         able = {
             member.name: member.load
@@ -183,10 +184,26 @@ class Fleet:
         choice = self._routers[model.names[0]].choose(able, chain, session)
         return self._members[choice.replica], choice
 
-    def _call_awake(self, model: ServedModel) -> None:
-        """Once; the call waits until there is a replica."""
-        if self._wake is not None and (model not in self._waking or self._waking[model].done()):
+    async def rouse(self, model: ServedModel) -> None:
+        """Wait for a replica of a model that sleeps; not for one that nobody can start, and not for ever."""
+        deadline_s = time.monotonic() + WAKE_S
+        while model.sleeps and not self.ready(model) and time.monotonic() < deadline_s:
+            if (waking := self._call_awake(model)) is None:
+                return
+            await asyncio.wait({waking}, timeout=LOOK_S)
+            if waking.done():
+                if (error := waking.exception()) is not None:
+                    logger.warning("no replica of %s could be started: %r", model.names[0], error)
+                    return
+                await asyncio.sleep(LOOK_S)  # it is there; its first beat is not yet
+
+    def _call_awake(self, model: ServedModel) -> asyncio.Task[None] | None:
+        """One call for all requests; it waits until there is a replica."""
+        if self._wake is None:
+            return None
+        if model not in self._waking or self._waking[model].done():
             self._waking[model] = asyncio.create_task(self._wake(model))
+        return self._waking[model]
 
     def mark_broken(self, member: Member) -> None:
         """Its socket failed."""

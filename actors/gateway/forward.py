@@ -32,6 +32,7 @@ class Forwarded(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._small_body()
         model = await self._model(body)
+        await self._parts.fleet.rouse(model)
         refused: set[str] = set()
         while True:
             member, _ = self._parts.fleet.choose(model, without=refused)

@@ -98,6 +98,7 @@ class Generation(Response):
             await self._finish(error_event(error) + DONE)
 
     async def _run(self) -> None:
+        await self._parts.fleet.rouse(self._model)
         while True:
             member = await self._next_replica()
             if member is None:

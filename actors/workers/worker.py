@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEFT_ALONE_S = 5.0
 # Settings of libraries that the engine's process may have and Ray's workers then lack.
 FORWARDED = ("HF_", "HUGGING_FACE_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_")
 
@@ -157,6 +159,8 @@ class Worker:
             channel = WorkerChannel(self._socket, self.setting.rank, self.waiter)
             self._run_steps(channel)
         except PeerLostError:
+            # Ray kills a worker whose engine has left; a Ray that has died itself does not.
+            threading.Timer(LEFT_ALONE_S, os._exit, (0,)).start()
             return "The engine has left."
         except Exception as error:  # a process's edge: the engine must hear of it
             logger.exception("rank %d: a step failed", self.setting.rank)

@@ -253,7 +253,10 @@ def scale(
     replicas: Annotated[
         str, typer.Option("--replicas", metavar="LEAST:MOST", help="Between which the load drives them.")
     ] = "1:3",
-    clients: Annotated[int, typer.Option("--clients", help="At once, at the height of the load.")] = 24,
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", help="At once, at the height of the load (enough for all replicas)."),
+    ] = None,
     hold_s: Annotated[
         float, typer.Option("--hold", help="Seconds that each load lasts at its number.")
     ] = 20.0,

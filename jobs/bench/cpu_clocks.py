@@ -51,29 +51,50 @@ class Clocks:
 class Family:
     """This process and its descendants, also those that lose their parents (Ray's daemons and workers do).
 
-    Whoever ends is counted by its parent's clock. Who has no parent left to count it counts as what it had
-    taken when it was seen last: look often where such processes end.
+    Whoever ends is counted by its parent's clock, or as what it had taken when it was seen last, whichever is
+    more: a parent that does not care how its children end (Ray's raylet) has no clock of them, and some have
+    no parent left. Look often where processes end.
     """
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
         self._members: dict[int, CpuProcess] = {}
-        self._lost_ticks = 0  # of those that ended without a parent
+        self._gone_ticks: dict[int, int] = {}  # of those that ended, by their parent
+        self._lost_ticks = 0  # of those whose parent has ended too
+        self._first_ticks: dict[int, int] = {}  # that a parent had counted of others before it was seen
+        self._first_children_s = _used_s(resource.RUSAGE_CHILDREN)
 
     def look(self) -> float:
         """CPU time of all of them so far, in seconds."""
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own_s = sum(of.ru_utime + of.ru_stime for of in used)  # finer than the ticks below
+        children_s = _used_s(resource.RUSAGE_CHILDREN) - self._first_children_s
         processes = read_processes(self._proc)
-        for pid, process in self._members.items():
-            counted = (
-                process.parent == os.getpid() or process.parent in self._members.keys() & processes.keys()
-            )
-            if pid not in processes and not counted:
-                self._lost_ticks += process.ticks
+        gone = self._members.keys() - processes.keys()
+        while gone:  # children first: what they took is their parents'
+            pid = next(each for each in gone if not any(self._members[of].parent == each for of in gone))
+            gone.remove(pid)
+            process, parent = self._members[pid], self._members[pid].parent
+            ticks = self._ticks(pid, process)
+            self._gone_ticks.pop(pid, None)
+            self._first_ticks.pop(pid, None)
+            if parent == os.getpid() or parent in self._members:
+                self._gone_ticks[parent] = self._gone_ticks.get(parent, 0) + ticks
+            else:
+                self._lost_ticks += ticks
+            del self._members[pid]
         self._members = descendants(processes, self._members)
-        ticks = sum(process.ticks for process in self._members.values()) + self._lost_ticks
-        return own_s + ticks / ticks_per_s()
+        ticks = self._lost_ticks + sum(self._ticks(pid, of) for pid, of in self._members.items())
+        children_s = max(children_s, self._gone_ticks.get(os.getpid(), 0) / ticks_per_s())
+        return _used_s(resource.RUSAGE_SELF) + children_s + ticks / ticks_per_s()
+
+    def _ticks(self, pid: int, process: CpuProcess) -> int:
+        ended = process.ticks - process.own_ticks
+        first = self._first_ticks.setdefault(pid, ended)
+        return process.own_ticks + first + max(ended - first, self._gone_ticks.get(pid, 0))
+
+
+def _used_s(who: int) -> float:
+    used = resource.getrusage(who)  # finer than ticks
+    return used.ru_utime + used.ru_stime
 
 
 @dataclass(frozen=True, slots=True)

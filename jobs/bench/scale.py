@@ -9,11 +9,12 @@ life and death of replicas, not about speed. Not the policy (`cluster/autoscalin
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ from .provenance import provenance
 LOOK_S = 0.5
 WINDOW_S = 5.0  # over which first tokens are summed up
 SPARE_CPUS = 2  # for what Serve may need besides replicas; entries in Ray's book, not cores
-# Of a replica, unless the user says otherwise: few enough for a laptop's clients to fill them.
-SLOTS = 8
 QUICK_RULES = ScalingRules(up_after_s=1.0, down_after_s=10.0)
 
 
@@ -47,7 +46,7 @@ class ScaleOptions:
     Attributes:
         replicas: the fewest and the most.
         rules: of the policy; quicker than those that save money.
-        few, many: clients at once.
+        few, many: clients at once; None is a quarter more than it takes to want the most replicas.
         hold_s: that a number of clients lasts after the replicas are as many as they should be.
         timeout_s: for them to become as many.
         max_tokens: of every request.
@@ -57,7 +56,7 @@ class ScaleOptions:
     replicas: tuple[int, int] = (1, 3)
     rules: ScalingRules = QUICK_RULES
     few: int = 1
-    many: int = 24
+    many: int | None = None
     hold_s: float = 20.0
     timeout_s: float = 300.0
     max_tokens: int = 128
@@ -70,8 +69,25 @@ class ScaleOptions:
                 f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3, and 1 at least.",
                 param="replicas",
             )
-        if not 1 <= self.few < self.many:
+        if self.few < 1 or (self.many is not None and self.many <= self.few):
             raise ConfigError(f"many={self.many} must be more than few={self.few}.", param="many")
+
+    def height(self, slots: int) -> int:
+        """Clients at the height of the load, for replicas of so many slots.
+
+        Raises:
+            ConfigError: the policy would not want the most replicas for the clients that were asked for.
+        """
+        enough = math.floor((self.replicas[1] - 1) * slots * self.rules.load_high) + 1
+        if self.many is None:
+            return max(math.ceil(1.25 * enough), self.few + 1)
+        if self.many < enough:
+            raise ConfigError(
+                f"many={self.many} clients do not fill {self.replicas[1]} replicas of max_num_seqs={slots}: "
+                f"send {enough} at least (--clients), or fewer slots (--max-num-seqs).",
+                param="many",
+            )
+        return self.many
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +176,17 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
     least, most = options.replicas
     args = {
         "num_threads": 1,
-        "max_num_seqs": SLOTS,
         **settings,
         "replicas": f"{least}:{most}",
         "scaling": asdict(options.rules),
     }
     config, server_settings = split_settings(args)
     assert parse_replicas(server_settings.replicas) == options.replicas
+    options = replace(options, many=options.height(config.max_num_seqs))
     bundles = Topology.of(config, {}).replica_bundles(1.0)
     num_cpus = round(most * sum(bundle.get("CPU", 0.0) for bundle in bundles)) + SPARE_CPUS
     where = ServeOptions(port=free_port(), num_cpus=num_cpus)
-    watch = Watch()
+    watch = Watch(look_every_s=LOOK_S)
     with start_server(args, where) as server, watch.open():
         seen = _load(server, where.name, server_settings.model_names(config.model)[0], options)
     figures = {
@@ -194,14 +210,15 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
 
 def _load(server: Server, application: str, model: str, options: ScaleOptions) -> Seen:
     """Few clients, many, few."""
-    least, most = options.replicas
+    (least, most), many = options.replicas, options.many
+    assert many is not None, "known since the engines' slots are"
     begin_s, seen = time.monotonic(), Seen()
     body = {"model": model, "max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
     clients = Clients(server.url, body, begin_s, seen)
     with ExitStack() as stack:
         stack.enter_context(_watched(application, begin_s, clients, seen))
         stack.callback(clients.become, 0)
-        for count, replicas in ((options.few, least), (options.many, most), (options.few, least)):
+        for count, replicas in ((options.few, least), (many, most), (options.few, least)):
             say(f"{count} client(s), until {replicas} replica(s) serve")
             clients.become(count)
             _await(seen, replicas, options.timeout_s)

@@ -1,0 +1,179 @@
+"""Who is here: the requests that wait and those that run, by rank, each with the slot and pages it has.
+
+    waiting ──enter: slot, prefix hits, pages──▶ running ──leave──▶ gone
+       ▲                                            │
+       └─────── preempt: loses slot and pages, keeps its tokens
+
+`scheduler.py` says when; here is what it means for the books. The order is `Sequence.rank`: by arrival, or by
+priority and then arrival; background work behind all others.
+
+Shape legend: R requests in a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from .counters import Counters
+from .limits import SchedulerConfig
+from .outcome import SequenceUpdate
+from .page_books import PageBooks
+from .plan import AdmittedRequest, IntArray
+from .prefix_cache import PrefixHit
+from .request import FinishReason, Request
+from .sequence import WAITING, Sequence, SlotTable
+
+_by_rank = attrgetter("rank")
+
+
+class Roster:
+    """Of one engine.
+
+    Args:
+        config: of its scheduler.
+        on_leave: told of a slot before it is given up.
+
+    Attributes:
+        running, waiting: by rank.
+    """
+
+    def __init__(self, config: SchedulerConfig, on_leave: Callable[[int], None]) -> None:
+        self._config = config
+        self._on_leave = on_leave
+        self.books = PageBooks(config)
+        self.table = SlotTable(config.num_slots, config.max_model_len, config.vocab_size)
+        self.counters = Counters(config.num_speculative_tokens)
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._num_added = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    @property
+    def has_background(self) -> bool:
+        return any(queue and queue[-1].request.background for queue in (self.running, self.waiting))
+
+    @property
+    def num_online_running(self) -> int:
+        return _num_online(self.running)
+
+    @property
+    def num_online_waiting(self) -> int:
+        return _num_online(self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Let it wait."""
+        self._num_added += 1
+        priority = request.priority if self._config.by_priority else 0
+        rank = (int(request.background), priority, self._num_added)
+        sequence = Sequence.of(request, rank, self._config.max_length, self._config.eos_token_ids)
+        self._sequences[request.request_id] = sequence
+        insort(self.waiting, sequence, key=_by_rank)
+
+    def abort(self, request_id: str, reason: FinishReason) -> bool:
+        """End a request; False if it is not here (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.counters.finished[reason] += 1
+        if sequence.slot == WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """For want of room."""
+        self.send_back(sequence)
+        self.counters.preemptions += 1
+
+    def send_back(self, sequence: Sequence) -> None:
+        """From running to waiting, without slot and pages."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=_by_rank)
+
+    def others(self, slots_R: IntArray) -> list[Sequence]:
+        """By rank, those that run and have none of these slots."""
+        chosen = set(slots_R.tolist())
+        return [sequence for sequence in self.running if sequence.slot not in chosen]
+
+    def has_room_to_enter(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Whether there are a slot and pages, for itself and for those to grow that it must not crowd out."""
+        num_tokens, num_before = len(sequence.token_ids), self.num_before(sequence)
+        return self.table.has_free_slot and self.books.has_room_to_enter(hit, num_tokens, num_before)
+
+    def num_before(self, sequence: Sequence) -> int:
+        """Running sequences that it must leave room to grow."""
+        return len(self.running) if sequence.request.background else self.num_online_running
+
+    def make_room(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Whether a sequence can enter, perhaps in the place of background work."""
+        while not self.has_room_to_enter(sequence, hit):
+            if not self.may_preempt_for(sequence):
+                return False
+            self.preempt(self.running[-1])
+        return True
+
+    def may_preempt_for(self, sequence: Sequence) -> bool:
+        """Whether the last of those that run is background work, and this one is not."""
+        running = self.running
+        return bool(running) and running[-1].request.background and not sequence.request.background
+
+    def enter(self, hit: PrefixHit, now_s: float) -> AdmittedRequest:
+        """Let the first of those that wait run, with these pages of its beginning."""
+        table, sequence = self.table, self.waiting.pop(0)
+        num_cached = hit.num_pages * self._config.page_size
+        max_drafts = self._config.num_speculative_tokens if sequence.request.speculate else 0
+        slot = table.enter(sequence, num_cached, max_drafts)
+        self.books.enter(slot, hit, len(sequence.token_ids))
+        insort(self.running, sequence, key=_by_rank)
+        if sequence.num_cached_tokens is None:
+            num_prompt_tokens = len(sequence.request.prompt_token_ids)
+            sequence.num_cached_tokens = min(num_cached, num_prompt_tokens)
+            sequence.queue_s = now_s - sequence.request.arrival_s
+            self.counters.count_first_entry(num_prompt_tokens, sequence.num_cached_tokens)
+        return AdmittedRequest(slot, sequence.request.request_id, table.known_tokens(slot), sequence.sampling)
+
+    def dismiss(self, updates: Iterable[SequenceUpdate]) -> None:
+        """Let go of the sequences that ended, and of what was given out."""
+        ended: list[Sequence] = []
+        for update in updates:
+            if update.prompt_logprobs is not None:
+                self._sequences[update.request_id].prompt_logprobs.clear()
+            if update.finish_reason is not None:
+                ended.append(self._sequences.pop(update.request_id))
+                self.counters.finished[update.finish_reason] += 1
+        for sequence in ended:
+            self._release(sequence)
+        if ended:
+            self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free a sequence's slot and pages."""
+        self._on_leave(sequence.slot)
+        self.books.leave(sequence.slot)
+        self.table.leave(sequence)
+
+    def check_invariants(self) -> None:
+        """No page, slot or token is lost or doubled; nobody writes where another reads."""
+        self.books.check_invariants(self.table)
+        self.table.check_invariants()
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_by_rank), "a queue is out of order"
+        assert {q.slot for q in self.running} == self.table.sequences.keys(), "a slot has no running sequence"
+        assert all(q.slot == WAITING for q in self.waiting), "a waiting sequence has a slot"
+        alive = [q.request.request_id for q in (*self.running, *self.waiting)]
+        assert sorted(alive) == sorted(self._sequences), "a request is lost or doubled"
+
+
+def _num_online(queue: list[Sequence]) -> int:
+    """How many of a queue are not background work: those before it."""
+    if not queue or not queue[-1].request.background:
+        return len(queue)
+    return bisect_left(queue, (1,), key=_by_rank)
