@@ -1,19 +1,20 @@
 """Manta: a Ray-native inference cluster for DFlash block-diffusion speculative decoding.
 
-The face of the package: `LLM` (offline generation without Ray) and `SamplingParams`. Importing it is
+The face of the package: `LLM` (offline generation without Ray) and its parameters. Importing it is
 cheap; torch is loaded when `LLM` is first touched.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .cluster.grammar import StructuredOutputsParams
 from .cluster.request import SamplingParams
 
 if TYPE_CHECKING:
     from .actors.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:  # Any: the module protocol (PEP 562) leaves the type open.

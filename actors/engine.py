@@ -25,6 +25,7 @@ from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.request import FinishReason, Request, SamplingParams
 from .encoding import PromptEncoder
 from .executor import make_executor
+from .grammars import GrammarDoor
 from .outputs import Begun, OutputProcessor, RequestOutput, RequestTracker
 from .prompts import EncodedPrompt, SeedSource, load_tokenizer
 from .tokenizer import Tokenizer
@@ -95,6 +96,7 @@ class AsyncEngine:
         self._engine: Engine | None = None
         self._tokenizer: Tokenizer | None = None
         self._encoder: PromptEncoder | None = None
+        self._grammars: GrammarDoor | None = None
         self._processor = OutputProcessor(None)
         self._seeds = SeedSource(config.seed)
         self._streams: dict[str, _Stream] = {}  # by the user's request id
@@ -111,6 +113,7 @@ class AsyncEngine:
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
         self._executor = await asyncio.to_thread(self._make, self.config)
         self._encoder = PromptEncoder(self._tokenizer, self._executor.info.max_model_len)
+        self._grammars = await asyncio.to_thread(GrammarDoor.of, self._tokenizer, self._executor.info)
         self._processor = OutputProcessor(self._tokenizer)
         self._engine = Engine(self.config, self._executor)
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
@@ -163,6 +166,7 @@ class AsyncEngine:
 
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
         """
+        params = await self._let_in(params)
         with self._opened(request_id, prompt, params, options) as stream:
             while (output := await stream.next()) is not None:
                 yield output
@@ -181,6 +185,7 @@ class AsyncEngine:
         Args:
             watch: called with what `add` would have yielded; what it raises ends the request.
         """
+        params = await self._let_in(params)
         with self._opened(request_id, prompt, params, options) as stream:
             while (output := await stream.next()) is not None:
                 if watch is not None:
@@ -229,6 +234,13 @@ class AsyncEngine:
             self._executor.close()
 
     # On the event loop.
+
+    async def _let_in(self, params: SamplingParams) -> SamplingParams:
+        """With what the text must be, compiled; beside the event loop."""
+        assert self._grammars is not None, "start() the engine first"
+        if params.structured_outputs is None and params.grammar is None:
+            return params
+        return await self.encoder.in_thread(self._grammars.let_in, params)
 
     @contextmanager
     def _opened(

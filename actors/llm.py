@@ -18,10 +18,12 @@ from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats
 from ..cluster.executor import ExecutorInfo
 from ..cluster.request import SamplingParams
+from .chat.template import Message
 from .executor import make_executor
+from .grammars import GrammarDoor
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
 from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
-from .tokenizer import Message, Tokenizer
+from .tokenizer import Tokenizer
 
 
 class LLM:
@@ -48,6 +50,7 @@ class LLM:
         self._executor = make_executor(self.config)
         self._engine = Engine(self.config, self._executor)
         self._processor = OutputProcessor(self.tokenizer)
+        self._grammars = GrammarDoor.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
 
@@ -135,9 +138,8 @@ class LLM:
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
                 encoded = encode_prompt(prompt, self.tokenizer)
-                tracker, requests = self._processor.add(
-                    str(next(self._ids)), encoded, self._seeds.seeded(wanted)
-                )
+                seeded = self._seeds.seeded(self._grammars.let_in(wanted))
+                tracker, requests = self._processor.add(str(next(self._ids)), encoded, seeded)
                 trackers.append(tracker)
                 self._engine.add_requests(requests)
         except BaseException:

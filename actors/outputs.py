@@ -106,7 +106,11 @@ class _Text:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, begun: Begun
     ) -> None:
-        self._stream = tokenizer.detokenizer(prompt, skip_special_tokens=params.skip_special_tokens)
+        self._stream = tokenizer.detokenizer(
+            prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_token_ids=params.kept_special_token_ids,
+        )
         self._stop = params.stop
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

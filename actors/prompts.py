@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import RequestError
+from ..cluster.errors import ConfigError, RequestError
 from ..cluster.request import SamplingParams
+from .chat.template import Message
 from .checkpoints import resolve_checkpoint
-from .tokenizer import Message, Tokenizer
+from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,18 @@ class Chat:
         add_generation_prompt: end with the beginning of an answer.
         continue_final_message: leave the last message open instead.
         variables: further ones for the template, `chat_template_kwargs` (Any: JSON).
+        tools: that the model may call, in OpenAI's shape.
+        documents: for templates that know what to do with them.
+        template: Jinja in place of the model's own.
     """
 
     messages: Sequence[Message]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    template: str | None = None
 
     def __post_init__(self) -> None:
         if not self.messages or not all(isinstance(message, Mapping) for message in self.messages):
@@ -56,9 +64,10 @@ class Chat:
 
     @property
     def num_chars(self) -> int:
-        """Of all contents: what rendering and encoding take time for."""
+        """Of all contents, tools and documents: what rendering and encoding take time for."""
         contents = (message.get("content") for message in self.messages)
-        return sum(len(content) for content in contents if isinstance(content, str))
+        lengths = (len(content) for content in contents if isinstance(content, str))
+        return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,9 @@ def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
         variables=chat.variables,
+        tools=chat.tools,
+        documents=chat.documents,
+        source=chat.template,
     )
     return PromptText(text, add_special_tokens=False, param="messages")
 
@@ -139,9 +151,23 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The engine's tokenizer; None with `skip_tokenizer_init`."""
     if config.skip_tokenizer_init:
         return None
-    if config.tokenizer is not None:
-        return Tokenizer.load(resolve_checkpoint(config.tokenizer, field="tokenizer"))
-    return Tokenizer.load(resolve_checkpoint(config.model, field="model"))
+    field = "model" if config.tokenizer is None else "tokenizer"
+    return Tokenizer.load(
+        resolve_checkpoint(config.tokenizer or config.model, field=field),
+        chat_template=None if config.chat_template is None else _read_template(config.chat_template),
+        template_kwargs=config.default_chat_template_kwargs,
+        trust_templates=config.trust_request_chat_template,
+    )
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template={path!r} cannot be read: {error}. Give a file that holds a Jinja template.",
+            param="chat_template",
+        ) from None
 
 
 class SeedSource:

@@ -1,28 +1,23 @@
 """Text in, token ids out, and back: the `tokenizers` library plus the checkpoint's chat template.
 
-Not a general tokenizer zoo: it reads `tokenizer.json` (every fast tokenizer) and renders ChatML-like
-templates with minijinja, 10 times faster than transformers and without importing it. Used by `LLM`, the
-replica's engine and the HTTP front. Thread-safe: the tokenizer is never changed after loading.
+Not a general tokenizer zoo: it reads `tokenizer.json` (every fast tokenizer). Used by `LLM`, the replica's
+engine and the HTTP front. Thread-safe: the tokenizer is never changed after loading.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import minijinja
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from ..cluster.errors import CheckpointError, RequestError
+from .chat.template import ChatTemplate, Message
 from .token_coverage import token_coverage
-
-Message = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
-MAX_TEMPLATE_STEPS = 2_000_000
-TEMPLATE_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
 
 
 class Tokenizer:
@@ -30,23 +25,43 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of ids, added tokens included.
-        chat_template: Jinja source, or None when the checkpoint has none.
+        template: of conversations; None when the checkpoint has none.
         coverage: how much text a token stands for at most; None where there is no such bound.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: str | None, special_tokens: Mapping[str, str]
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        trust_templates: bool = False,
     ) -> None:
         self._backend = backend
-        self.chat_template = chat_template
-        self._special_tokens = dict(special_tokens)
+        self._trust_templates = trust_templates
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.coverage = token_coverage(backend)
-        self._environment = _template_environment(chat_template) if chat_template else None
+        self.template = (
+            ChatTemplate(chat_template, special_tokens, template_kwargs) if chat_template else None
+        )
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template from a checkpoint folder."""
+    def load(
+        cls,
+        folder: Path,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        trust_templates: bool = False,
+    ) -> Tokenizer:
+        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template from a checkpoint folder.
+
+        Args:
+            chat_template: Jinja in place of the checkpoint's.
+            template_kwargs: variables for conversations that do not bring them.
+            trust_templates: conversations may bring their own Jinja.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
@@ -61,7 +76,14 @@ class Tokenizer:
             raise CheckpointError(f"tokenizer: {path} cannot be read: {error}.", param="tokenizer") from error
         backend.no_padding()
         backend.no_truncation()
-        return cls(backend, _chat_template(folder, settings), _special_tokens(settings))
+        source = _chat_template(folder, settings) if chat_template is None else chat_template
+        return cls(
+            backend, source, _special_tokens(settings), template_kwargs, trust_templates=trust_templates
+        )
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the `tokenizers` library writes it."""
+        return self._backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -84,55 +106,60 @@ class Tokenizer:
         """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
+    # Any: the arguments of `ChatTemplate.render`.
     def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> str:
         """Render messages to the prompt text.
 
         Args:
-            variables: further ones for the template, as `chat_template_kwargs`.
+            source: Jinja in place of the model's own template.
 
         Raises:
-            RequestError: the template refuses the messages, or `variables` names an argument of its own.
+            RequestError: there is no template, or it refuses the messages, or none may be brought.
         """
-        variables = dict(variables or {})
-        for name in TEMPLATE_ARGUMENTS & variables.keys():
+        if source is not None and not self._trust_templates:
             raise RequestError(
-                f"chat_template_kwargs.{name}: send {name} as a field of the request itself.",
-                param=f"chat_template_kwargs.{name}",
+                "chat_template: this server takes no templates from requests, since they are code. Leave it "
+                "out, or start the server with --trust-request-chat-template.",
+                param="chat_template",
             )
-        if self._environment is None:
+        if self.template is None:
             raise RequestError(
                 "messages: this model has no chat template. Use /v1/completions with a prompt, or a "
                 "tokenizer that has one.",
                 param="messages",
             )
-        try:
-            text = self._environment.render_template(
-                "chat",
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **{**self._special_tokens, **variables},
-            )
-        except minijinja.TemplateError as error:
-            raise RequestError(
-                f"messages: the chat template refused them: {error.message}.", param="messages"
-            ) from error
-        return _cut_after_final_message(text, messages) if continue_final_message else text
+        template = self.template if source is None else self.template.another(source)
+        return template.render(messages, **options)
 
     def template_uses(self, variable: str) -> bool:
         """Whether the chat template names a variable; one that it does not name has no effect."""
-        return variable in (self.chat_template or "")
+        return self.template is not None and self.template.uses(variable)
+
+    @cached_property
+    def special_token_ids(self) -> Mapping[str, int]:
+        """By their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        kept_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self._backend, prompt_token_ids, skip_special_tokens)
+        """For what follows a prompt.
+
+        Args:
+            skip_special_tokens: leave special tokens out of the text, but for `kept_token_ids`.
+        """
+        hidden: frozenset[int] = frozenset()
+        if skip_special_tokens and kept_token_ids:
+            skip_special_tokens = False
+            hidden = frozenset(self.special_token_ids.values()) - frozenset(kept_token_ids)
+        return IncrementalDetokenizer(self._backend, prompt_token_ids, skip_special_tokens, hidden)
 
 
 class IncrementalDetokenizer:
@@ -145,22 +172,28 @@ class IncrementalDetokenizer:
     _CONTEXT_TOKENS = 6
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        backend: tokenizers.Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        self._context = list(prompt_token_ids[-self._CONTEXT_TOKENS :])
+        self._hidden = hidden  # tokens that no text is made of
+        self._context = self._shown(prompt_token_ids[-self._CONTEXT_TOKENS :])
         self._held: list[int] = []  # tokens that have not come out as text
         # Made at the first step: until the engine has taken the prompt, its ids may be anything.
         self._stream: DecodeStream | None = None
 
     def step(self, token_ids: Sequence[int]) -> str:
+        token_ids = self._shown(token_ids)
         if not token_ids:
             return ""
         if self._stream is None:
             self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
         self._held.extend(token_ids)
-        text = self._stream.step(self._backend, list(token_ids)) or ""
+        text = self._stream.step(self._backend, token_ids) or ""
         if text:
             self._context = [*self._context, *self._held][-self._CONTEXT_TOKENS :]
             self._held.clear()
@@ -174,6 +207,9 @@ class IncrementalDetokenizer:
         before = self._decode(self._context)
         self._held.clear()
         return whole[len(before) :]
+
+    def _shown(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in self._hidden]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
@@ -201,39 +237,3 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         text = value.get("content") if isinstance(value, Mapping) else value
         found[name] = text or ""
     return found
-
-
-def _template_environment(source: str) -> minijinja.Environment:
-    environment = minijinja.Environment(
-        templates={"chat": source}, trim_blocks=True, lstrip_blocks=True, pycompat=True
-    )
-    environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
-    environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
-    environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]
-    return environment
-
-
-# Templates call these with whatever they are given.
-def _raise_exception(message: object) -> None:
-    raise RequestError(str(message), param="messages")
-
-
-def _strftime_now(form: object) -> str:
-    try:
-        return datetime.now().strftime(form)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise RequestError(
-            f"messages: the chat template cannot tell the time as {form!r}: {error}.", param="messages"
-        ) from None
-
-
-def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:
-    """Drop what the template put after the last message, so that the model continues it."""
-    final = str(messages[-1].get("content") or "").strip()
-    at = text.rfind(final)
-    if not final or at < 0:
-        raise RequestError(
-            "continue_final_message: the final message must have text that the chat template keeps.",
-            param="continue_final_message",
-        )
-    return text[: at + len(final)]

@@ -55,6 +55,10 @@ class EngineConfig:
     Attributes:
         model: folder or hub id of the target checkpoint.
         tokenizer: folder or hub id; the target's if absent.
+        chat_template: file of a Jinja template; the tokenizer's own if absent.
+        default_chat_template_kwargs: variables for that template, where a request does not set them.
+        trust_request_chat_template: requests may bring a template of their own. It is code: its steps are
+            bounded, what it makes of them in memory is not.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
         speculative_config: None decodes plainly.
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where that is native and
@@ -88,6 +92,9 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
+    trust_request_chat_template: bool = False
     skip_tokenizer_init: bool = False
     speculative_config: SpeculativeConfig | None = None
     dtype: DType = "auto"

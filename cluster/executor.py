@@ -29,6 +29,7 @@ class ExecutorInfo:
         max_in_flight: steps that may be submitted before the first is collected; with 2 the scheduler plans
             the next step while the device computes one.
         max_stop_token_ids: most tokens that may end a request, the model's own included; None is no limit.
+        has_grammars: answers may be held to grammars.
         rule_limits: most of a request's rules; None is no limit.
         page_groups: which layers see the same window, and from which pool their pages come.
         halves: a plan is drafted while the one before it is verified, if they have no slot in common;
@@ -47,6 +48,7 @@ class ExecutorInfo:
     device: str
     max_in_flight: int = 1
     max_stop_token_ids: int | None = None
+    has_grammars: bool = True
     rule_limits: RuleLimits | None = None
     page_groups: tuple[PageGroup, ...] = (PageGroup(),)
     halves: bool = False

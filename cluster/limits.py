@@ -43,6 +43,7 @@ class SchedulerConfig:
     adaptive_drafts: bool
     halves: bool
     max_stop_token_ids: int | None
+    has_grammars: bool
     rule_limits: RuleLimits | None
 
     @classmethod
@@ -63,6 +64,7 @@ class SchedulerConfig:
             adaptive_drafts=config.speculative_config is not None and config.speculative_config.adaptive,
             halves=info.halves,
             max_stop_token_ids=info.max_stop_token_ids,
+            has_grammars=info.has_grammars,
             rule_limits=info.rule_limits,
         )
 
@@ -122,7 +124,7 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
             f"sequence this request ends with {most}: nothing is left to generate. Take them as its output.",
             param="output_token_ids",
         )
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    ends = {*params.stop_token_ids, *(limits.eos_token_ids if params.ends_at_eos else ())}
     for index in range(params.min_tokens, len(tokens)):
         if tokens[index] in ends:
             raise RequestError(
@@ -134,6 +136,8 @@ def check_output_so_far(request: Request, limits: SchedulerConfig) -> None:
 
 def _check_rules(params: SamplingParams, limits: SchedulerConfig) -> None:
     """What is asked of the choice of tokens beyond `SamplingParams`' own checks."""
+    if params.structured_outputs is not None or params.grammar is not None:
+        _check_grammar(params, limits)
     excess = limits.rule_limits and limits.rule_limits.excess(params)
     if excess:
         raise RequestError(
@@ -170,6 +174,16 @@ def _check_thinking(params: SamplingParams, limits: SchedulerConfig) -> None:
             f"min_tokens={params.min_tokens} forbids tokens that end the answer, and reasoning ends with one "
             "of them. Leave out min_tokens, or thinking_token_budget.",
             param="min_tokens",
+        )
+
+
+def _check_grammar(params: SamplingParams, limits: SchedulerConfig) -> None:
+    field = "grammar" if params.structured_outputs is None else params.structured_outputs.field
+    if not limits.has_grammars or params.grammar is None:
+        raise RequestError(
+            f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
+            "(skip_tokenizer_init), or its model names no end-of-sequence token. Leave it out.",
+            param=field,
         )
 
 

@@ -183,7 +183,9 @@ def _cut_at_stops(
         slot = int(slots_R[row])
         sequence, begin = table.sequences[slot], int(table.num_tokens_S[slot])
         for column in np.flatnonzero(suspect_RW[row]).tolist():
-            may_stop = begin + column >= sequence.sampling.min_length
+            # An end that comes too early was all that a grammar and the other rules left.
+            too_early = begin + column < sequence.sampling.min_length
+            may_stop = not too_early or sequence.sampling.grammar is not None
             if may_stop and int(token_ids_RW[row, column]) in sequence.sampling.stop_token_ids:
                 num_out_R[row], stopped_R[row] = column + 1, True
                 break

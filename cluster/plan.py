@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .grammar import SlotGrammar
 from .logprobs import StepLogprobs
 from .token_rules import TokenRules
 
@@ -36,7 +37,8 @@ class SlotSampling:
     `min_length` is absolute: tokens at positions below it cannot be any of `stop_token_ids` (the union of
     the model's end tokens, unless ignored, and the request's). `seed` is the 64-bit noise key. `rules` are
     None where the request has none, and so are `logprobs`, of how many likeliest tokens they are asked for,
-    and `prompt_logprobs`, the same of the prompt's tokens: those at positions below `prompt_length`.
+    and `prompt_logprobs`, the same of the prompt's tokens: those at positions below `prompt_length`;
+    and `grammar`.
     """
 
     temperature: float
@@ -50,6 +52,7 @@ class SlotSampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_length: int = 0
+    grammar: SlotGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

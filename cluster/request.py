@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import RequestError
+from .grammar import Grammar, StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**63 - 1
@@ -33,7 +34,7 @@ class SamplingParams:
         max_tokens: limit of generated tokens; None means up to the context's end.
         min_tokens: end-of-sequence and stop tokens are impossible before so many tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text, but for `kept_special_token_ids`.
         detokenize: make text at all.
         presence_penalty, frequency_penalty: taken from the logit of a token that was generated: once, and for
             each time; from -2 to 2.
@@ -51,6 +52,9 @@ class SamplingParams:
             limit.
         reasoning_start_token_ids, reasoning_end_token_ids: between which tokens it reasons; the model's own
             (by its tokenizer) where they are empty. Of no effect without a budget.
+        structured_outputs: what the text must be; needs a tokenizer, by which it becomes the `grammar`.
+        grammar: the same, checked; `ignore_eos` counts for nothing beside it, since it says where the text
+            can end.
     """
 
     n: int = 1
@@ -66,6 +70,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_token_ids: tuple[int, ...] = ()
     detokenize: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -79,6 +84,8 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     reasoning_start_token_ids: tuple[int, ...] = ()
     reasoning_end_token_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -156,6 +163,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-sequence tokens end the sequence."""
+        return not self.ignore_eos or self.grammar is not None
 
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is set (random if it was absent)."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from .grammar import SlotGrammar
 from .logprobs import RowLogprobs
 from .plan import BoolArray, IntArray, SchedulerOutput, SlotSampling
 from .request import Request
@@ -68,7 +69,8 @@ class Sequence:
         params, length = request.params, len(request.prompt_token_ids)
         assert params.seed is not None, "SamplingParams.with_seed() comes before the engine"
         room = max_length - length
-        eos = () if params.ignore_eos else model_eos
+        grammar = params.grammar
+        eos = model_eos if params.ends_at_eos else ()
         return cls(
             request=request,
             rank=rank,
@@ -86,6 +88,7 @@ class Sequence:
                 logprobs=params.logprobs,
                 prompt_logprobs=params.prompt_logprobs if length > 1 else None,
                 prompt_length=length,
+                grammar=None if grammar is None else SlotGrammar(grammar, length),
             ),
             eos_token_ids=frozenset(eos),
         )

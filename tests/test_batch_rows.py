@@ -234,13 +234,17 @@ def test_schemas_of_rows_are_handed_on_to_the_endpoints_models() -> None:
     read_request(
         {"prompt": "x", "response_format": {"type": "text", "json_schema": None}}, DATASET, NO_DEFAULTS
     )
-    for column, value in (
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", '{"regex": "a+"}'),
-    ):
-        with pytest.raises(RequestError, match="not supported") as refused:
-            read_request({"prompt": "x", column: value}, DATASET, NO_DEFAULTS)
-        assert refused.value.param == column
+    asked = [
+        read_request({"prompt": "x", column: value}, DATASET, NO_DEFAULTS).params.structured_outputs
+        for column, value in (
+            ("response_format", {"type": "json_object"}),
+            ("structured_outputs", '{"regex": "a+"}'),
+        )
+    ]
+    assert [each and each.way for each in asked] == ["json_object", "regex"]
+    with pytest.raises(RequestError, match="one of") as refused:
+        read_request({"prompt": "x", "structured_outputs": '{"regex": "a", "choice": ["b"]}'}, DATASET, {})
+    assert refused.value.param == "structured_outputs"
 
 
 @pytest.fixture(scope="module")

@@ -176,6 +176,7 @@ def test_a_prompt_seen_before_is_read_from_the_cache(http: httpx.Client) -> None
 
 
 CHAT = {"messages": USER}
+NOW = {"type": "function", "function": {"name": "now"}}
 ERRORS: list[tuple[str, Any, int, str | None]] = [
     ("/v1/completions", {}, 400, "prompt"),
     ("/v1/completions", {"prompt": ""}, 400, "prompt"),
@@ -198,8 +199,12 @@ ERRORS: list[tuple[str, Any, int, str | None]] = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
-    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
+    ("/v1/chat/completions", {**CHAT, "tools": [NOW]}, 400, "tools"),  # its template knows none
+    ("/v1/chat/completions", {**CHAT, "tools": [NOW, NOW]}, 400, "tools.1.function.name"),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+    ("/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    ("/v1/chat/completions", {**CHAT, "documents": [{"text": "x"}]}, 400, "documents"),
     ("/v1/chat/completions", {**CHAT, "reasoning_effort": "high"}, 400, "reasoning_effort"),
     ("/v1/embeddings", {"input": "x"}, 404, None),
     ("/tokenize", {}, 400, "prompt"),

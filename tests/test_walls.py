@@ -21,10 +21,11 @@ FLOORS = ("cluster", "drafter", "actors", "jobs")
 # A module that must not name something, and the line that does; by contract.
 BREACHES = {
     "The floors: jobs -> actors -> drafter -> cluster": ("cluster/pages.py", "from ..jobs import tables"),
-    "The drafter's rooms: dflash -> step -> compute": (
+    "The drafter's rooms: dflash -> step -> compute, and grammars below step": (
         "drafter/compute/rope.py",
         "from ..dflash import config as _",
     ),
+    "llguidance is known in one room": ("actors/grammars.py", "import llguidance"),
     "cluster decides without torch and Ray": ("cluster/sequence.py", "import torch"),
     "Ray is named where processes are placed: replica, workers, metrics, jobs": (
         "actors/engine.py",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -25,7 +25,9 @@ TEMPLATE = (
 )
 
 
-def make_text_pair(folder: Path) -> tuple[Path, Path]:
+def make_text_pair(
+    folder: Path, *, special_tokens: Sequence[str] = (), template: str = TEMPLATE
+) -> tuple[Path, Path]:
     """A target with a byte-level tokenizer and a chat template, and a drafter for it."""
     target = make_tiny_target(folder / "target", "qwen3", vocab_size=VOCAB)
     drafter = make_tiny_drafter(folder / "drafter", vocab_size=VOCAB)
@@ -34,13 +36,13 @@ def make_text_pair(folder: Path) -> tuple[Path, Path]:
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special_tokens],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
     backend.save(str(target / "tokenizer.json"))
-    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    settings = {"eos_token": "<|endoftext|>", "chat_template": template}
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
     return target, drafter
 

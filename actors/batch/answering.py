@@ -17,12 +17,15 @@ from typing import Any
 import pyarrow as pa
 
 from ...cluster.errors import EngineDeadError, MantaError
-from ..chat.reading import PLAIN
+from ..chat.model import ChatModel
+from ..chat.reading import PLAIN, Reading
 from ..engine import AsyncEngine
 from ..http.chat import ChatShape
+from ..http.chat_answer import chat_params, check_tools, reading_of
 from ..http.chat_request import ChatRequest, conversation
 from ..http.completions import CompletionShape
 from ..http.defaults import GenerationDefaults
+from ..http.figures import usage_of
 from ..http.generation import whole_choice
 from ..outputs import RequestOutput
 from .columns import handed_on
@@ -91,6 +94,7 @@ class RowAnswerer:
         model_name: reported in OpenAI responses.
         columns: handed on from the input to the results.
         background: rows yield to the engine's other requests.
+        chat: how the model converses; by default as its chat template says.
         prefix: of the engine's names of requests, which are then known by their rows' ids; those must differ.
     """
 
@@ -103,6 +107,7 @@ class RowAnswerer:
         columns: pa.Schema = NO_COLUMNS,
         *,
         background: bool = False,
+        chat: ChatModel | None = None,
         prefix: str | None = None,
     ) -> None:
         self._engine = engine
@@ -111,6 +116,7 @@ class RowAnswerer:
         self._model_name = model_name
         self._columns = columns
         self._background = background
+        self._chat = chat or ChatModel.of(engine.tokenizer)
         self._prefix = prefix
         self._ids = itertools.count()
 
@@ -127,8 +133,8 @@ class RowAnswerer:
             record = record_of(row, self._layout)
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
-            answer = await self._complete(name, request, speculate=speculate)
-            result = self._success(name, request, answer) | handed_on(record, self._columns)
+            answer, reading = await self._complete(name, request, speculate=speculate)
+            result = self._success(name, request, answer, reading) | handed_on(record, self._columns)
         except EngineDeadError:
             raise
         except MantaError as error:
@@ -147,22 +153,29 @@ class RowAnswerer:
             "end_s": time.time(),
         }
 
-    async def _complete(self, name: str, request: RowRequest, *, speculate: bool) -> RequestOutput:
-        body, engine = request.body, self._engine
-        given = (
-            conversation(body, body.messages, engine.tokenizer)
-            if isinstance(body, ChatRequest)
-            else body.prompts()[0]
-        )
-        return await engine.complete(
+    async def _complete(
+        self, name: str, request: RowRequest, *, speculate: bool
+    ) -> tuple[RequestOutput, Reading]:
+        body, engine, params, reading = request.body, self._engine, request.params, PLAIN
+        if isinstance(body, ChatRequest):
+            check_tools(self._chat, body)
+            given = conversation(body, body.messages, engine.tokenizer)
+        else:
+            given = body.prompts()[0]
+        prompt = await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens)
+        if isinstance(body, ChatRequest):
+            reading = reading_of(self._chat, body, prompt.text or "")
+            params = chat_params(self._chat, body, params, prompt.text or "")
+        answer = await engine.complete(
             f"{self._prefix}{name}" if self._prefix else f"batch-{next(self._ids)}",
-            await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens),
-            request.params,
+            prompt,
+            params,
             speculate=speculate and body.speculative.enabled,
             background=self._background,
         )
+        return answer, reading
 
-    def _success(self, row: str, request: RowRequest, answer: RequestOutput) -> Result:
+    def _success(self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading) -> Result:
         first, metrics = answer.outputs[0], answer.metrics
         result = {
             "text": first.text,
@@ -179,21 +192,22 @@ class RowAnswerer:
             "acceptance_histogram": metrics.acceptance_histogram,
         }
         if self._layout.kind == "openai":
-            result["response"] = json.dumps(self._response(row, request, answer), ensure_ascii=False)
+            result["response"] = json.dumps(self._response(row, request, answer, reading), ensure_ascii=False)
         return result
 
-    def _response(self, row: str, request: RowRequest, answer: RequestOutput) -> Mapping[str, Any]:
+    def _response(
+        self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading
+    ) -> Mapping[str, Any]:
         """The body that the HTTP endpoint would have given."""
-        shape = ChatShape(PLAIN) if isinstance(request.body, ChatRequest) else CompletionShape()
+        shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = shape.prefix + content_id(row).removeprefix("row-"), request.params.logprobs
         choices = [whole_choice(shape, id, each.index, each, num_logprobs) for each in answer.outputs]
-        prompt_tokens, completion_tokens = len(answer.prompt_token_ids), _completion_tokens(answer)
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": answer.metrics.num_cached_tokens},
-        }
+        usage = usage_of(
+            len(answer.prompt_token_ids),
+            _completion_tokens(answer),
+            answer.metrics.num_cached_tokens,
+            [reading.counted(each.token_ids) for each in answer.outputs],
+        )
         return {
             "id": id,
             "object": shape.whole_object,

@@ -8,12 +8,14 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from ..chat.parts import CallPiece, Piece
-from ..chat.reading import PLAIN, Reading
+from ..chat.reading import Reading
 from ..outputs import CompletionOutput
+from .chat_answer import chat_params, check_tools, reading_of
 from .chat_request import ChatRequest, conversation
 from .frontend import Frontend
 from .generation import prepare, respond
 from .logprobs import chat_logprobs
+from .run import Work
 from .wire import JsonObject, JsonRoute
 
 REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM's name, and that of most others
@@ -80,15 +82,42 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
-        chat = conversation(body, body.messages, frontend.engine.tokenizer)
-        prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
-        ignored = [
-            f"chat_template_kwargs.{name}"
-            for name in chat.variables or ()
-            if not frontend.tokenizer.template_uses(name)
-        ]
-        shape = ChatShape(PLAIN)
-        work = prepare(frontend, shape, body, http, [prompt], default_max_tokens=None, ignored=ignored)
+        work, reading = await prepare_chat(frontend, ChatShape.prefix, body, http)
+        field = frontend.settings.reasoning_field_name
+        shape = ChatShape(reading, REASONING_FIELDS if field is None else (field,))
         return await respond(frontend, shape, work, http)
 
     return router
+
+
+async def prepare_chat(
+    frontend: Frontend,
+    prefix: str,
+    body: ChatRequest,
+    http: Request,
+    *,
+    ignored: Sequence[str] = (),
+    resumable: bool = True,
+) -> tuple[Work, Reading]:
+    """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
+    check_tools(frontend.chat, body)
+    chat = conversation(body, body.messages, frontend.engine.tokenizer)
+    prompt = await frontend.engine.encoder.prompt(chat, truncate=body.truncate_prompt_tokens)
+    unheeded = [
+        f"chat_template_kwargs.{name}"
+        for name in chat.variables or ()
+        if not frontend.tokenizer.template_uses(name)
+    ]
+    work = prepare(
+        frontend,
+        prefix,
+        body,
+        http,
+        [prompt],
+        default_max_tokens=None,
+        ignored=[*ignored, *unheeded],
+        resumable=resumable,
+    )
+    reading = reading_of(frontend.chat, body, prompt.text or "")
+    params = chat_params(frontend.chat, body, work.params, prompt.text or "")
+    return replace(work, params=params, reading=reading), reading

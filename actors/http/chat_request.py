@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ...cluster.errors import RequestError
@@ -12,9 +13,7 @@ from ...cluster.request import MAX_LOGPROBS
 from ..prompts import Chat, needed
 from ..tokenizer import Tokenizer
 from .protocol import GenerationRequest
-
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
-MAX_TOOLS = 512
+from .tools import ToolOptions
 
 
 # Any: validators see raw JSON.
@@ -29,30 +28,73 @@ def _whether_logprobs(value: Any) -> Any:
     )
 
 
+class CalledFunction(BaseModel):
+    """`arguments` is JSON, as text (OpenAI) or as what it says."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(BaseModel):
+    """A call that the model has made, sent back."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self, at: str) -> dict[str, Any]:
+        """With the arguments as an object, which is what templates are written for."""
+        function = {"name": self.function.name, "arguments": self._arguments(f"{at}.function.arguments")}
+        return {**self.model_dump(exclude={"function"}, exclude_none=True), "function": function}
+
+    def _arguments(self, at: str) -> dict[str, Any]:
+        given = self.function.arguments or {}
+        if isinstance(given, str):
+            try:
+                given = orjson.loads(given)
+            except ValueError:
+                given = None
+        if not isinstance(given, dict):
+            raise RequestError(f"{at}: must be a JSON object, written as text.", param=at)
+        return given
+
+
 class ChatMessage(BaseModel):
-    """One message; what else it carries (name, tool_calls, reasoning_content ...) goes to the template."""
+    """One message; what else it carries (name, tool_call_id ...) goes to the template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     def for_template(self, at: str) -> dict[str, Any]:
-        """The message with its content as one string."""
+        """Its content as one string, and its reasoning under each name that templates know."""
         message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
         if isinstance(self.content, list):
             message["content"] = "\n".join(
                 _text(part, f"{at}.content.{i}") for i, part in enumerate(self.content)
             )
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            message["tool_calls"] = [call.for_template(f"{at}.tool_calls.{i}") for i, call in calls]
         return message
 
 
-class ChatTemplateOptions(BaseModel):
+class ChatTemplateOptions(ToolOptions):
     """How messages become a prompt; the same wherever messages are taken."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
@@ -68,43 +110,11 @@ class ChatTemplateOptions(BaseModel):
         return "add_generation_prompt" in self.model_fields_set
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema of its arguments (Any: JSON)."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """What `tools` lists; functions are all there is."""
-
-    type: Literal["function"] = "function"
-    function: FunctionTool
-
-
-class NamedFunction(BaseModel):
-    name: str
-
-
-class NamedTool(BaseModel):
-    """`tool_choice` of one function, which then must be called."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
     logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
     top_logprobs: int | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
@@ -125,24 +135,40 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def continued(self) -> str | None:
+        """The text of the message that the answer is to continue, if it is."""
+        if not self.continue_final_message:
+            return None
+        return self.messages[-1].for_template(f"messages.{len(self.messages) - 1}")["content"]
+
 
 def conversation(
     options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
 ) -> Chat:
     """A conversation for the engine's door; refused where the template would not heed it."""
     variables = dict(options.chat_template_kwargs or {})
+    uses = needed(tokenizer, "messages").template_uses
     if options.reasoning_effort is not None:
-        if not needed(tokenizer, "messages").template_uses("reasoning_effort"):
+        if not uses("reasoning_effort"):
             raise RequestError(
                 "reasoning_effort: this model's chat template knows no reasoning effort. Leave it out.",
                 param="reasoning_effort",
             )
         variables["reasoning_effort"] = options.reasoning_effort
+    if options.documents and not (uses("documents") or options.chat_template is not None):
+        raise RequestError(
+            "documents: this model's chat template knows no documents. Put them into a message.",
+            param="documents",
+        )
     return Chat(
         [message.for_template(f"messages.{i}") for i, message in enumerate(messages)],
         options.add_generation_prompt,
         options.continue_final_message,
         variables,
+        tools=[tool.for_template() for tool in options.tools or ()] if options.offered else None,
+        documents=options.documents,
+        template=options.chat_template,
     )
 
 

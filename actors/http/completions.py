@@ -48,7 +48,7 @@ def completion_routes(frontend: Frontend) -> APIRouter:
             await frontend.engine.encoder.prompt(prompt, truncate=body.truncate_prompt_tokens)
             for prompt in body.prompts()
         ]
-        work = prepare(frontend, shape, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
+        work = prepare(frontend, shape.prefix, body, http, prompts, default_max_tokens=OPENAI_MAX_TOKENS)
         return await respond(frontend, shape, work, http)
 
     return router

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...cluster.errors import RequestError, did_you_mean
+from ...cluster.grammar import WAYS
 from .settings import UnknownParams
 
 # Field -> values that mean "not used"; None and absence always do.
@@ -19,21 +20,11 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "regex": (),
-    "ebnf": (),
     "repetition_detection": (),
     "stream_interval": (1,),
     "prompt_embeds": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "documents": ([],),
-    "chat_template": (),
     "modalities": (["text"],),
     "audio": (),
     "lora_path": (),
@@ -45,6 +36,11 @@ NEVER: Mapping[str, tuple[object, str]] = {
         "",
         "Leave it out: put what is to follow into the prompt, as the model was taught.",
     ),
+    **{f"guided_{way}": (None, f"Send structured_outputs.{way}.") for way in WAYS},
+    "guided_decoding_backend": (None, "Leave it out: there is one."),
+    "guided_whitespace_pattern": (None, "Leave it out, or send structured_outputs.disable_any_whitespace."),
+    "regex": (None, "Send structured_outputs.regex."),
+    "ebnf": (None, "Send structured_outputs.grammar."),
 }
 # Fields that say something about the request, not about the answer.
 SILENT = frozenset({"user", "metadata", "session_id", "safety_identifier", "store", "service_tier"})

@@ -7,8 +7,10 @@ earliest first token and the latest last one.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from ...cluster.acceptance import mean_acceptance_length
+from ..chat.reasoning_tokens import ReasoningCounter
 from ..outputs import RequestMetrics, RequestOutput
 from ..telemetry import FinishedRequest, Telemetry
 from .wire import JsonObject
@@ -18,15 +20,25 @@ class RequestFigures:
     """Counts one HTTP request. Fed by `Run` alone.
 
     Args:
-        num_begun: output tokens that another engine generated; they are in `usage`, not in timings.
+        begun_token_ids: output that another engine generated; it is in `usage`, not in timings.
+        new_counter: makes what counts the reasoning in a completion; None where that cannot be counted.
     """
 
-    def __init__(self, num_prompts: int, num_begun: int = 0) -> None:
+    def __init__(
+        self,
+        num_prompts: int,
+        begun_token_ids: Sequence[int] = (),
+        new_counter: Callable[[], ReasoningCounter | None] = lambda: None,
+    ) -> None:
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_output_tokens = 0
-        self._num_begun = num_begun
+        self._num_begun = len(begun_token_ids)
+        self._new_counter = new_counter
+        self._counters: dict[tuple[int, int], ReasoningCounter | None] = {}  # as `_last_token_s`
+        if begun_token_ids:
+            self._count_reasoning((0, 0), begun_token_ids)
         self.finish_reasons: list[str] = []
         self._num_prompt_tokens = [0] * num_prompts
         self._costs: list[RequestMetrics | None] = [None] * num_prompts
@@ -38,6 +50,7 @@ class RequestFigures:
         for completion in output.outputs:
             if completion.token_ids:
                 key = (prompt_index, completion.index)
+                self._count_reasoning(key, completion.token_ids)
                 self._feed_tokens(key, len(completion.token_ids), output.metrics.queue_s, telemetry)
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
@@ -51,6 +64,12 @@ class RequestFigures:
         self._last_token_s[key] = self.last_token_s = now_s
         self.first_token_s = self.first_token_s or now_s
         self.num_output_tokens += count
+
+    def _count_reasoning(self, key: tuple[int, int], token_ids: Sequence[int]) -> None:
+        if key not in self._counters:
+            self._counters[key] = self._new_counter()
+        if counter := self._counters[key]:
+            counter.feed(token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,12 +101,7 @@ class RequestFigures:
         prompt, output = self.num_prompt_tokens, self._num_begun + self.num_output_tokens
         cached = sum(cost.num_cached_tokens for cost in self._costs if cost is not None)
         cached = min(cached, prompt)  # what another engine generated may be found, too
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return usage_of(prompt, output, cached, list(self._counters.values()))
 
     def metrics(self, num_spec_tokens: int, *, speculated: bool) -> JsonObject | None:
         """Timings and acceptance in vLLM's shape, for a request of one completion."""
@@ -117,6 +131,23 @@ class RequestFigures:
             finish_reason=self.finish_reasons[0] if self.finish_reasons else None,
             status=status,
         )
+
+
+def usage_of(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    counters: Sequence[ReasoningCounter | None] = (),
+) -> JsonObject:
+    """OpenAI's `usage`; how much was reasoning is told where it was counted."""
+    counted = [counter.count for counter in counters if counter is not None]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(counted)}} if counted else {}),
+    }
 
 
 def _acceptance(cost: RequestMetrics, num_spec_tokens: int) -> JsonObject:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from dataclasses import asdict
 
 from starlette.requests import Request
 
 from ...cluster.errors import ModelNotFoundError, RequestError
+from ..chat.model import ChatModel
 from ..engine import AsyncEngine
 from ..prompts import needed
 from ..telemetry import Telemetry
@@ -19,11 +21,14 @@ from .fields import check_extra_fields
 from .protocol import GenerationRequest
 from .settings import ServerSettings
 
+logger = logging.getLogger(__name__)
+
 
 class Frontend:
     """The engine as the routes see it.
 
     Attributes:
+        chat: how the model converses.
         names: under which the model is served, the reported one first.
         fingerprint: equal for equal models and engine settings.
         created_s: Unix time of the start.
@@ -40,6 +45,13 @@ class Frontend:
         self.settings = settings
         self.defaults = defaults
         self.telemetry = telemetry
+        self.chat = ChatModel.of(
+            engine.tokenizer,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+            auto_calls=settings.enable_auto_tool_choice,
+        )
+        logger.info("answers to conversations are read with %s", self.chat)
         self.names = settings.model_names(engine.config.model)
         self.created_s = int(time.time())
         facts = json.dumps({**asdict(engine.config), "dtype": engine.info.dtype}, sort_keys=True, default=str)

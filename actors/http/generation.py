@@ -63,15 +63,23 @@ class Shape(Protocol):
 
 def prepare(
     frontend: Frontend,
-    shape: Shape,
+    prefix: str,
     request: GenerationRequest,
     http: Request,
     prompts: Sequence[EncodedPrompt],
     *,
     default_max_tokens: int | None,
     ignored: Sequence[str] = (),
+    resumable: bool = True,
 ) -> Work:
-    """Check everything that can be checked before the engine is asked."""
+    """Check everything that can be checked before the engine is asked.
+
+    Args:
+        prefix: of the response's id.
+        default_max_tokens: None means as many as fit.
+        ignored: further names for X-Ignored-Params.
+        resumable: whether another replica could go on with the response's stream.
+    """
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
@@ -84,7 +92,7 @@ def prepare(
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
     return Work(
-        id=new_id(shape.prefix) if origin is None else shape.prefix + origin.id,
+        id=new_id(prefix) if origin is None else prefix + origin.id,
         request_id=use_request_id(http, request.request_id),
         model=model,
         prompts=list(prompts),
@@ -94,6 +102,7 @@ def prepare(
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
         origin=origin,
+        resumable=resumable,
     )
 
 

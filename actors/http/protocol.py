@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from ...cluster.errors import RequestError
 from ...cluster.request import MAX_LOGPROBS, SamplingParams
 from .defaults import GenerationDefaults
+from .structured import ResponseFormat, StructuredOutputs, asked_of
 
 MAX_STOP_STRINGS = 64
 REQUEST_ID = r"^[\x21-\x7e]{1,256}$"  # fits a header and a log line
@@ -105,6 +106,8 @@ class GenerationRequest(BaseModel):
     bad_words: list[str] | None = None
     prompt_logprobs: Annotated[int | None, BeforeValidator(no_boolean("prompt_logprobs"))] = None
     thinking_token_budget: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     return_token_ids: bool = False
@@ -177,6 +180,7 @@ class GenerationRequest(BaseModel):
                 logprobs=self.num_logprobs,
                 prompt_logprobs=self.num_prompt_logprobs,
                 thinking_token_budget=self.thinking_token_budget,
+                structured_outputs=asked_of(self.response_format, self.structured_outputs),
             )
         except RequestError as error:
             if error.param != "max_tokens":

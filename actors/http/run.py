@@ -14,6 +14,7 @@ from typing import Any
 
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.request import SamplingParams
+from ..chat.reading import PLAIN, Reading
 from ..engine import RequestOptions
 from ..outputs import NOTHING, Begun, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
@@ -34,7 +35,8 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 class Work:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
-    `created_s` is Unix time; `origin` what a gateway fixed of the request.
+    `created_s` is Unix time; `origin` what a gateway fixed of the request; `resumable` says
+    whether its stream can go on at another replica, `reading` how its answers are read.
     """
 
     id: str
@@ -47,6 +49,8 @@ class Work:
     request: GenerationRequest
     created_s: int
     origin: Origin | None = None
+    resumable: bool = True
+    reading: Reading = PLAIN
 
     @property
     def single(self) -> bool:
@@ -61,7 +65,8 @@ class Work:
         has not made.
         """
         alone = self.single and self.params.logprobs is None
-        return self.origin is not None and self.request.stream and alone and not self.request.echoes
+        alone = alone and self.resumable and not self.request.echoes
+        return self.origin is not None and self.request.stream and alone
 
     @property
     def begun(self) -> Begun:
@@ -81,7 +86,8 @@ class Run:
     def __init__(self, frontend: Frontend, work: Work) -> None:
         self.frontend = frontend
         self.work = work
-        self.figures = RequestFigures(len(work.prompts), len(work.begun.token_ids))
+        counter = work.reading.token_counter
+        self.figures = RequestFigures(len(work.prompts), work.begun.token_ids, counter)
 
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""

@@ -18,6 +18,7 @@ from ...cluster.errors import ConfigError, did_you_mean
 UnknownParams = Literal["ignore", "warn", "reject"]
 MetricsLevel = Literal["none", "summary"]
 DefaultsSource = Literal["auto", "openai"]
+ReasoningField = Literal["reasoning", "reasoning_content"]
 # One answer for all models: they cannot differ in these.
 ENDPOINT_SETTINGS = frozenset(
     {"api_key", "allowed_origins", "max_request_bytes", "batch_storage", "shutdown_timeout"}
@@ -36,6 +37,12 @@ class ServerSettings:
             leaves open; "openai" ignores that file.
         unknown_params: unknown request fields are ignored in silence, ignored with the header
             X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
+        tool_call_parser: how the model calls tools: the name of a format (`actors/chat/formats.py`), "auto"
+            to find it by the chat template, "none".
+        reasoning_parser: how it writes what it thinks; likewise.
+        enable_auto_tool_choice: requests may leave it to the model whether to call their tools.
+        reasoning_field_name: the field of an answer that holds its reasoning; None: `reasoning` (vLLM) and
+            `reasoning_content` (most others).
         per_request_metrics: "summary" adds timings and acceptance of the request to its response body.
         sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it
             is set, a stream may begin (status 200) before its first token.
@@ -57,6 +64,10 @@ class ServerSettings:
     served_model_name: str | tuple[str, ...] | None = None
     generation_config: DefaultsSource = "auto"
     unknown_params: UnknownParams = "warn"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
+    reasoning_field_name: ReasoningField | None = None
     per_request_metrics: MetricsLevel = "summary"
     sse_keep_alive_interval: float = 0.0
     max_request_bytes: int = 32 * 1024 * 1024
@@ -80,6 +91,8 @@ class ServerSettings:
             ("per_request_metrics", MetricsLevel),
         ):
             one_of(name, getattr(self, name), get_args(kind))
+        if self.reasoning_field_name is not None:
+            one_of("reasoning_field_name", self.reasoning_field_name, get_args(ReasoningField))
         for name, at_zero in (("sse_keep_alive_interval", "off"), ("shutdown_timeout", "at once")):
             if getattr(self, name) < 0:
                 raise ConfigError(

@@ -1,7 +1,7 @@
 """What a step driven from the host does with rows, tokens and choices: the operators, and what they mean.
 
     StepOperators           what `states.py`, `sampling.py` and whoever runs a step are given
-      TorchStepOperators    NumPy and PyTorch, anywhere: `rows.py`, `choice.py`, `verification.py`
+      TorchStepOperators    NumPy and PyTorch, anywhere: `rows.py`, `masks.py`, `choice.py`, `verification.py`
       LoopStepOperators     compiled loops, on a CPU: `loops/`, of the same files
 
 Which ones is chosen where a runner is made (`actors/targets/loading/operators.py`). A GPU's own steps have
@@ -16,7 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import choice, rows, verification
+from ..grammars.states import RowMasks
+from . import choice, masks, rows, verification
 from .rows import Ints, Layout
 
 
@@ -47,6 +48,10 @@ class StepOperators(Protocol):
         """Of `rows.py`."""
         ...
 
+    def mask_tokens(self, logits_NV: Tensor, masks: RowMasks, /) -> Tensor:
+        """Of `masks.py`."""
+        ...
+
     def argmax(self, logits_NV: Tensor, /) -> Tensor:
         """Of `choice.py`."""
         ...
@@ -66,6 +71,7 @@ class TorchStepOperators:
     lay_out_rows = staticmethod(rows.lay_out_rows)
     write_tokens = staticmethod(rows.write_tokens)
     by_request = staticmethod(rows.by_request)
+    mask_tokens = staticmethod(masks.mask_tokens)
     argmax = staticmethod(choice.argmax)
     noisy_argmax = staticmethod(choice.noisy_argmax)
     accept = staticmethod(verification.accept)

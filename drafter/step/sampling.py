@@ -5,7 +5,8 @@ same on every device, in every batch, and after any restart; nothing is drawn or
 the same noise proposes what the target is likely to choose. Greedy is the limit of temperature 0. Called by
 `dflash/propose.py` and `actors/targets/runners/host.py`.
 
-Before anything else, what cannot be is taken out and requests' rules are applied (`rules.py`).
+Before anything else, what cannot be is taken out: requests' rules are applied (`rules.py`), then the masks of
+their grammars (`masks.py`).
 
 Filters have vLLM's meaning and order: temperature, then min-p, top-k, top-p, on probabilities after
 temperature; tokens exactly as likely as the last one kept are kept too.
@@ -34,6 +35,8 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperator
         logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
     if batch.ruled:
         logits_NV = apply_rules(logits_NV, batch.ruled)
+    if batch.masks is not None:
+        logits_NV = operators.mask_tokens(logits_NV, batch.masks)
     if batch.noisy_M is None:
         return operators.argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:

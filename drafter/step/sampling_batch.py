@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..grammars.states import RowMasks
 from .noise import noise_keys
 from .rules import RuledRows
 
@@ -32,6 +33,7 @@ class SamplingBatch:
         forbidden_F: rows and token ids that must not be chosen (int64 [2, F]); None if there are none.
         max_top_k: the largest top-k in use.
         ruled: rows of requests that have rules, and what these say there.
+        masks: rows of requests that have grammars, and what these allow there; None if there are none.
     """
 
     num_rows: int
@@ -44,6 +46,7 @@ class SamplingBatch:
     forbidden_F: Tensor | None = None
     max_top_k: int = 0
     ruled: tuple[RuledRows, ...] = ()
+    masks: RowMasks | None = None
 
     @classmethod
     def greedy(

@@ -4,8 +4,9 @@ A mirror, not an authority: it changes only as plans and results say. Token ids 
 new ones are made; pages and sampling come from the host and stay there, so a step's indices are made with
 NumPy and put on the device once. Used by target ranks and by a split drafter alike.
 
-Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `place_drafts(plan, drafts)`,
-`lay_out_rows(plan)`, `advance(plan, token_ids, num_tokens)`. The twin of `device/states.py`.
+Order within a step: `apply(plan)`, drafter's `lay_out_block(plan, mask_id)`, `guide(plan, drafts)`,
+`place_drafts(plan, drafts)`, `lay_out_rows(plan)`, `advance(plan, token_ids, num_tokens)`. The twin of
+`device/states.py`.
 
 Legend: N rows of a step, X sampled rows, R requests of a step, D those that draft, K most drafts,
 W = K + 1, P pages of a request, G page groups.
@@ -14,6 +15,7 @@ W = K + 1, P pages of a request, G page groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from ...cluster.page_groups import ONE_GROUP, PagePlan
 from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
+from ..grammars.states import GrammarStates, RowMasks
 from .logprobs import AskedRows, AskedSlots
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
@@ -39,6 +42,8 @@ class RequestStates:
         attention_batch: makes what the models' backend wants to know of a step; see `AttentionBatch.build`.
         operators: lay out rows and write tokens, on this device; the definition by default.
         pages: the models' page groups; one that all layers share by default.
+        grammars: of a target whose requests may have grammars. A drafter knows none: what it proposes is
+            guided where it is verified.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class RequestStates:
         attention_batch: Callable[..., Any] = AttentionBatch.build,
         operators: StepOperators = DEFINITION,
         pages: PagePlan = ONE_GROUP,
+        grammars: GrammarStates | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._attention_batch = attention_batch
@@ -76,7 +82,9 @@ class RequestStates:
         self._rules = RuleStates(self.device)
         self._asked = AskedSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
-        self._now: StepRequests | None = None  # of the step under way
+        self._grammars = grammars
+        self._masks: RowMasks | None = None  # of the step under way, as is:
+        self._now: StepRequests | None = None
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in admissions and new pages; comes first in a step."""
@@ -100,6 +108,8 @@ class RequestStates:
         self._stop_ids[slot] = sampling.stop_token_ids
         self._rules.admit(slot, sampling.rules)
         self._asked.admit(slot, sampling)
+        if self._grammars is not None:
+            self._grammars.admit(slot, sampling.grammar)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
@@ -134,6 +144,18 @@ class RequestStates:
         requests_Y = np.repeat(asked.requests_A, asked.counts_A)
         positions_Y = r.first_R[requests_Y] + in_request_Y + 1
         return self.token_ids[self._put(r.slots_R[requests_Y]), self._put(positions_Y)]
+
+    def guide(self, plan: SchedulerOutput, drafts_RK: Tensor) -> Tensor:
+        """The drafts as requests' grammars leave them; these say too what rows may choose."""
+        self._masks = None
+        if self._grammars is None or not self._grammars.hold_any:
+            return drafts_RK
+        r, guided_RK = self._requests(plan), drafts_RK.cpu().numpy().copy()
+        self._masks = self._grammars.guide(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing)
+        return drafts_RK if self._masks is None else torch.from_numpy(guided_RK).to(self.device)
+
+    def _standing(self, slot: int, begin: int, end: int) -> list[int]:
+        return self.token_ids[slot, begin:end].tolist()
 
     def place_drafts(self, plan: SchedulerOutput, drafts_RK: Tensor) -> None:
         """Write proposals behind the known tokens, where `lay_out_rows` reads them; -1 marks what is none."""
@@ -175,6 +197,9 @@ class RequestStates:
         else:
             token_ids_N.index_fill_(0, rows_X, mask_id)
             num_before_X = np.repeat(first_R + 1, counts_R)  # all masks see what is known
+        sampling = self._sampling(slots_X, chosen_at_X, num_before_X)
+        if mask_id is None and self._masks is not None:
+            sampling = replace(sampling, masks=self._masks)
         return StepRows(
             positions_N=self._put(positions_N),
             kv_slots=self._put(kv_slots_GN).unbind(0),
@@ -183,7 +208,7 @@ class RequestStates:
             sampled_X=rows_X,
             counts_R=self._put(all_counts_R),
             max_count=int(all_counts_R.max()),
-            sampling=self._sampling(slots_X, chosen_at_X, num_before_X),
+            sampling=sampling,
         )
 
     def _attention(

@@ -30,6 +30,7 @@ from ..model.parallel import Communicator, Sharding, SingleRank, smallest
 from ..model.weights import TargetWeights
 from ..runners.host import DraftSource, LocalDrafts, StepRunner
 from ..runners.runner import RemoteDrafter, Runner
+from .grammars import make_grammars
 from .invariance import check_invariance
 from .memory import affordable_pages, gpu_budget_bytes, page_bytes
 from .operators import make_backend, make_step_operators
@@ -122,7 +123,7 @@ def start_runner(
     runner = rank.runner(num_pages)
     warm_up(runner, plan, num_pages)
     runner.prepare()
-    info = _info(plan, num_pages)
+    info = _info(plan, num_pages, has_grammars=rank.grammars is not None)
     logger.info("%s; backend %s", info, plan.attention_backend)
     check_invariance(plan, rank.backend)
     return runner, info
@@ -137,7 +138,7 @@ def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
     return LentWeights(embedding_VH, backend.linear(head_VH))
 
 
-def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
+def _info(plan: LoadPlan, num_pages: tuple[int, ...], *, has_grammars: bool) -> ExecutorInfo:
     return ExecutorInfo(
         num_pages=num_pages,
         page_groups=plan.pages.groups,
@@ -151,6 +152,7 @@ def _info(plan: LoadPlan, num_pages: tuple[int, ...]) -> ExecutorInfo:
         max_in_flight=2 if runs_ahead(plan) or plan.split else 1,
         halves=plan.split,
         max_stop_token_ids=_max_stop_token_ids(plan),
+        has_grammars=has_grammars,
         rule_limits=_rule_limits(plan),
     )
 
@@ -207,6 +209,7 @@ class _Rank:
         self.backend = backend = make_backend(plan)
         places = plan.pages.target
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
+        self.grammars = None if runs_on_device(plan) else make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
             self._drafter = models.drafter(plan, self._model, backend)
@@ -270,7 +273,8 @@ class _Rank:
             proposer = Proposer(self._drafter, cache, operators)
             drafts = LocalDrafts(proposer, self._communicator)
         size = (plan.config.max_num_seqs, plan.max_model_len, num_pages, page_size)
-        states = RequestStates(*size, plan.device, self.backend.attention_batch, operators, plan.pages)
+        batch = self.backend.attention_batch
+        states = RequestStates(*size, plan.device, batch, operators, plan.pages, self.grammars)
         cache = self._model.new_cache(pages_of(plan.pages, plan.pages.target, num_pages), page_size)
         return StepRunner(self._model, cache, states, drafts, self._communicator, operators)
 

@@ -146,11 +146,13 @@ class StepRunner:
         )
 
     def _propose(self, plan: SchedulerOutput) -> Tensor:
-        """Ask for drafts and put them behind the known tokens."""
+        """Ask for drafts, let grammars see them, and put them behind the known tokens."""
         if self.drafts is None:
             assert not plan.num_drafts.any(), "drafts were planned, but there is no drafter"
-            return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self.model.device)
-        drafts_RK = self.drafts.propose(plan, self.states)
+            drafts_RK = torch.empty(plan.num_requests, 0, dtype=torch.int64, device=self.model.device)
+        else:
+            drafts_RK = self.drafts.propose(plan, self.states)
+        drafts_RK = self.states.guide(plan, drafts_RK)
         self.states.place_drafts(plan, drafts_RK)
         return drafts_RK
 

@@ -6,7 +6,7 @@ Chosen at load (`actors/targets/loading/operators.py`).
 
 from __future__ import annotations
 
-from . import choice, rows, verification
+from . import choice, masks, rows, verification
 
 
 class LoopStepOperators:
@@ -15,6 +15,7 @@ class LoopStepOperators:
     lay_out_rows = staticmethod(rows.lay_out_rows)
     write_tokens = staticmethod(rows.write_tokens)
     by_request = staticmethod(rows.by_request)
+    mask_tokens = staticmethod(masks.mask_tokens)
     argmax = staticmethod(choice.argmax)
     noisy_argmax = staticmethod(choice.noisy_argmax)
     accept = staticmethod(verification.accept)

@@ -1,0 +1,28 @@
+"""What holds a rank's requests to their grammars, made from the checkpoint's tokenizer.
+
+Every rank has it: all must see the same drafts. Called by `rank.py`.
+"""
+
+from __future__ import annotations
+
+from ....drafter.grammars.compiler import GrammarCompiler
+from ....drafter.grammars.states import GrammarStates
+from ...checkpoints import resolve_checkpoint
+from ...machine import owned_cores
+from ...tokenizer import Tokenizer
+from .plan import LoadPlan
+
+MAX_MASK_THREADS = 8
+
+
+def make_grammars(plan: LoadPlan) -> GrammarStates | None:
+    """None where no text could be held to anything: without a tokenizer, or an end-of-sequence token."""
+    config, eos = plan.config, plan.target.eos_token_ids
+    folder = plan.target_folder
+    if config.tokenizer is not None:
+        folder = resolve_checkpoint(config.tokenizer, field="tokenizer")
+    if config.skip_tokenizer_init or not eos or not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer_json = Tokenizer.load(folder).to_json()
+    compiler = GrammarCompiler(tokenizer_json, plan.target.vocab_size, eos)
+    return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))

@@ -1,0 +1,151 @@
+"""Answers taken apart: outputs of each format, cut at every place, and texts that are none of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.chat.formats import CALLS, REASONING
+from manta.actors.chat.parts import Piece, together
+from manta.actors.chat.splitter import Splitter
+
+FOLDER = Path(__file__).parent / "data" / "chat"
+TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())
+FORMATS: dict[str, Any] = {
+    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "tools"
+}
+ANSWERS = [
+    pytest.param(name, answer, id=f"{name}-{at}")
+    for name, found in FORMATS.items()
+    for at, answer in enumerate(found["answers"])
+]
+
+
+def splitter(name: str, *, opened: bool = False, parallel: bool = True) -> Splitter:
+    thinking, calls = FORMATS[name]["thinking"], FORMATS[name]["calls"]
+    return Splitter(
+        None if thinking is None else REASONING[thinking],
+        CALLS[calls],
+        schemas=TOOLS,
+        opened=opened,
+        id_seed="x",
+        parallel=parallel,
+    )
+
+
+def read(name: str, *texts: str, opened: bool = False) -> Piece:
+    reader = splitter(name, opened=opened)
+    return together([*(reader.feed(text) for text in texts), reader.finish()])
+
+
+def test_every_format_has_recorded_answers() -> None:
+    assert {found["calls"] for found in FORMATS.values()} == set(CALLS) - {"qwen3_xml"}
+    assert CALLS["qwen3_xml"] is CALLS["qwen3_coder"]
+    assert {found["thinking"] for found in FORMATS.values()} >= set(REASONING) - {"deepseek_r1"}
+
+
+@pytest.mark.parametrize(("name", "answer"), ANSWERS)
+def test_an_answer_comes_apart_as_it_was_meant(name: str, answer: Any) -> None:
+    piece = read(name, answer["text"], opened=answer.get("opened", False))
+    assert (piece.reasoning, piece.content) == (answer["reasoning"], answer["content"])
+    assert [[call.name, call.arguments] for call in piece.calls] == answer["calls"]
+    assert [call.index for call in piece.calls] == list(range(len(piece.calls)))
+    ids = [call.id for call in piece.calls]
+    assert len(set(ids)) == len(ids) and ids == answer.get("ids", ids)
+
+
+@pytest.mark.parametrize(("name", "answer"), ANSWERS)
+def test_what_was_given_out_depends_on_the_text_and_not_on_its_cuts(name: str, answer: Any) -> None:
+    text, opened = answer["text"], answer.get("opened", False)
+    by_character = splitter(name, opened=opened)
+    so_far: list[Piece] = [Piece()]
+    for character in text:
+        so_far.append(together([so_far[-1], by_character.feed(character)]))
+    whole = together([so_far[-1], by_character.finish()])
+    for first in range(len(text) + 1):
+        reader = splitter(name, opened=opened)
+        begun = reader.feed(text[:first])
+        assert begun == so_far[first]
+        rest = reader.feed(text[first:])
+        assert together([begun, rest]) == so_far[-1]
+        assert together([begun, rest, reader.finish()]) == whole
+
+
+@pytest.mark.parametrize(("name", "answer"), ANSWERS)
+def test_every_pair_of_cuts_gives_the_same_sum(name: str, answer: Any) -> None:
+    text, opened = answer["text"], answer.get("opened", False)
+    whole = read(name, text, opened=opened)
+    step = 1 + len(text) // 40  # longer texts: a grid that meets every mark
+    for first in range(0, len(text), step):
+        for second in range(first, len(text), step):
+            assert read(name, text[:first], text[first:second], text[second:], opened=opened) == whole
+
+
+PLAIN_CHARACTERS = st.text(st.sampled_from("ab \n\t<>{}[]|/:,\"'=\\éß漢") | st.characters(codec="utf-8"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=PLAIN_CHARACTERS, cut=st.integers(0, 40))
+def test_a_plain_text_passes_unchanged(name: str, text: str, cut: int) -> None:
+    if name == "minimax_m2":  # all of it is reasoning until that ends
+        assert read(name, "</think>", "a" + text[:cut], text[cut:]).content == "a" + text
+    else:
+        assert read(name, text[:cut], text[cut:]) == Piece(content=text)
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        sorted(
+            {
+                text[i : i + 9]
+                for f in FORMATS.values()
+                for a in f["answers"]
+                for text in [a["text"]]
+                for i in range(0, len(text), 7)
+            }
+        )
+    )
+    | st.sampled_from(
+        ["<tool_call>", "</tool_call>", "<|message|>", "<|start|>", "{", "}", '"name"', ":", "now", "\n"]
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(pieces=PIECES)
+def test_broken_answers_raise_nothing_and_are_the_same_however_they_come(
+    name: str, pieces: list[str]
+) -> None:
+    whole = read(name, "".join(pieces))
+    assert read(name, *pieces) == whole == read(name, *"".join(pieces))
+
+
+def test_a_call_is_told_as_it_comes_and_nothing_is_held_that_is_no_mark() -> None:
+    reader = splitter("hermes")
+    assert reader.feed("Well <to").content == "Well "
+    assert reader.feed("day").content == "<today"
+    assert reader.feed('\n<tool_call>{"name": "now", "arg') == Piece()
+    opening = reader.feed('uments": {')
+    assert [(call.name, call.arguments) for call in opening.calls] == [("now", "{")]
+    assert reader.feed('"zone": "U').calls[0].arguments == '"zone": "U'
+
+
+def test_without_parallel_calls_there_is_one() -> None:
+    (answer,) = [a for a in FORMATS["hermes"]["answers"] if len(a["calls"]) == 2]
+    reader = splitter("hermes", parallel=False)
+    found = together([reader.feed(answer["text"]), reader.finish()])
+    assert [call.name for call in found.calls] == ["get_weather"] and found.content == ""
+
+
+def test_an_answer_of_a_hundred_thousand_characters_is_read_in_linear_time() -> None:
+    reader = splitter("hermes")
+    text = (
+        "<" * 1000 + '<tool_call>{"name": "now", "arguments": {"a": "' + "x\\n" * 30_000 + '"}}</tool_call>'
+    )
+    found = together([reader.feed(text[i : i + 7]) for i in range(0, len(text), 7)] + [reader.finish()])
+    assert json.loads(found.calls[0].arguments) == {"a": "x\n" * 30_000} and found.content == "<" * 1000

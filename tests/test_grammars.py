@@ -1,0 +1,348 @@
+"""Answers held to grammars: which can be, that they are, and that speculation changes no token of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from manta import LLM, SamplingParams, StructuredOutputsParams
+from manta.actors.grammars import MAX_GRAMMAR_CHARS, GrammarDoor, grammar_of
+from manta.actors.tokenizer import Tokenizer
+from manta.cluster.errors import RequestError
+from manta.cluster.grammar import Grammar, SlotGrammar
+from manta.drafter.grammars import compiler as compiler_module
+from manta.drafter.grammars.compiler import GrammarCompiler
+from manta.drafter.grammars.states import GrammarStates
+from schemas import HELD, REFUSED
+from text_pair import VOCAB, make_text_pair
+
+EOS = (0, 2)
+PROMPT = "Hello, this is"
+TAGS = {
+    "structures": [{"begin": "<fn=a>", "schema": {"enum": [1, 22]}, "end": "</fn>"}],
+    "triggers": ["<fn="],
+}
+KINDS = {
+    "json": StructuredOutputsParams(json=HELD["three properties"], disable_any_whitespace=True),
+    "json with spaces": StructuredOutputsParams(json=json.dumps(HELD["array of objects"])),
+    "json_object": StructuredOutputsParams(json_object=True),
+    "regex": StructuredOutputsParams(regex=r"[a-z]{3,9}@[a-z]{2,5}\.(com|org)"),
+    "choice": StructuredOutputsParams(choice=("yes", "no", 'mäy "be" 😀', "yes, no")),
+    "lark": StructuredOutputsParams(grammar='start: "a" b+ "end"\nb: "bb" | "c"'),
+    "ebnf": StructuredOutputsParams(grammar='root ::= "x" [0-9]+ "y"'),
+    "structural_tag": StructuredOutputsParams(structural_tag=TAGS),
+    "regex behind a token": StructuredOutputsParams(regex="(yes|no){2}", after_token_ids=(ord("e") - 30,)),
+}
+KNOBS = {
+    "alone": {},
+    "penalties": {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "bias and filters": {"logit_bias": ((70, 3.0), (90, -3.0)), "top_k": 40, "top_p": 0.9},
+    "ends": {"min_tokens": 12, "ignore_eos": True, "stop": ("org", "true"), "bad_words": ("c", "yes")},
+}
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
+    return Tokenizer.load(pair[0])
+
+
+@pytest.fixture(scope="module")
+def door(tokenizer: Tokenizer) -> GrammarDoor:
+    return GrammarDoor(tokenizer, VOCAB, EOS)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_json(), VOCAB, EOS)
+
+
+def open_pair(pair: tuple[Path, Path], drafts: int | None, **more: Any) -> LLM:
+    spec = {"model": str(pair[1]), "num_speculative_tokens": drafts, "adaptive": False}
+    how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8, **more}
+    return LLM(str(pair[0]), speculative_config=None if drafts is None else spec, **how)
+
+
+def held_by(schema: Any, **more: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, **more)
+
+
+# Which can be.
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_schema_that_cannot_be_held_to_is_refused_with_the_field_and_the_reason(
+    door: GrammarDoor, name: str
+) -> None:
+    schema, word = REFUSED[name]
+    asked = StructuredOutputsParams(json=schema, sent_as="response_format.json_schema.schema")
+    with pytest.raises(RequestError, match=re.escape(word)) as refused:
+        door.let_in(SamplingParams(structured_outputs=asked))
+    assert refused.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"json": "{"}, "json"),
+        ({"json": "3"}, "json"),
+        ({"json": "[" * 100_000}, "json"),
+        ({"json": {"enum": ["\ud800"]}}, "json"),
+        ({"json": {"const": float("nan")}}, "json"),
+        ({"json": {"description": "x" * MAX_GRAMMAR_CHARS}}, "json"),
+        ({"regex": "(a"}, "regex"),
+        ({"regex": ""}, "regex"),
+        ({"choice": ()}, "choice"),
+        ({"choice": ("a",) * 5000}, "choice"),
+        ({"grammar": 'start: "a" unknown'}, "grammar"),
+        ({"grammar": 'root ::= "a" | unknown'}, "grammar"),
+        ({"structural_tag": "{"}, "structural_tag"),
+        ({"structural_tag": {"triggers": ["<"]}}, "structural_tag.structures"),
+        ({"structural_tag": {**TAGS, "triggers": ["["]}}, "structural_tag.structures.0.begin"),
+        ({"structural_tag": {"format": {}}}, "structural_tag.format"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_its_field(
+    door: GrammarDoor, asked: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        door.let_in(SamplingParams(structured_outputs=StructuredOutputsParams(**asked)))
+    assert refused.value.param == f"structured_outputs.{field}"
+
+
+def test_one_way_is_asked_for_and_an_engine_without_a_tokenizer_refuses_all(pair: tuple[Path, Path]) -> None:
+    for fields in ({}, {"regex": "a", "choice": ("a",)}):
+        with pytest.raises(RequestError, match="one of"):
+            StructuredOutputsParams(**fields)
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with (
+        open_pair(pair, None, skip_tokenizer_init=True) as llm,
+        pytest.raises(RequestError, match="tokenizer"),
+    ):
+        llm.generate([[5, 6]], asked)
+
+
+# That they are held.
+
+
+def test_every_answer_that_ends_by_itself_is_what_its_schema_says(pair: tuple[Path, Path]) -> None:
+    assert len(HELD) >= 60
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=150, structured_outputs=held_by(schema))
+        for schema in HELD.values()
+        for seed in (1, 2)
+    ]
+    with open_pair(pair, 7) as llm:
+        answers = llm.generate([PROMPT] * len(params), params)
+    ended = 0
+    for schema, answer in zip([s for s in HELD.values() for _ in (1, 2)], answers, strict=True):
+        (only,) = answer.outputs
+        if only.finish_reason == "stop":
+            ended += 1
+            text = re.sub(r":60(?=[Z+-])", ":59", only.text)  # a leap second is a time; not to Python
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            jsonschema.validate(json.loads(text), schema, format_checker=checker)
+    assert ended >= 0.9 * len(params), "few of such small answers come to no end"
+
+
+def test_other_ways_are_held_too_and_nothing_possible_ends_the_text(pair: tuple[Path, Path]) -> None:
+    dead = SamplingParams(
+        temperature=1.0,
+        seed=3,
+        ignore_eos=True,
+        min_tokens=9,
+        allowed_token_ids=(68, 69, 70),
+        structured_outputs=StructuredOutputsParams(regex="[a-z][0-9]{30}"),
+    )
+    params = [
+        SamplingParams(temperature=1.0, seed=4, max_tokens=NUM_TOKENS, structured_outputs=KINDS[name])
+        for name in ("regex", "choice", "lark", "ebnf")
+    ]
+    with open_pair(pair, 3) as llm:
+        regex, choice, lark, ebnf, ended = (a.outputs[0] for a in llm.generate([PROMPT] * 5, [*params, dead]))
+        assert llm.generate("x", replace(dead, structured_outputs=None, max_tokens=9))  # goes on
+    assert re.fullmatch(KINDS["regex"].regex or "", regex.text)
+    assert choice.text in (KINDS["choice"].choice or ())
+    assert re.fullmatch(r"a(bb|c)+end", lark.text) and re.fullmatch(r"x[0-9]+y", ebnf.text)
+    assert ended.finish_reason == "stop" and re.fullmatch("[a-z]?", ended.text)
+
+
+def test_a_grammar_that_runs_out_of_states_ends_its_own_answer_alone(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_LEXER_STATES", 300)
+    greedy = SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_TOKENS)
+    explodes = replace(greedy, structured_outputs=StructuredOutputsParams(regex="(a|b|c)*a(a|b|c){25}"))
+    fine = replace(greedy, structured_outputs=KINDS["choice"])
+    with open_pair(pair, 7) as llm:
+        first, other = llm.generate([PROMPT] * 2, [explodes, fine])
+        again, same = llm.generate([PROMPT] * 2, [explodes, fine])
+    assert first.outputs[0].finish_reason in ("stop", "length") and set(first.outputs[0].text) <= set("abc")
+    assert other.outputs[0].text == same.outputs[0].text and other.outputs[0].finish_reason == "stop"
+    assert again.outputs[0].text == first.outputs[0].text
+
+
+# That speculation changes nothing.
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[SamplingParams]:
+    """Every kind at every temperature, the knobs by turns."""
+    knobs = list(KNOBS.values())
+    return [
+        SamplingParams(
+            temperature=temperature,
+            seed=10 * i + j,
+            max_tokens=NUM_TOKENS,
+            structured_outputs=kind,
+            **knobs[(i + j) % len(knobs)],
+        )
+        for j, temperature in enumerate((0.0, 0.7, 1.0))
+        for i, kind in enumerate(KINDS.values())
+    ]
+
+
+def answers_of(llm: LLM, asked: list[SamplingParams]) -> list[tuple[str, list[int], str | None]]:
+    answers = llm.generate([PROMPT] * len(asked), asked)
+    return [(a.outputs[0].text, a.outputs[0].token_ids, a.outputs[0].finish_reason) for a in answers]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    pair: tuple[Path, Path], asked: list[SamplingParams]
+) -> list[tuple[str, list[int], str | None]]:
+    """Plain decoding, one request at a time."""
+    with open_pair(pair, None) as llm:
+        return [answers_of(llm, [params])[0] for params in asked]
+
+
+ENGINES = {
+    "as shipped": {},
+    "few pages": {"num_pages": 44, "page_size": 4, "max_num_batched_tokens": 40},
+    "planned ahead": {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "engine"),
+    [(1, "as shipped"), (3, "as shipped"), (15, "as shipped"), (15, "few pages"), (3, "planned ahead")],
+)
+def test_no_token_of_a_held_answer_changes_under_speculation(
+    pair: tuple[Path, Path],
+    asked: list[SamplingParams],
+    reference: list[tuple[str, list[int], str | None]],
+    drafts: int,
+    engine: str,
+) -> None:
+    with open_pair(pair, drafts, **ENGINES[engine]) as llm:
+        assert answers_of(llm, asked) == reference
+        stats = llm.stats()
+    assert stats.num_accepted_tokens > 0
+    assert (stats.preemptions > 0) == (engine == "few pages")
+
+
+def test_every_one_of_n_has_a_place_of_its_own_in_the_grammar(pair: tuple[Path, Path]) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=1, n=4, max_tokens=NUM_TOKENS, structured_outputs=KINDS["regex"]
+    )
+    with open_pair(pair, 7) as llm:
+        (answer,) = llm.generate(PROMPT, params)
+    texts = [completion.text for completion in answer.outputs]
+    assert len(set(texts)) == 4 and all(re.fullmatch(KINDS["regex"].regex or "", text) for text in texts)
+
+
+def test_what_a_grammar_forces_is_drafted_for_nothing(pair: tuple[Path, Path]) -> None:
+    forced = SamplingParams(
+        temperature=1.0, seed=1, structured_outputs=held_by({"const": "all of it is known"})
+    )
+    with open_pair(pair, 15) as llm:
+        (answer,) = llm.generate(PROMPT, replace(forced, max_tokens=64))
+    assert answer.outputs[0].text == '"all of it is known"'
+    metrics = answer.metrics
+    assert metrics.num_accepted_tokens >= len(answer.outputs[0].token_ids) - metrics.num_steps - 2
+
+
+# The masks of a block.
+
+
+def masks_one_by_one(compiler: GrammarCompiler, grammar: Grammar, tokens: list[int]) -> Iterator[np.ndarray]:
+    """Of the place behind each of the first tokens, as long as the grammar can read them."""
+    matcher = compiler.matcher(grammar)
+    for token in [*tokens, None]:
+        bits = np.zeros(compiler.mask_words, dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        yield bits
+        if token is None or token in EOS or not matcher.try_consume_tokens([token]):
+            return
+
+
+def walk(compiler: GrammarCompiler, grammar: Grammar, choices: list[int], matcher: LLMatcher) -> list[int]:
+    """Tokens that a grammar can read, chosen by these numbers."""
+    tokens: list[int] = []
+    for choice in choices:
+        bits = np.zeros(compiler.mask_words, dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        token = int(allowed[choice % len(allowed)])
+        if token in EOS:
+            break
+        tokens.append(token)
+        assert matcher.try_consume_tokens([token]) == 1
+    return tokens
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from([name for name in KINDS if name != "regex behind a token"]),
+    choices=st.lists(st.integers(0, 10**6), max_size=24),
+    num_standing=st.integers(0, 12),
+    spoiled=st.dictionaries(st.integers(0, 14), st.integers(-1, VOCAB + 5), max_size=2),
+)
+def test_masks_of_a_block_are_those_made_one_token_at_a_time(
+    compiler: GrammarCompiler, kind: str, choices: list[int], num_standing: int, spoiled: dict[int, int]
+) -> None:
+    grammar = grammar_of(KINDS[kind])
+    tokens = walk(compiler, grammar, choices, compiler.matcher(grammar))
+    standing, drafts = [5, *tokens[:num_standing]], [*tokens[num_standing:], 7][:15]
+    for place, token in spoiled.items():
+        drafts[place % len(drafts)] = token
+    states = GrammarStates(compiler, 1)
+    states.admit(3, SlotGrammar(grammar, prompt_length=1))
+    drafts_RK = np.array([[9] * len(drafts), drafts])
+    masks = states.guide(
+        np.array([1, 3]),
+        np.array([4, len(standing)]),
+        np.array([2, 1 + len(drafts)]),
+        drafts_RK,
+        lambda slot, begin, end: standing[begin:end],
+    )
+    assert masks is not None and masks.rows_M.tolist() == list(range(2, 3 + len(drafts)))
+    seen = [*standing[1:], *drafts_RK[1].tolist()]
+    expected = list(masks_one_by_one(compiler, grammar, seen))[len(standing) - 1 :]
+    assert expected, "what stands can be read"
+    for row, bits in enumerate(expected):
+        assert (masks.bits_MW[row] == bits).all(), (row, drafts_RK)
+    assert drafts_RK[0].tolist() == [9] * len(drafts), "others' drafts are theirs"
+    again = states.guide(
+        np.array([3]),
+        np.array([len(standing)]),
+        np.array([1]),
+        np.empty((1, 0), dtype=np.int64),
+        lambda slot, begin, end: standing[begin:end],
+    )
+    assert again is not None and (again.bits_MW[0] == expected[0]).all(), "the walk has left no trace"
