@@ -7,15 +7,17 @@ a `Reading` for each request.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.grammar import StructuredOutputsParams
+from ...cluster.request import SamplingParams
 from ..tokenizer import Tokenizer
 from .forced_calls import forced_calls, strict_calls
 from .formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, Thinking, marks_of
 from .reading import Reading
+from .reasoning_tokens import reasoning_marks
 
 AUTO, NONE = "auto", "none"
 
@@ -148,6 +150,18 @@ class ChatModel:
         else:
             ids = self.tokenizer.encode(self.thinking.end, add_special_tokens=False)
         return tuple(ids) if len(ids) == 1 else ()
+
+    def limited(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        """The parameters with the marks of reasoning, where its budget needs them and they are known."""
+        if params.thinking_token_budget is None or params.reasoning_end_token_ids:
+            return params
+        if self.thinking is None or self.tokenizer is None:
+            return params
+        begin, end = reasoning_marks(self.thinking, self.tokenizer)
+        is_told = not isinstance(self.thinking, Thinking) or self.thinking.begin in prompt
+        if not is_told and self._opened(prompt, None):
+            begin = ()  # the answer begins within
+        return replace(params, reasoning_start_token_ids=begin, reasoning_end_token_ids=end)
 
     def _opened(self, prompt: str, continued: str | None) -> bool:
         """Whether the prompt ends within reasoning."""
