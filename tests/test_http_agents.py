@@ -21,8 +21,8 @@ THOUGHT = "<think>\nRain, perhaps?\n</think>\n\n"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("weather", "clock")]
 TOOLS_A = [{"name": name, "input_schema": SCHEMA} for name in ("weather", "clock")]
-ASK: dict[str, Any] = {"model": NAME, "input": "Oslo?", "max_output_tokens": 400}
-ASK_A: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 400}
+ASK: dict[str, Any] = {"model": NAME, "input": "Oslo?", "max_output_tokens": 300}
+ASK_A: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 300}
 IDLE = {"server_load": 0, "running": 0, "waiting": 0, "kv_usage": 0.0}
 
 
