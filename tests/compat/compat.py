@@ -125,15 +125,21 @@ def server() -> Iterator[str]:
     sys.path.insert(0, str(HERE.parent))
     from served import Served
 
+    keys = Path(tempfile.gettempdir()) / f"manta-compat-{os.getpid()}.keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o600)
     settings = {
         "model": str(ROOT / "models" / "target"),
         "speculative_config": {"model": str(ROOT / "models" / "drafter")},
         "chat_template": str(HERE / "tools.jinja"),
         "served_model_name": MODEL,
-        "api_key": KEY,
+        "api_key_file": str(keys),
     }
-    with Served(settings, Path(tempfile.gettempdir()) / "manta-compat-server.log") as served:
-        yield served.url
+    try:
+        with Served(settings, Path(tempfile.gettempdir()) / "manta-compat-server.log") as served:
+            yield served.url
+    finally:
+        keys.unlink()
 
 
 def page(rows: list[Row]) -> str:
