@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,15 +126,28 @@ def server() -> Iterator[str]:
     sys.path.insert(0, str(HERE.parent))
     from served import Served
 
+    class Keyed(Served):
+        def answers(self, timeout_s: float = 5.0) -> bool:
+            """Of what needs no key."""
+            with contextlib.suppress(OSError):
+                return urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s).status == 200
+            return False
+
+    keys = Path(tempfile.gettempdir()) / f"manta-compat-{os.getpid()}.keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o600)
     settings = {
         "model": str(ROOT / "models" / "target"),
         "speculative_config": {"model": str(ROOT / "models" / "drafter")},
         "chat_template": str(HERE / "tools.jinja"),
         "served_model_name": MODEL,
-        "api_key": KEY,
+        "api_key_file": str(keys),
     }
-    with Served(settings, Path(tempfile.gettempdir()) / "manta-compat-server.log") as served:
-        yield served.url
+    try:
+        with Keyed(settings, Path(tempfile.gettempdir()) / "manta-compat-server.log") as served:
+            yield served.url
+    finally:
+        keys.unlink()
 
 
 def page(rows: list[Row]) -> str:

@@ -1,0 +1,84 @@
+"""Requests that other people's clients sent, as they were (`make compat` runs the clients themselves)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from text_pair import LiveServer, make_text_pair
+
+HERE = Path(__file__).parent
+RECORDED: list[dict[str, Any]] = json.loads((HERE / "recorded_requests.json").read_text())
+LAST_EVENTS = {  # of a stream, by path
+    "/v1/responses": ("response.completed", "response.incomplete"),
+    "/v1/messages": ("message_stop",),
+}
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    for folder in (target, drafter):  # recorded of the shipped pair, whose context is as long
+        keys = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**keys, "max_position_embeddings": 1024}))
+    config = EngineConfig.from_dict(
+        {
+            "model": str(target),
+            "speculative_config": {"model": str(drafter)},
+            "chat_template": str(HERE / "compat" / "tools.jinja"),
+            "dtype": "float32",
+            "num_pages": 256,
+            "num_threads": 1,
+        }
+    )
+    settings = ServerSettings(served_model_name="manta", unknown_params="reject")
+    with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("request_", RECORDED, ids=lambda request: request["name"])
+def test_a_clients_request_is_answered_whole_and_none_of_its_fields_is_unknown(
+    http: httpx.Client, request_: dict[str, Any]
+) -> None:
+    path, body = request_["path"], request_["body"]
+    response = http.post(path, headers=request_["headers"], content=json.dumps(body))
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        check_whole(path, body, response.json())
+        return
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    if path in LAST_EVENTS:
+        assert json.loads(data[-1])["type"] in LAST_EVENTS[path]
+        return
+    assert data[-1] == "[DONE]"
+    chunks = [json.loads(each) for each in data[:-1]]
+    assert sum(choice["finish_reason"] is not None for chunk in chunks for choice in chunk["choices"]) == 1
+    if "stream_options" in body:
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 0
+
+
+def check_whole(path: str, body: dict[str, Any], answer: dict[str, Any]) -> None:
+    """What its client reads is there."""
+    if path.endswith("completions"):
+        count = len(body["prompt"]) * body.get("n", 1) if isinstance(body.get("prompt"), list) else 1
+        assert [choice["index"] for choice in answer["choices"]] == list(range(count))
+        assert answer["usage"]["completion_tokens"] > 0
+    elif path.endswith("count_tokens"):
+        assert answer["input_tokens"] > 0
+    else:
+        assert answer["usage"]["output_tokens"] > 0
+        assert answer["content"] if path.endswith("messages") else answer["output"]
+
+
+def test_what_lm_eval_sums_up_are_log_probabilities_of_its_prompts_tokens(http: httpx.Client) -> None:
+    asked = next(request for request in RECORDED if request["name"] == "lm-eval: loglikelihood")
+    told = http.post(asked["path"], json=asked["body"]).json()["choices"][0]["logprobs"]
+    assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(asked["body"]["prompt"][0]) + 1
+    for logprob, top in zip(told["token_logprobs"][1:-1], told["top_logprobs"][1:-1], strict=True):
+        assert logprob <= max(top.values()) <= 0
