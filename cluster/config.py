@@ -133,7 +133,7 @@ class EngineConfig:
             "num_threads",
         ):
             _at_least(name, getattr(self, name), 1)
-        kwargs: Any = self.default_chat_template_kwargs  # what a user wrote
+        kwargs = cast(object, self.default_chat_template_kwargs)  # from YAML: anything
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ConfigError(
                 f"default_chat_template_kwargs={kwargs!r} must be a mapping, as {{enable_thinking: false}}.",

@@ -76,7 +76,11 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     "model": _engine(str, "--model", "-m", help="Target checkpoint: folder or Hugging Face id."),
     "tokenizer": _engine(str, "--tokenizer", help="Folder or id; the target's if absent."),
     "chat_template": _engine(
-        str, "--chat-template", help="File of a Jinja template in place of the tokenizer's own."
+        str,
+        "--chat-template",
+        parser=lambda path: str(Path(path).absolute()),
+        metavar="FILE",
+        help="A Jinja template in place of the tokenizer's own.",
     ),
     "default_chat_template_kwargs": _engine(
         dict,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tokenizers
-from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER
+from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
+from manta.actors.batch.identity import template_identity
 from manta.actors.chat.forced_calls import forced_calls
 from manta.actors.chat.formats import CALLS, marks_of
 from manta.actors.chat.model import ChatModel
@@ -15,6 +18,7 @@ from manta.actors.chat.reasoning_tokens import ReasoningCounter
 from manta.actors.chat.splitter import Splitter
 from manta.actors.chat.template import ChatTemplate
 from manta.actors.grammars import grammar_of
+from manta.actors.prompts import load_tokenizer
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, RequestError
 from manta.cluster.grammar import Grammar
@@ -278,6 +282,26 @@ def test_templates_are_bounded_and_settings_of_theirs_checked() -> None:
         assert caught.value.param == "chat_template"
     with pytest.raises(RequestError, match=r"default_chat_template_kwargs\.messages"):
         ChatTemplate("", {}, {"messages": []})
+
+
+def test_a_template_of_the_settings_replaces_the_checkpoints_and_names_answers(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, HERMES)
+    assert template_identity(config) == {}
+    file = tmp_path / "own.jinja"
+    identities: list[object] = []
+    for source, text in (("{{ a }}{{ messages[0].content }}", "1x"), ("{{ a }}.", "1.")):
+        file.write_text(source)
+        own = replace(config, chat_template=str(file), default_chat_template_kwargs={"a": 1})
+        tokenizer = load_tokenizer(own)
+        assert tokenizer is not None
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == text
+        identities.append(template_identity(own))
+    assert identities[0] != identities[1]
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_tokenizer(replace(config, chat_template=str(tmp_path / "nowhere")))
+    file.write_text("{% if %}")
+    with pytest.raises(ConfigError, match="no Jinja template"):
+        load_tokenizer(replace(config, chat_template=str(file)))
 
 
 def test_a_tools_schema_with_references_types_its_values() -> None:

@@ -24,7 +24,7 @@ from .answering import RowAnswerer
 from .batch_run import BatchRun
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore, JsonObject
-from .identity import checkpoint_identity
+from .identity import checkpoint_identity, template_identity
 from .opening import LAYOUT, OpenBatch, Opener
 from .storage import Storage
 
@@ -192,6 +192,7 @@ def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObjec
     return {
         "model": checkpoint_identity(target),
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
+        **template_identity(config),
         "dtype": engine.info.dtype,
         "max_model_len": engine.info.max_model_len,
         "generation": asdict(generation),
