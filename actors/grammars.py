@@ -19,6 +19,7 @@ from ..cluster.executor import ExecutorInfo
 from ..cluster.grammar import Grammar, GrammarKind, StructuredOutputsParams
 from ..cluster.request import SamplingParams
 from ..drafter.grammars.compiler import GrammarCompiler, GrammarError, lark_of
+from .json_schemas import written_schema
 from .structural_tags import lark_of_tags
 from .tokenizer import Tokenizer
 
@@ -76,77 +77,44 @@ class GrammarDoor:
 
 def grammar_of(asked: StructuredOutputsParams) -> Grammar:
     """What was asked for, in llguidance's words. Raises RequestError for what is seen without compiling."""
-    kind, text = _READERS[asked.way](getattr(asked, asked.way), asked.field)
-    if kind == "json_schema" and asked.disable_any_whitespace:
-        text = _without_whitespace(text)
+    kind, text = _READERS[asked.way](asked)
     return Grammar(kind, text, asked.after_token_ids)
 
 
-# Any below: JSON.
-def _of_schema(schema: Any, field: str) -> tuple[GrammarKind, str]:
-    value = _parsed(schema, field)
-    if value is False or not isinstance(value, Mapping | bool):
-        raise _refusal(field, "a JSON schema is an object, or true; false allows no answer")
-    text = _written({} if value is True else value, field)
-    if _has_misread_bounds(value):
-        raise _refusal(
-            field,
-            "a number with an exclusive whole bound, less than 1 from its other bound, cannot be held to",
-        )
-    return "json_schema", text
+def _of_schema(asked: StructuredOutputsParams) -> tuple[GrammarKind, str]:
+    schema = _parsed(asked.json, asked.field)
+    return "json_schema", written_schema(schema, asked.field, whitespace=not asked.disable_any_whitespace)
 
 
-def _has_misread_bounds(schema: Any) -> bool:
-    """Whether a part of it has bounds of which llguidance lets an excluded one through: 0 in 0 < x < 0.5."""
-    if isinstance(schema, list):
-        return any(map(_has_misread_bounds, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    low, high = (
-        next((v for name in names if isinstance(v := schema.get(name), int | float)), None)
-        for names in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
-    )
-    excluded = [schema.get(name) for name in ("exclusiveMinimum", "exclusiveMaximum")]
-    is_whole = any(isinstance(v, int | float) and v == v // 1 for v in excluded)
-    close = low is not None and high is not None and high - low < 1
-    return (close and is_whole) or any(map(_has_misread_bounds, schema.values()))
+def _of_any_object(asked: StructuredOutputsParams) -> tuple[GrammarKind, str]:
+    return _of_schema(replace(asked, json={"type": "object"}, json_object=None))
 
 
-def _without_whitespace(schema: str) -> str:
-    """The schema with llguidance's own word for it."""
-    keywords = json.loads(schema)
-    told = {**keywords.get("x-guidance", {}), "whitespace_flexible": False, "whitespace_pattern": None}
-    return json.dumps({**keywords, "x-guidance": told}, ensure_ascii=False)
+def _of_regex(asked: StructuredOutputsParams) -> tuple[GrammarKind, str]:
+    return "regex", _text(asked.regex, asked.field)
 
 
-def _of_regex(regex: Any, field: str) -> tuple[GrammarKind, str]:
-    return "regex", _text(regex, field)
-
-
-def _of_choice(choice: Any, field: str) -> tuple[GrammarKind, str]:
-    if not choice or len(choice) > MAX_CHOICES or not all(isinstance(text, str) for text in choice):
-        raise _refusal(field, f"choices are 1 to {MAX_CHOICES} texts")
+def _of_choice(asked: StructuredOutputsParams) -> tuple[GrammarKind, str]:
+    choice: tuple[object, ...] = asked.choice or ()
+    if not 1 <= len(choice) <= MAX_CHOICES or not all(isinstance(text, str) for text in choice):
+        raise _refusal(asked.field, f"choices are 1 to {MAX_CHOICES} texts")
     return "lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
 
 
-def _of_grammar(grammar: Any, field: str) -> tuple[GrammarKind, str]:
-    text = _text(grammar, field)
-    _check_size(text, field)
+def _of_grammar(asked: StructuredOutputsParams) -> tuple[GrammarKind, str]:
+    text = _text(asked.grammar, asked.field)
+    _check_size(text, asked.field)
     try:
         return "lark", lark_of(text)
     except GrammarError as error:
-        raise _refusal(field, str(error)) from None
+        raise _refusal(asked.field, str(error)) from None
 
 
-def _of_any_object(_: Any, field: str) -> tuple[GrammarKind, str]:
-    return "json_schema", '{"type":"object"}'
-
-
-def _of_tags(tags: Any, field: str) -> tuple[GrammarKind, str]:
-    value = _parsed(tags, field)
-    if not isinstance(value, Mapping):
-        raise _refusal(field, "structural tags are an object")
-    return "lark", lark_of_tags(value, field)
+def _of_tags(asked: StructuredOutputsParams) -> tuple[GrammarKind, str]:
+    tags = _parsed(asked.structural_tag, asked.field)
+    if not isinstance(tags, Mapping):
+        raise _refusal(asked.field, "structural tags are an object")
+    return "lark", lark_of_tags(tags, asked.field)
 
 
 _READERS = {
@@ -159,7 +127,7 @@ _READERS = {
 }
 
 
-def _parsed(value: Any, field: str) -> Any:
+def _parsed(value: Any, field: str) -> Any:  # Any: JSON
     """JSON that may have come as text."""
     if not isinstance(value, str):
         return value
@@ -170,14 +138,7 @@ def _parsed(value: Any, field: str) -> Any:
         raise _refusal(field, f"it is no JSON: {error}") from None
 
 
-def _written(value: Any, field: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _refusal(field, f"it cannot be written as JSON: {error}") from None
-
-
-def _text(value: Any, field: str) -> str:
+def _text(value: object, field: str) -> str:
     if not isinstance(value, str) or not value:
         raise _refusal(field, "a text is needed, and not an empty one")
     return value

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..cluster.errors import RequestError
+from .json_schemas import written_schema
 
 MAX_STRUCTURES = 256
 _FREE_TEXT = r"/(.|\n)*/"
@@ -36,8 +37,8 @@ def lark_of_tags(tags: Mapping[str, Any], field: str) -> str:
 
 def _rules(number: int, structure: Mapping[str, Any], triggers: list[str], field: str) -> str:
     """What opens a structure, and what it holds then."""
-    begin, end, schema = structure.get("begin"), structure.get("end"), structure.get("schema", {})
-    if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict | bool):
+    begin, end = structure.get("begin"), structure.get("end")
+    if not isinstance(begin, str) or not isinstance(end, str):
         raise RequestError(
             f"{field}: a structure holds begin and end (texts) and schema (a JSON schema).", param=field
         )
@@ -46,7 +47,8 @@ def _rules(number: int, structure: Mapping[str, Any], triggers: list[str], field
         raise RequestError(
             f"{field}.begin={json.dumps(begin)} starts with none of the triggers.", param=f"{field}.begin"
         )
-    body = f"{_quoted(begin[len(trigger) :])} %json {json.dumps(schema, ensure_ascii=False)} {_quoted(end)}"
+    schema = written_schema(structure.get("schema", {}), f"{field}.schema")
+    body = f"{_quoted(begin[len(trigger) :])} %json {schema} {_quoted(end)}"
     opening = f"tag_{number}_opening[lazy]: FREE_TEXT {_quoted(trigger)}"
     return f"{opening}\ntag_{number}: tag_{number}_opening {body}"
 

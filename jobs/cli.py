@@ -124,6 +124,32 @@ def serve(
             help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-call-parser",
+            help="How the model calls tools: hermes, qwen3_coder, llama3_json, openai ...; auto (by its chat "
+            "template), none.",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option("--reasoning-parser", help="How it writes what it thinks: qwen3, ...; auto, none."),
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+            help='Whether requests may leave the choice of tools to the model ("auto"); by default they may.',
+        ),
+    ] = None,
+    reasoning_field_name: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-field-name",
+            help="reasoning or reasoning_content; by default answers have their reasoning in both.",
+        ),
+    ] = None,
     replicas: Annotated[
         str | None,
         typer.Option(
@@ -154,6 +180,13 @@ def serve(
         settings["batch_storage"] = (
             batch_storage if "://" in batch_storage else str(Path(batch_storage).absolute())
         )
+    conversing = {
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
+        "enable_auto_tool_choice": enable_auto_tool_choice,
+        "reasoning_field_name": reasoning_field_name,
+    }
+    settings |= {name: value for name, value in conversing.items() if value is not None}
     if replicas:
         settings["replicas"] = replicas
     if shutdown_timeout is not None:

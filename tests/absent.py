@@ -13,6 +13,7 @@ from pathlib import Path
 NEITHER_RAY_NOR_HTTP = (
     *("ray", "fastapi", "starlette", "uvicorn", "openai", "orjson", "aiohttp", "httpx", "grpc"),
     *("prometheus_client", "opentelemetry", "transformers", "tokenizers", "minijinja", "huggingface_hub"),
+    "llguidance",
 )
 _SCRIPT = """
 import importlib.metadata as metadata, sys

@@ -243,7 +243,9 @@ def test_schemas_of_rows_are_handed_on_to_the_endpoints_models() -> None:
     ]
     assert [each and each.way for each in asked] == ["json_object", "regex"]
     with pytest.raises(RequestError, match="one of") as refused:
-        read_request({"prompt": "x", "structured_outputs": '{"regex": "a", "choice": ["b"]}'}, DATASET, {})
+        read_request(
+            {"prompt": "x", "structured_outputs": '{"regex": "a", "choice": ["b"]}'}, DATASET, NO_DEFAULTS
+        )
     assert refused.value.param == "structured_outputs"
 
 

@@ -18,11 +18,13 @@ from llguidance import LLMatcher
 from manta import LLM, SamplingParams, StructuredOutputsParams
 from manta.actors.grammars import MAX_GRAMMAR_CHARS, GrammarDoor, grammar_of
 from manta.actors.tokenizer import Tokenizer
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.cluster.grammar import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler
 from manta.drafter.grammars.states import GrammarStates
+from manta.jobs.bench.grammars import GrammarOptions, run_grammars
 from schemas import HELD, REFUSED
 from text_pair import VOCAB, make_text_pair
 
@@ -275,6 +277,14 @@ def test_what_a_grammar_forces_is_drafted_for_nothing(pair: tuple[Path, Path]) -
     assert answer.outputs[0].text == '"all of it is known"'
     metrics = answer.metrics
     assert metrics.num_accepted_tokens >= len(answer.outputs[0].token_ids) - metrics.num_steps - 2
+
+
+def test_what_grammars_cost_is_measured(pair: tuple[Path, Path]) -> None:
+    spec = {"model": str(pair[1]), "num_speculative_tokens": 3, "adaptive": False}
+    settings = {"model": str(pair[0]), "speculative_config": spec, "dtype": "float32", "num_threads": 1}
+    config = EngineConfig.from_dict({**settings, "max_model_len": 128})
+    figures = run_grammars(config, GrammarOptions(requests=2, max_tokens=6))
+    assert figures["grammars_ms"] > 0 and figures["share"] > 0
 
 
 # The masks of a block.

@@ -128,6 +128,12 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
     return Variant("_apply", signature, constexprs | {"CHUNK": 1024}, 4)
 
 
+def _mask(dtype: str) -> Variant:
+    """Chunks of Qwen3's vocabulary."""
+    signature = {"logits": f"*{dtype}:16", "row_stride": "i32:16", "num_words": "i32", "vocab_size": "i32:16"}
+    return Variant("_mask", signature | _pointers(i64="rows", i32="bits"), {"CHUNK": 4096}, 4)
+
+
 def _lay_out(*, is_block: bool, groups: int = 1) -> Variant:
     rows = _pointers(
         i32="cu_rows row_slots kv_lengths page_tables",
@@ -258,6 +264,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _apply_rules("bf16", drafts=False),
         _apply_rules("fp32", drafts=True),
     ],
+    "step.device.masks": [_mask("bf16"), _mask("fp32")],
     "step.device.rows": [
         _lay_out(is_block=True),
         _lay_out(is_block=False),

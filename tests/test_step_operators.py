@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.drafter.grammars.masks import RowMasks
 from manta.drafter.step.loops.operators import LOOPS
 from manta.drafter.step.noise import negative_gumbel, noise_keys
 from manta.drafter.step.operators import DEFINITION, StepOperators
@@ -113,6 +114,19 @@ def test_the_likeliest_token_is_chosen_alike(vocab_size: int, dtype: torch.dtype
     logits = logits_of(dtype, vocab_size)
     mine, loops = (operators.argmax(logits) for operators in BOTH)
     assert mine.dtype == loops.dtype and mine.equal(loops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 31, 333, 5_001])
+def test_grammars_masks_are_applied_alike(vocab_size: int, dtype: torch.dtype) -> None:
+    logits, random = logits_of(dtype, vocab_size), np.random.default_rng(vocab_size)
+    bits = random.integers(-(2**31), 2**31, (4, vocab_size // 32 + 2)).astype(np.int32)
+    bits[3] = 0
+    masks = RowMasks(np.array([0, 3, 4, 19]), bits, end_id=vocab_size // 2)
+    mine, loops = (operators.mask_tokens(logits.clone(), masks) for operators in BOTH)
+    assert mine.equal(loops)
+    assert mine[19].argmax() == mine[4].argmax() == vocab_size // 2, "nothing is left: the end"
+    assert mine[1].equal(logits[1]), "others stay"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -214,6 +214,7 @@ CHOSEN_LATE = (
     "drafter/step/device",
     "actors/targets/runners/device.py",
     "actors/targets/runners/graphs.py",
+    "actors/targets/runners/guide.py",
     "actors/targets/runners/iteration.py",
     "actors/targets/runners/told.py",
     "jobs/doctor/product_kernels.py",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ...cluster.errors import EngineDeadError, InUseError, RequestError
+from ..chat.model import ChatModel
 from ..checkpoints import resolve_checkpoint
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
@@ -44,6 +45,7 @@ class BatchService:
         generation: the checkpoint's defaults.
         names: of the model; the first is reported.
         max_lines: of a batch.
+        chat: how the model converses.
         count_rows: told of lines that came to their end: how many completed, how many failed.
 
     Attributes:
@@ -58,6 +60,7 @@ class BatchService:
         names: Sequence[str],
         *,
         max_lines: int,
+        chat: ChatModel,
         count_rows: Callable[[int, int], None],
     ) -> None:
         self.files = FileStore(storage)
@@ -66,6 +69,7 @@ class BatchService:
         self._engine = engine
         self._generation = generation
         self._names = names
+        self._chat = chat
         self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_rows = count_rows
@@ -150,7 +154,13 @@ class BatchService:
     def _begin(self, opened: OpenBatch) -> None:
         batch_id = opened.batch.id
         answerer = RowAnswerer(
-            self._engine, LAYOUT, self._generation, self._names[0], background=True, prefix=f"{batch_id}/"
+            self._engine,
+            LAYOUT,
+            self._generation,
+            self._names[0],
+            background=True,
+            chat=self._chat,
+            prefix=f"{batch_id}/",
         )
         run = BatchRun(
             opened, self.batches, self.files, answerer, self._slots, self._wake.set, self._count_rows

@@ -6,7 +6,7 @@ a `Reading` for each request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.grammar import StructuredOutputsParams
 from ...cluster.request import SamplingParams
 from ..tokenizer import Tokenizer
-from .forced_calls import forced_calls
+from .forced_calls import forced_calls, strict_calls
 from .formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, Thinking, marks_of
 from .reading import Reading
 from .reasoning_tokens import reasoning_marks
@@ -124,6 +124,17 @@ class ChatModel:
         return StructuredOutputsParams(
             grammar=lark, after_token_ids=self.end_of_reasoning(prompt), sent_as="tools"
         )
+
+    def strict(
+        self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
+    ) -> StructuredOutputsParams | None:
+        """What makes calls of strict tools, if there are any, heed their schemas; None where nothing can."""
+        assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
+        tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
+        if tags is None:
+            return None
+        behind = self.end_of_reasoning(prompt)
+        return StructuredOutputsParams(structural_tag=tags, after_token_ids=behind, sent_as="tools")
 
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
         """The tokens that end the reasoning which is to follow a prompt; () where none can be awaited.

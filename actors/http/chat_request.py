@@ -147,8 +147,11 @@ def conversation(
     options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
 ) -> Chat:
     """A conversation for the engine's door; refused where the template would not heed it."""
+
+    def uses(variable: str) -> bool:
+        return needed(tokenizer, "messages").template_uses(variable)
+
     variables = dict(options.chat_template_kwargs or {})
-    uses = needed(tokenizer, "messages").template_uses
     if options.reasoning_effort is not None:
         if not uses("reasoning_effort"):
             raise RequestError(

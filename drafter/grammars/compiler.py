@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ...cluster.grammar import Grammar
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # its stubs' alone
-
 MAX_KEPT = 32
 # A state takes 1 to 2 KB; ordinary schemas need some hundreds.
 MAX_LEXER_STATES = 20_000
 # Of the library's defaults: a mask takes 20 ms at the very most, compiling a few hundred.
 MAX_GRAMMAR_SIZE = 100_000
-
-# A model that has lost its way writes spaces to the end of its answer: after so many it has to go on.
-_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\r\t]{0,64}"}
 
 Written = tuple[Literal["json_schema", "regex", "lark"], str]
 
@@ -111,7 +105,7 @@ def lark_of(text: str) -> str:
 def _in_llguidance(written: Written) -> str:
     kind, text = written
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, defaults=_DEFAULTS, overrides={"lenient": False})
+        return LLMatcher.grammar_from_json_schema(text, overrides={"lenient": False})
     return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
 
 

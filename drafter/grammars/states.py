@@ -32,25 +32,9 @@ from numpy.typing import NDArray
 
 from ...cluster.grammar import SlotGrammar
 from .compiler import GrammarCompiler
+from .masks import Ints, RowMasks, Words
 
-Ints = NDArray[np.int64]
-Words = NDArray[np.int32]
 TokenReader = Callable[[int, int, int], list[int]]  # (slot, begin, end) -> these tokens of its request
-
-
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """Which tokens rows may choose, as far as grammars say.
-
-    Attributes:
-        rows_M: among all rows of the step that choose tokens, ascending.
-        bits_MW: a bit per token, lowest first. Overwritten by the next step's.
-        end_id: chosen where, with all other rules, nothing is possible: it ends the text.
-    """
-
-    rows_M: Ints
-    bits_MW: Words
-    end_id: int
 
 
 @dataclass(slots=True)
@@ -101,13 +85,19 @@ class GrammarStates:
         if held is not None:
             self._slots[slot] = self._begin(held)
 
-    @property
-    def hold_any(self) -> bool:
-        """Whether any slot has a grammar."""
-        return bool(self._slots)
+    def holds(self, slots: NDArray[np.integer]) -> bool:
+        """Whether any of these has a grammar."""
+        return bool(self._slots) and not self._slots.keys().isdisjoint(slots.tolist())
 
     def guide(
-        self, slots_R: Ints, begin_R: Ints, counts_R: Ints, drafts_RK: Ints, read: TokenReader
+        self,
+        slots_R: Ints,
+        begin_R: Ints,
+        counts_R: Ints,
+        drafts_RK: Ints,
+        read: TokenReader,
+        *,
+        forces: bool = True,
     ) -> RowMasks | None:
         """Let grammars into a step: edit its drafts, and say what its rows may choose. None: no grammar does.
 
@@ -116,6 +106,7 @@ class GrammarStates:
             counts_R: rows that choose: 1 + drafts; or 0.
             drafts_RK: edited; negative ones are none.
             read: of tokens that stand.
+            forces: put what is forced in the place of drafts; else they stay as they are.
         """
         held = [place for place, number in enumerate(slots_R.tolist()) if number in self._slots]
         held = [place for place in held if counts_R[place]]
@@ -129,10 +120,10 @@ class GrammarStates:
             walks.append(_Walk(slot, standing, drafts_RK[place, : count - 1], num_rows))
             num_rows += count
         bits_MW = self._room(num_rows)
-        failed = self._take(walks, bits_MW)
+        failed = self._take(walks, bits_MW, forces)
         for walk in failed:
             self._renew(walk.slot)
-        self._take(failed, bits_MW)
+        self._take(failed, bits_MW, forces)
         rows_M = np.flatnonzero(np.repeat(np.isin(np.arange(len(slots_R)), held), counts_R))
         return RowMasks(rows_M, bits_MW, self._compiler.eos_token_ids[0])
 
@@ -144,7 +135,7 @@ class GrammarStates:
         bits_MW.fill(-1)
         return bits_MW
 
-    def _take(self, walks: Sequence[_Walk], bits_MW: Words) -> list[_Walk]:
+    def _take(self, walks: Sequence[_Walk], bits_MW: Words, forces: bool) -> list[_Walk]:
         """Take these walks, and write masks of their rows: of nothing where no matcher says anything. Returns
         those whose matcher failed."""
         drafted, taken = list[tuple[LLMatcher, int, list[int]]](), list[tuple[_Walk, LLMatcher]]()
@@ -158,7 +149,7 @@ class GrammarStates:
             matcher, num_free = start
             taken.append((walk, matcher))
             row, following = walk.row + num_free, drafts[num_free:]
-            num_walked = 0 if slot.is_over else self._follow(matcher, following)
+            num_walked = 0 if slot.is_over else self._follow(matcher, following, forces)
             bits_MW[row : row + num_walked + 1].fill(0)
             if num_walked:
                 walk.drafts_D[num_free:] = following
@@ -172,15 +163,15 @@ class GrammarStates:
             )
         return [walk for walk, matcher in taken if matcher.is_error()]
 
-    def _follow(self, matcher: LLMatcher, drafts: list[int]) -> int:
+    def _follow(self, matcher: LLMatcher, drafts: list[int], forces: bool) -> int:
         """Put what is forced in the place of drafts, and say how many from the first on can be."""
-        num_walked, forced = 0, matcher.compute_ff_tokens()
+        num_walked, forced = 0, matcher.compute_ff_tokens() if forces else []
         while num_walked < len(drafts):
             drafts[num_walked : num_walked + len(forced)] = forced[: len(drafts) - num_walked]
             count = matcher.try_consume_tokens(self._before_end(drafts[num_walked:]))
             num_walked += count
-            forced = matcher.compute_ff_tokens()
-            if not count or not forced:
+            forced = matcher.compute_ff_tokens() if forces and count else []
+            if not forced:
                 break
         if num_walked:
             matcher.rollback(num_walked)

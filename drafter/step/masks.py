@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..grammars.states import RowMasks
+from ..grammars.masks import RowMasks
 
 
 def mask_tokens(logits_NV: Tensor, masks: RowMasks) -> Tensor:

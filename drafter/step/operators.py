@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..grammars.states import RowMasks
+from ..grammars.masks import RowMasks
 from . import choice, masks, rows, verification
 from .rows import Ints, Layout
 

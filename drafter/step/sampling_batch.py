@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..grammars.states import RowMasks
+from ..grammars.masks import RowMasks
 from .noise import noise_keys
 from .rules import RuledRows
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,12 +26,15 @@ from ...cluster.page_groups import ONE_GROUP, PagePlan
 from ...cluster.pages import pages_for
 from ...cluster.plan import AdmittedRequest, SchedulerOutput
 from ..compute.eager.attention import AttentionBatch
-from ..grammars.states import GrammarStates, RowMasks
+from ..grammars.masks import RowMasks
 from .logprobs import AskedRows, AskedSlots
 from .operators import DEFINITION, StepOperators
 from .rows import Ints, StepRequests, StepRows
 from .rule_states import RuleStates
 from .sampling_batch import SamplingBatch
+
+if TYPE_CHECKING:  # a worker without grammars, as a drafter is, needs no llguidance
+    from ..grammars.states import GrammarStates
 
 
 class RequestStates:
@@ -148,7 +151,7 @@ class RequestStates:
     def guide(self, plan: SchedulerOutput, drafts_RK: Tensor) -> Tensor:
         """The drafts as requests' grammars leave them; these say too what rows may choose."""
         self._masks = None
-        if self._grammars is None or not self._grammars.hold_any:
+        if self._grammars is None or not self._grammars.holds(plan.slots):
             return drafts_RK
         r, guided_RK = self._requests(plan), drafts_RK.cpu().numpy().copy()
         self._masks = self._grammars.guide(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing)

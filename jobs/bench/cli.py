@@ -281,5 +281,21 @@ def scale(
     )
 
 
+@bench.command()
+@engine_options
+def grammars(
+    settings: dict[str, Any],
+    model_: Model = None,
+    requests: Annotated[int, typer.Option("--requests", help="At once, each with a schema.")] = 8,
+    max_tokens: MaxTokens = 128,
+    output: FiguresFile = None,
+) -> None:
+    """Measure what holding answers to schemas costs of a step."""
+    config = engine_config(settings)
+    from .grammars import GrammarOptions, run_grammars
+
+    run_grammars(config, GrammarOptions(requests=requests, max_tokens=max_tokens, output=output))
+
+
 bench.command()(step)
 bench.command()(widen)

@@ -1,16 +1,19 @@
 """What holds a rank's requests to their grammars, made from the checkpoint's tokenizer.
 
-Every rank has it: all must see the same drafts. Called by `rank.py`.
+Every rank has it: all must see the same drafts. What reads text is imported where there is some to be read:
+kernels are examined and timed on machines that have none of it. Called by `rank.py`.
 """
 
 from __future__ import annotations
 
-from ....drafter.grammars.compiler import GrammarCompiler
-from ....drafter.grammars.states import GrammarStates
+from typing import TYPE_CHECKING
+
 from ...checkpoints import resolve_checkpoint
 from ...machine import owned_cores
-from ...tokenizer import Tokenizer
 from .plan import LoadPlan
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.states import GrammarStates
 
 MAX_MASK_THREADS = 8
 
@@ -23,6 +26,10 @@ def make_grammars(plan: LoadPlan) -> GrammarStates | None:
         folder = resolve_checkpoint(config.tokenizer, field="tokenizer")
     if config.skip_tokenizer_init or not eos or not (folder / "tokenizer.json").is_file():
         return None
+    from ....drafter.grammars.compiler import GrammarCompiler
+    from ....drafter.grammars.states import GrammarStates
+    from ...tokenizer import Tokenizer
+
     tokenizer_json = Tokenizer.load(folder).to_json()
     compiler = GrammarCompiler(tokenizer_json, plan.target.vocab_size, eos)
     return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))

@@ -209,7 +209,7 @@ class _Rank:
         self.backend = backend = make_backend(plan)
         places = plan.pages.target
         self._model = Decoder(weights, plan.tap_ids, plan.max_model_len, communicator, backend, places)
-        self.grammars = None if runs_on_device(plan) else make_grammars(plan)
+        self.grammars = make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
             self._drafter = models.drafter(plan, self._model, backend)
@@ -237,6 +237,7 @@ class _Rank:
         from ....drafter.step.device.sampling import SamplingWorkspace
         from ....drafter.step.device.states import DeviceStates
         from ..runners.device import DeviceRunner
+        from ..runners.guide import DeviceGuide
         from ..runners.iteration import DeviceModels
 
         plan, config = self._plan, self._plan.config
@@ -255,11 +256,15 @@ class _Rank:
             ),
             remote=self._remote(),
         )
+        guide = None
+        if self.grammars is not None:
+            guide = DeviceGuide(self.grammars, models.states, forces=models.remote is None)
         return DeviceRunner(
             models,
             max_requests,
             plan.num_speculative_tokens,
             config.max_num_batched_tokens,
+            guide,
             captures=plan.device.type == "cuda" and not plan.split,  # the drafter's part would be in them
         )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ from ....drafter.step.device.upload import Upload
 from ....drafter.step.logprobs import num_told
 from ..model.decoder import Decoder
 from .graphs import StepGraphs, StepKinds
-from .iteration import DeviceModels, StepModels
+from .guide import DeviceGuide
+from .iteration import DeviceModels, MakeMasks, StepModels
 from .outcome import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
 from .told import Computed, Told
 
@@ -84,10 +86,18 @@ class DeviceSteps:
         max_requests: most that run at once.
         num_drafts: most of a request.
         max_rows: of a step.
+        guide: of a target whose requests may have grammars.
     """
 
-    def __init__(self, models: StepModels, max_requests: int, num_drafts: int, max_rows: int) -> None:
-        self._models = models
+    def __init__(
+        self,
+        models: StepModels,
+        max_requests: int,
+        num_drafts: int,
+        max_rows: int,
+        guide: DeviceGuide | None = None,
+    ) -> None:
+        self._models, self._guide = models, guide
         self._kinds = StepKinds(max_requests, num_drafts, max_rows)
         self._room = StepRequests.room(max_requests)
         states, lists = models.states, (2, NUM_LISTS, self._room)
@@ -107,6 +117,8 @@ class DeviceSteps:
         decodes_R = (plan.num_rows == plan.num_drafts + 1) & plan.samples
         assert not plan.num_drafts[~decodes_R].any(), "who drafts lacks its newest token alone"
         decoding, prompts = np.flatnonzero(decodes_R), np.flatnonzero(~decodes_R)
+        if self._guide is not None:
+            self._guide.admit(plan)
         lists = [self._pack(plan, requests_G) for requests_G in (decoding, prompts)]
         self._upload.send(np.concatenate(lists, axis=None), self._models.states.changes(plan))
         models, values, num_values = self._models, self._home.values, 0
@@ -166,7 +178,11 @@ class DeviceSteps:
         """Replay the step's kind."""
         width, filters = 1 + int(plan.num_drafts.max()), self._filters(plan, requests_G)
         kind = self._kinds.find(len(requests_G), width, filters=filters)
-        self._graphs.replay(kind)
+        masks = self._masks(plan, requests_G)
+        if masks is None:
+            self._graphs.replay(kind)
+        else:
+            self._graphs.run_guided(kind, masks)
         return _Share(requests_G, self._graphs.parts(kind), kind.num_requests, kind.width)
 
     def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> tuple[_Share, Tensor]:
@@ -179,9 +195,16 @@ class DeviceSteps:
         )
         outcome = Outcome.over(self._home.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
-        iteration = self._models.iteration(requests, outcome, filters=filters)
+        masks = self._masks(plan, requests_G)
+        iteration = self._models.iteration(requests, outcome, filters=filters, masks=masks)
         hidden_NH = iteration.run()
         return _Share(requests_G, iteration.parts, num_requests, 1), hidden_NH
+
+    def _masks(self, plan: SchedulerOutput, requests_G: Places) -> MakeMasks | None:
+        """What makes the masks of these requests; None where no grammar says anything."""
+        if self._guide is None or not self._guide.holds(plan, requests_G):
+            return None
+        return partial(self._guide.masks, plan, requests_G)
 
     def _filters(self, plan: SchedulerOutput, requests_G: Places) -> bool:
         return self._models.states.filters(plan.slots[requests_G])
@@ -191,14 +214,21 @@ class DeviceRunner(DeviceSteps):
     """A loaded rank.
 
     Args:
-        models, max_requests, num_drafts, max_rows: as of `DeviceSteps`.
+        models, max_requests, num_drafts, max_rows, guide: as of `DeviceSteps`.
         captures: whether decoding steps become CUDA graphs.
     """
 
     def __init__(
-        self, models: DeviceModels, max_requests: int, num_drafts: int, max_rows: int, *, captures: bool
+        self,
+        models: DeviceModels,
+        max_requests: int,
+        num_drafts: int,
+        max_rows: int,
+        guide: DeviceGuide | None = None,
+        *,
+        captures: bool,
     ) -> None:
-        super().__init__(models, max_requests, num_drafts, max_rows)
+        super().__init__(models, max_requests, num_drafts, max_rows, guide)
         self.models, self._captures = models, captures
 
     @property

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ....cluster.draft_length import draft_ladder
 from ....drafter.step.device.rows import StepRequests
-from .iteration import Pass, StepModels
+from .iteration import MakeMasks, Pass, StepModels
 from .outcome import Outcome
 
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -134,6 +134,10 @@ class StepGraphs:
         else:
             graph.replay()
 
+    def run_guided(self, kind: StepKind, masks: MakeMasks) -> None:
+        """Run such a step with grammars' masks, which only the host can make: no graph."""
+        self._new_iteration(kind, masks).run()
+
     def capture(self, kinds: Iterable[StepKind]) -> None:
         """Make their graphs, one behind the other.
 
@@ -162,8 +166,10 @@ class StepGraphs:
     def _iteration(self, kind: StepKind) -> Pass:
         iteration = self._iterations.get(kind)
         if iteration is None:
-            requests = StepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
-            outcome = Outcome.over(self._outcome, kind.num_requests, kind.width)
-            iteration = self._models.iteration(requests, outcome, filters=kind.filters)
-            self._iterations[kind] = iteration
+            iteration = self._iterations[kind] = self._new_iteration(kind)
         return iteration
+
+    def _new_iteration(self, kind: StepKind, masks: MakeMasks | None = None) -> Pass:
+        requests = StepRequests.decoding(self._lists_LW, kind.num_requests, kind.width, kind.num_rows)
+        outcome = Outcome.over(self._outcome, kind.num_requests, kind.width)
+        return self._models.iteration(requests, outcome, filters=kind.filters, masks=masks)

@@ -11,6 +11,7 @@ Legend: R requests, N rows, X sampled rows, U vocabulary of a rank, V of all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.step.device.masks import DeviceMasks
 from ....drafter.step.device.rows import StepRequests, StepRows, lay_out_block, lay_out_rows, place_drafts
 from ....drafter.step.device.sampling import SamplingWorkspace, sample_rows
 from ....drafter.step.device.stamps import stamp
@@ -29,6 +31,8 @@ from ..model.decoder import Decoder
 from ..model.parallel import Communicator
 from .outcome import Outcome
 from .runner import RemoteDrafter
+
+MakeMasks = Callable[[], DeviceMasks | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,10 @@ class DeviceModels:
     def device(self) -> torch.device:
         return self.target.device
 
-    def iteration(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Iteration:
-        return Iteration(self, requests, outcome, filters=filters)
+    def iteration(
+        self, requests: StepRequests, outcome: Outcome, *, filters: bool, masks: MakeMasks | None = None
+    ) -> Iteration:
+        return Iteration(self, requests, outcome, filters=filters, masks=masks)
 
 
 class Pass(Protocol):
@@ -86,7 +92,9 @@ class StepModels(Protocol):
     @property
     def hidden(self) -> Tensor: ...
 
-    def iteration(self, requests: StepRequests, outcome: Outcome, *, filters: bool) -> Pass: ...
+    def iteration(
+        self, requests: StepRequests, outcome: Outcome, *, filters: bool, masks: MakeMasks | None = None
+    ) -> Pass: ...
 
 
 class _Head(Protocol):
@@ -110,12 +118,20 @@ class Iteration:
         outcome: written.
         filters: whether any request narrows its distribution by top-k, top-p or min-p, or has rules, or asks
             for log probabilities: then a step that decodes leaves its hidden states in `models`.
+        masks: of requests that have grammars, made when drafts are placed: such a pass waits.
     """
 
     def __init__(
-        self, models: DeviceModels, requests: StepRequests, outcome: Outcome, *, filters: bool
+        self,
+        models: DeviceModels,
+        requests: StepRequests,
+        outcome: Outcome,
+        *,
+        filters: bool,
+        masks: MakeMasks | None = None,
     ) -> None:
         self._models, self._requests, self._outcome, self._filters = models, requests, outcome, filters
+        self._make_masks = masks
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -132,10 +148,11 @@ class Iteration:
             self._draft()
             stamp(times, next(marks))
         models = self._models
+        masks = None if self._make_masks is None else self._make_masks()
         rows = lay_out_rows(self._requests, models.states.tables)
         hidden_NH, taps_NmH = models.target.forward(rows.token_ids_N, rows, models.cache)
         stamp(times, next(marks))
-        chosen_X = self._sample(rows, hidden_NH)
+        chosen_X = self._sample(rows, hidden_NH, masks)
         stamp(times, next(marks))
         if self._injects:
             self._inject(rows, chosen_X, taps_NmH)
@@ -162,14 +179,14 @@ class Iteration:
             self._choose(drafter, hidden_NH, rows.slots_N, rows.positions_N, drafts=True), rows, tables
         )
 
-    def _sample(self, rows: StepRows, hidden_NH: Tensor) -> Tensor:
+    def _sample(self, rows: StepRows, hidden_NH: Tensor, masks: DeviceMasks | None) -> Tensor:
         """The target's choices, and which drafts they leave standing."""
         of_row, index_X = (hidden_NH, rows.slots_N, rows.positions_N + 1), self._requests.sampled_X
         if index_X is not None:
             of_row = [values_N.index_select(0, index_X) for values_N in of_row]
         chosen_X = rows.token_ids_N[:0]
         if len(of_row[0]):  # chunks of prompts may choose nothing
-            chosen_X = self._choose(self._models.target, *of_row)
+            chosen_X = self._choose(self._models.target, *of_row, masks=masks)
         tables = self._models.states.tables
         accept_and_advance(chosen_X, self._requests, tables, self._outcome.rows_RW1)
         return chosen_X
@@ -184,12 +201,19 @@ class Iteration:
         drafter.write_context(drafter.context_features(taps_NmH), rows, cache)
 
     def _choose(
-        self, head: _Head, hidden_XH: Tensor, slots_X: Tensor, positions_X: Tensor, *, drafts: bool = False
+        self,
+        head: _Head,
+        hidden_XH: Tensor,
+        slots_X: Tensor,
+        positions_X: Tensor,
+        *,
+        drafts: bool = False,
+        masks: DeviceMasks | None = None,
     ) -> Tensor:
         """A token per row, the same on all ranks: of a split head each rank chooses within its part of the
-        vocabulary, and the best choice wins. A filter needs all of it."""
+        vocabulary, and the best choice wins. A filter or a mask needs all of it."""
         models, communicator = self._models, self._models.communicator
-        if self._filters or not head.is_split:
+        if self._filters or masks is not None or not head.is_split:
             chosen_X, _ = sample_rows(
                 head.logits(hidden_XH),
                 slots_X,
@@ -198,6 +222,7 @@ class Iteration:
                 filters=self._filters,
                 workspace=models.workspace,
                 drafts=drafts,
+                masks=masks,
             )
             return communicator.broadcast(chosen_X)
         logits_XU, first_id = head.local_logits(hidden_XH)

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
+from .masks import DeviceMasks, end_where_nothing_is_left, mask_tokens
 from .noise import negative_gumbel, noise_keys
 from .rules import apply_rules
 from .sampling_state import SamplingState, has_filters, read_filters, read_logits, read_temperature
@@ -93,6 +94,7 @@ def sample_rows(
     workspace: SamplingWorkspace,
     vocab_start: int = 0,
     drafts: bool = False,
+    masks: DeviceMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token ids [N] (int64), ties to the lowest id, and their scores [N] (fp32): z + T g, or z where greedy.
 
@@ -100,7 +102,8 @@ def sample_rows(
     id. Rows that are padding get id 0 and score -inf.
 
     Args:
-        logits_NV: any float dtype, columns contiguous; -inf where a token cannot be. Changed by rules alone.
+        logits_NV: any float dtype, columns contiguous; -inf where a token cannot be. Changed by rules and
+            masks alone.
         slots_N: each row's request slot, int32; -1 is padding.
         positions_N: absolute position of the token to be chosen (of the row + 1 for the target's rows),
             int32 or int64.
@@ -108,6 +111,7 @@ def sample_rows(
         workspace: its contents are overwritten.
         vocab_start: the token id of column 0.
         drafts: the rows propose drafts; see `apply_rules`.
+        masks: what grammars allow; they, too, need the whole vocabulary.
     """
     num_rows, vocab_size = logits_NV.shape
     chunks = triton.cdiv(vocab_size, workspace.chunk_size)
@@ -116,6 +120,8 @@ def sample_rows(
     assert not (filters and vocab_start), "a filter sees the whole vocabulary: gather the logits first"
     if filters and state.rules is not None and state.tables is not None:
         apply_rules(logits_NV, slots_N, positions_N, state.rules, state.tables, drafts=drafts)
+    if masks is not None:
+        mask_tokens(logits_NV, masks)
     ids_N = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     scores_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     memory = workspace.filters
@@ -152,6 +158,8 @@ def sample_rows(
         CHUNK=workspace.chunk_size,
         num_warps=8,
     )
+    if masks is not None:
+        end_where_nothing_is_left(ids_N, scores_N, masks)
     return ids_N, scores_N
 
 

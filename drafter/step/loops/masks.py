@@ -13,7 +13,7 @@ from numba import carray
 from torch import Tensor
 
 from ...compute.loops.elements import LIKE, elements, float_of, pointer, rounded, size_of
-from ...grammars.states import RowMasks
+from ...grammars.masks import RowMasks
 
 _INT32, _INT64 = np.int32(0), np.int64(0)
 _NOTHING = np.float32(-np.inf)

@@ -1,0 +1,76 @@
+"""Grammars in the steps of a device: masks are made on the host, so these steps wait for their drafts.
+
+    draft ─▶ [wait: tokens that stand, drafts ─▶ host] ─▶ drafts with what is forced ─▶ verify ─▶ sample ─▶ ..
+                                                      └─▶ masks ──────────────────────────────────┘
+
+Steps in which nobody has a grammar are not touched: they run ahead, as graphs. Why these do not:
+docs/decisions/grammars.md. Called by `device.py`; what it does to a step is `iteration.py`'s.
+
+Legend: G requests of one iteration, K most drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....cluster.plan import SchedulerOutput
+from ....drafter.step.device.masks import DeviceMasks
+from ....drafter.step.device.states import DeviceStates
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.states import GrammarStates
+
+Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGuide:
+    """The grammars of a rank's requests.
+
+    Attributes:
+        forces: what is forced stands in for drafts. Not where a drafter elsewhere goes by its own.
+    """
+
+    grammars: GrammarStates
+    states: DeviceStates
+    forces: bool
+
+    def admit(self, plan: SchedulerOutput) -> None:
+        for request in plan.admitted:
+            self.grammars.admit(request.slot, request.sampling.grammar)
+
+    def holds(self, plan: SchedulerOutput, requests_G: Places) -> bool:
+        """Whether any of these requests of a plan has a grammar that says something in this step."""
+        return self.grammars.holds(plan.slots[requests_G][plan.samples[requests_G]])
+
+    def masks(self, plan: SchedulerOutput, requests_G: Places) -> DeviceMasks | None:
+        """Edit the drafts that were placed, and say what the rows may choose. Waits for the device."""
+        tables = self.states.tables
+        numbers = (plan.slots, plan.num_rows, plan.num_drafts)
+        slots_G, rows_G, drafts_G = (x[requests_G].astype(np.int64) for x in numbers)
+        slots = torch.from_numpy(slots_G).to(tables.token_ids.device)
+        begin_G = tables.num_computed[slots].cpu().numpy() + rows_G - drafts_G
+        last = tables.token_ids.shape[1] - 1  # nobody's: where what must not be kept is written
+        columns_K = np.arange(int(drafts_G.max(initial=0)))
+        is_draft_GK = columns_K < drafts_G[:, None]
+        columns_GK = np.where(is_draft_GK, begin_G[:, None] + columns_K, last)
+        places = slots[:, None], torch.from_numpy(columns_GK).to(slots.device)
+        drafts_GK = tables.token_ids[places].cpu().numpy().astype(np.int64)
+        masks = self.grammars.guide(
+            slots_G,
+            begin_G,
+            (drafts_G + 1) * plan.samples[requests_G],
+            drafts_GK,
+            lambda slot, begin, end: tables.token_ids[slot, begin:end].tolist(),
+            forces=self.forces,
+        )
+        if masks is None:
+            return None
+        if self.forces and len(columns_K):
+            tables.token_ids[places] = torch.from_numpy(drafts_GK).to(slots.device, torch.int32)
+        return DeviceMasks.of(masks, slots.device)

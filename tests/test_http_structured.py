@@ -1,0 +1,135 @@
+"""`response_format` and `structured_outputs` over HTTP: held, and refused by the field that came."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from manta.actors.grammars import MAX_GRAMMAR_CHARS
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.config import EngineConfig
+from pydantic import BaseModel
+from text_pair import LiveServer, make_text_pair
+
+USER = [{"role": "user", "content": "Say something."}]
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+CLOSED = {**SCHEMA, "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+
+
+class Answer(BaseModel):
+    ok: bool
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    target, drafter = make_text_pair(folder)
+    settings = {"dtype": "float32", "max_num_seqs": 8, "num_pages": 256, "num_threads": 1}
+    config = EngineConfig.from_dict(
+        {"model": str(target), "speculative_config": {"model": str(drafter), "adaptive": False}, **settings}
+    )
+    with LiveServer(config, ServerSettings(served_model_name="tiny")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+def test_the_sdk_parses_an_answer_into_a_model(client: openai.OpenAI) -> None:
+    for seed in range(20):  # whitespace may fill an answer
+        try:
+            parsed = client.chat.completions.parse(
+                model="tiny", messages=USER, response_format=Answer, max_tokens=100, seed=seed
+            )
+        except openai.LengthFinishReasonError:
+            continue
+        assert isinstance(parsed.choices[0].message.parsed, Answer)
+        return
+    pytest.fail("no answer came to an end")
+
+
+def test_a_stream_is_held_as_the_whole_answer_is(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": USER,
+        "response_format": schema_format(CLOSED, strict=True),
+        "max_tokens": 40,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    pieces = [
+        choice.delta.content or ""
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        for choice in chunk.choices
+    ]
+    assert whole.finish_reason == "stop" and "".join(pieces) == whole.message.content
+    assert set(json.loads("".join(pieces))) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]{3}-[a-z]{2}"}}, "[0-9]{3}-[a-z]{2}"),
+        ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+        ({"structured_outputs": {"grammar": 'start: "(" ("a" | "b") ")"'}}, r"\([ab]\)"),
+        ({"structured_outputs": {"json": {"const": [1, 2]}, "disable_any_whitespace": True}}, r"\[1,2\]"),
+        ({"structured_outputs": {"json": '{"enum": [7, 8]}'}}, "[78]"),
+        ({"structured_outputs": {}, "response_format": schema_format({"enum": [7, 8]})}, "[78]"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 3}, r"\{(.|\n)*"),
+        ({"response_format": {"type": "text"}, "max_tokens": 3}, r"(.|\n)*"),
+    ],
+)
+def test_completions_are_held_too(http: httpx.Client, fields: dict[str, Any], pattern: str) -> None:
+    response = http.post("/v1/completions", json={"prompt": "x", "seed": 2, "max_tokens": 40, **fields})
+    assert response.status_code == 200, response.text
+    assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
+
+
+SENT = "response_format.json_schema.schema"
+REFUSED = [
+    ({"response_format": schema_format({"not": {}})}, SENT, "not"),
+    ({"response_format": schema_format({"type": "string", "pattern": "(?=a)"})}, SENT, "look"),
+    ({"response_format": schema_format({"description": "x" * MAX_GRAMMAR_CHARS})}, SENT, "at most"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.structures", "needed"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
+    ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern", ""),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "one of them",
+    ),
+    ({"guided_json": SCHEMA}, "guided_json", "structured_outputs.json"),
+    ({"guided_regex": "a"}, "guided_regex", "structured_outputs.regex"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "param", "word"), REFUSED)
+def test_what_cannot_be_held_to_is_a_400_that_names_the_field(
+    http: httpx.Client, fields: dict[str, Any], param: str, word: str, stream: bool
+) -> None:
+    response = http.post("/v1/chat/completions", json={"messages": USER, "stream": stream, **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param
+    assert word in error["message"] and "llguidance" not in error["message"]
