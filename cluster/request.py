@@ -49,10 +49,9 @@ class SamplingParams:
             place, of the model's own distribution: before temperature and all else. None is none.
         prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is computed whole:
             the prefix cache, which holds no logits, does not serve it.
-        thinking_token_budget: behind so many tokens of reasoning its end is forced; None is no
-            limit.
+        thinking_token_budget: behind so many tokens of reasoning its end is forced; None is no limit.
         reasoning_start_token_ids, reasoning_end_token_ids: between which tokens it reasons; the model's own
-            (by its tokenizer) where they are empty. Of no effect without a budget.
+            (by its chat template) where there is no end. Without a start reasoning begins with the answer.
         structured_outputs: what the text must be; needs a tokenizer, by which it becomes the `grammar`.
         grammar: the same, checked; `ignore_eos` counts for nothing beside it, since it says where the text
             can end.
