@@ -40,12 +40,13 @@ def resolve_checkpoint(name: str, *, field: str, files: Sequence[str] = _HUB_FIL
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """The same checkpoints, for processes with another working directory; hub ids stay."""
+    """The same checkpoints and files, for processes with another working directory; hub ids stay."""
     spec = config.speculative_config
     return replace(
         config,
         model=_absolute(config.model),
         tokenizer=None if config.tokenizer is None else _absolute(config.tokenizer),
+        chat_template=None if config.chat_template is None else _absolute(config.chat_template),
         speculative_config=None if spec is None else replace(spec, model=_absolute(spec.model)),
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
 from ..cluster.request import FinishReason, Request, SamplingParams
+from .chat.model import ChatModel
 from .logprobs import OutputLogprobs, PlaceLogprobs, PromptLogprobs
 from .prompts import EncodedPrompt, encode_bad_words
 from .request_steps import RequestSteps, TracedStep
@@ -318,6 +319,8 @@ class OutputProcessor:
             begun: what is not generated, and no text of it given out, again.
         """
         params = encode_bad_words(params, self._tokenizer)
+        if params.thinking_token_budget is not None:
+            params = ChatModel.of(self._tokenizer).limited(params, prompt.text or "")
         tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun, trace=trace)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):

@@ -78,9 +78,13 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         source = _chat_template(folder, settings) if chat_template is None else chat_template
-        return cls(
-            backend, source, _special_tokens(settings), template_kwargs, trust_templates=trust_templates
-        )
+        try:
+            return cls(
+                backend, source, _special_tokens(settings), template_kwargs, trust_templates=trust_templates
+            )
+        except RequestError as error:  # of the template
+            remedy = "" if chat_template is not None else " Give another one: chat_template, --chat-template."
+            raise CheckpointError(error.message + remedy, param=error.param) from error
 
     def to_json(self) -> str:
         """The whole tokenizer as the `tokenizers` library writes it."""

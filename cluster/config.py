@@ -133,6 +133,12 @@ class EngineConfig:
             "num_threads",
         ):
             _at_least(name, getattr(self, name), 1)
+        kwargs = cast(object, self.default_chat_template_kwargs)  # from YAML: anything
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ConfigError(
+                f"default_chat_template_kwargs={kwargs!r} must be a mapping, as {{enable_thinking: false}}.",
+                param="default_chat_template_kwargs",
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie in (0, 1].",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,17 @@ def parse_size(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number; write 4096, 32k or 1G.") from None
 
 
+def parse_object(text: str | dict[str, Any]) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object; write it like '{{\"key\": true}}'.")
+    return found
+
+
 def _option(kind: Any, *names: str, panel: str, help: str, **more: Any) -> Any:  # Any: a typing form
     return Annotated[kind | None, typer.Option(*names, help=help, rich_help_panel=panel, **more)]
 
@@ -63,6 +75,25 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
     ),
     "model": _engine(str, "--model", "-m", help="Target checkpoint: folder or Hugging Face id."),
     "tokenizer": _engine(str, "--tokenizer", help="Folder or id; the target's if absent."),
+    "chat_template": _engine(
+        str,
+        "--chat-template",
+        parser=lambda path: str(Path(path).absolute()),
+        metavar="FILE",
+        help="A Jinja template in place of the tokenizer's own.",
+    ),
+    "default_chat_template_kwargs": _engine(
+        dict,
+        "--default-chat-template-kwargs",
+        parser=parse_object,
+        metavar="JSON",
+        help="Variables for the template where a request sets none: '{\"enable_thinking\": false}'.",
+    ),
+    "trust_request_chat_template": _engine(
+        bool,
+        "--trust-request-chat-template/--no-trust-request-chat-template",
+        help="Take templates from requests; they are code, and can use up memory.",
+    ),
     "dtype": _engine(DType, "--dtype", help="Of weights and K/V."),
     "device": _engine(DeviceKind, "--device", help="Where the models run."),
     "attention_backend": _engine(

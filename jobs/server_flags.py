@@ -54,6 +54,25 @@ SERVER_OPTIONS = {
     "max_request_bytes": _server(
         int, "--max-request-bytes", help="Largest body of a request.", parser=parse_size, metavar="SIZE"
     ),
+    "tool_call_parser": _server(
+        str,
+        "--tool-call-parser",
+        help="How the model calls tools: hermes, qwen3_coder, llama3_json, openai ...; auto (by its chat "
+        "template), none.",
+    ),
+    "reasoning_parser": _server(
+        str, "--reasoning-parser", help="How it writes what it thinks: qwen3, ...; auto, none."
+    ),
+    "enable_auto_tool_choice": _server(
+        bool,
+        "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+        help='Whether requests may leave the choice of tools to the model ("auto"); by default they may.',
+    ),
+    "reasoning_field_name": _server(
+        str,
+        "--reasoning-field-name",
+        help="reasoning or reasoning_content; by default answers have their reasoning in both.",
+    ),
     "batch_storage": _server(
         str,
         "--batch-storage",

@@ -27,7 +27,7 @@ from manta.actors.http.app import create_app
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.executor import Executor, ExecutorInfo
-from manta.cluster.logprobs import StepLogprobs
+from manta.cluster.logprobs import RowLogprobs, StepLogprobs
 from manta.cluster.plan import SchedulerOutput, StepResult
 from manta.cluster.simulator import LinearCost, SimulatedExecutor
 from passing_executor import PassingExecutor
@@ -133,15 +133,15 @@ class WithLogprobs(PassingExecutor):
         asking_A = np.flatnonzero([self._asking[slot] for slot in plan.slots.tolist()]).astype(np.int32)
         if not len(asking_A):
             return result
-        shape = (len(asking_A), result.token_ids.shape[1])
-        top_ids = np.broadcast_to(np.arange(TOP, dtype=np.int32), (*shape, TOP))
-        found = StepLogprobs(
-            asking_A,
-            np.full(shape, -1.5, np.float32),
-            np.ones(shape, np.int32),
-            top_ids,
-            np.full((*shape, TOP), -2.5, np.float32),
+        width = result.token_ids.shape[1]
+        num_rows = len(asking_A) * width
+        rows = RowLogprobs(
+            np.full(num_rows, -1.5, np.float32),
+            np.ones(num_rows, np.int32),
+            np.broadcast_to(np.arange(TOP, dtype=np.int32), (num_rows, TOP)),
+            np.full((num_rows, TOP), -2.5, np.float32),
         )
+        found = StepLogprobs(asking_A, np.full(len(asking_A), width, np.int32), rows)
         return StepResult(result.step, result.token_ids, result.num_tokens, result.timings, found)
 
 

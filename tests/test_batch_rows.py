@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta.actors.batch import answering
-from manta.actors.batch.answering import Result, RowAnswerer, failure, wire_schema
+from manta.actors.batch.answering import WIRE_SCHEMA, Result, RowAnswerer, failure, wire_schema
 from manta.actors.batch.reading import Row, RowReader
 from manta.actors.batch.rows import Layout, content_id, parse_line, read_request, row_id, row_seed
 from manta.actors.batch.source import check_columns, open_source
@@ -312,6 +312,39 @@ def test_results_know_their_row_and_hand_its_columns_on_whatever_becomes_of_it(
     assert "not valid JSON" in broken["error"]["message"]
     assert (broken["input"], json.loads(hot["input"])) == ("{broken", records[3])
     assert {row["error"]["attempts"] for row in (long, hot, broken)} == {1}
+
+
+def test_a_row_s_log_probabilities_are_a_column_and_its_echo_stands_in_the_text(
+    text_pair_config: EngineConfig,
+) -> None:
+    """The echo in OpenAI's shape alone: there is no such column."""
+    body = {"prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    lines = [
+        {"custom_id": name, "url": "/v1/completions", "body": {**body, "echo": True, **more}}
+        for name, more in (("c", {"logprobs": 0}), ("d", {"max_tokens": 0, "prompt_logprobs": 1}))
+    ]
+
+    async def answer(engine: AsyncEngine) -> list[Result]:
+        plain, openai = (
+            RowAnswerer(engine, layout, NO_DEFAULTS, "tiny", prefix=f"{layout.kind}-")
+            for layout in (DATASET, OPENAI)
+        )
+        rows = [Row(0, {"id": "a", **body}), Row(1, {"id": "b", **body, "logprobs": None})]
+        told = [openai.answer(Row(2 + i, {"text": json.dumps(line)})) for i, line in enumerate(lines)]
+        return await asyncio.gather(*(plain.answer(row) for row in rows), *told)
+
+    results = answered(text_pair_config, answer)
+    told, plain, echoed, alone = pa.Table.from_pylist(results, schema=WIRE_SCHEMA).to_pylist()
+    assert plain["logprobs"] is None and told["token_ids"] == plain["token_ids"]
+    for token_id, place in zip(told["token_ids"], told["logprobs"], strict=True):
+        assert (place["rank"], place["top_token_ids"][0]) == (1, token_id), "greedy takes the likeliest"
+        assert place["top_logprobs"][0] == place["logprob"] > place["top_logprobs"][1]
+    (choice,) = json.loads(echoed["response"])["choices"]
+    assert choice["text"] == echoed["text"] == "ab" + plain["text"]
+    assert len(choice["logprobs"]["tokens"]) == echoed["prompt_tokens"] + 4
+    (choice,) = json.loads(alone["response"])["choices"]
+    assert (choice["text"], alone["text"], alone["token_ids"]) == ("ab", "ab", [])
+    assert len(choice["prompt_logprobs"]) == alone["prompt_tokens"] == len(choice["logprobs"]["tokens"])
 
 
 def test_only_a_dead_engine_is_not_the_rows_fault(

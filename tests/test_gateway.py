@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
 from gateway_stand import GatewayStand
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,8 +195,35 @@ def test_agents_routes_pass_and_speak_their_own_apis(http: httpx.Client, stand: 
             {**talk, "max_tokens": 0},
         ):  # the gateway's refusal, a replica's
             assert client.post("/v1/messages", json=body).json()["type"] == "error"
-    assert http.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
+    load = http.get("/load").json()  # what replicas run is known from their beats, a moment late
+    assert load["server_load"] == 0 and set(load) == {"server_load", "running", "waiting"}
     assert stand.replicas[2].engine.stats().generation_tokens > before
+
+
+def test_a_stream_of_agents_that_loses_its_replica_ends_in_its_apis_words(
+    http: httpx.Client, stand: GatewayStand
+) -> None:
+    common = {"model": "other", "stream": True, "ignore_eos": True}
+    asked = {
+        "/v1/messages": {**common, "messages": [{"role": "user", "content": "x"}], "max_tokens": 400},
+        "/v1/responses": {**common, "input": "x", "max_output_tokens": 400},
+    }
+    (member,) = (member for member in stand.fleet.members if member.name == "r2")
+
+    async def lose() -> None:
+        member.lose()
+
+    for path, body in asked.items():
+        with http.stream("POST", path, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stand.run(lose())
+            *_, name, payload, _ = lines
+        event = json.loads(payload.removeprefix("data: "))
+        assert name == "event: error" and event["type"] == "error"
+        assert "Retry" in event.get("error", event)["message"]
+        while member.broken:  # until its next beat
+            time.sleep(0.05)
 
 
 def test_a_door_opens_to_gateways_alone(http: httpx.Client, stand: GatewayStand) -> None:
@@ -281,6 +309,38 @@ def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineCo
     assert len({(event["id"], event["created"]) for event in events(disturbed)}) == 1
     assert content(disturbed) == content(undisturbed)
     assert events(disturbed)[0]["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
+
+
+def test_reasoning_and_calls_go_on_where_they_were_cut(tmp_path: Path) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
+    body |= {"stream": True, "tools": TOOLS, "structured_outputs": {"choice": [SAID]}}
+    with dying(chat_config(tmp_path, HERMES), 3, 4) as stand:
+        disturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=60)
+        undisturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=60)
+        text = httpx.get(f"{stand.url}/metrics").text
+    assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 2.0' in text
+    whole = said(disturbed)
+    assert whole == said(undisturbed)
+    assert whole["content"] == "I look." and whole["reasoning"] == "The user wants weather."
+    assert whole["0.name"] == "get_weather" and whole["0.arguments"] == ARGUMENTS and whole["1.name"] == "now"
+
+
+def said(response: httpx.Response) -> dict[str, str]:
+    """What the deltas of a stream say, put together; ids of calls, made of the response's, left out."""
+    found: dict[str, str] = {}
+
+    def add(name: str, text: str | None) -> None:
+        found[name] = found.get(name, "") + (text or "")
+
+    for event in events(response):
+        delta = event["choices"][0]["delta"]
+        for name in ("content", "reasoning"):
+            add(name, delta.get(name))
+        for call in delta.get("tool_calls", ()):
+            add(f"{call['index']}.opened", "x" if "id" in call else "")
+            for name, text in call["function"].items():
+                add(f"{call['index']}.{name}", text)
+    return found
 
 
 def content(response: httpx.Response) -> tuple[str, list[int], int, list[Any], dict[str, int]]:

@@ -1,134 +1,44 @@
-"""/v1/responses and /v1/messages as their own SDKs see them, over real HTTP.
-
-The model's steps are real; its words are a script (`scripted_executor.py`), so that it calls tools.
-"""
+"""/v1/responses and /v1/messages as their own SDKs see them, over real HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pydantic
 import pytest
-from manta.actors.http.settings import ServerSettings
+from agents_stand import NAME, AgentsStand, agents_config
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import EngineDeadError
-from manta.cluster.executor import Executor
-from manta.cluster.plan import StepResult
-from scripted_executor import ScriptedExecutor
-from text_pair import LiveServer, make_text_pair
 
-NAME = "org/tiny"
-TEMPLATE = """\
-{%- for t in tools or [] %}<tool_call>{"name": "{{ t['function']['name'] }}", .. {% endfor %}
-{%- for m in messages %}<|im_start|>{{ m['role'] }}
-{% if m['reasoning_content'] %}<think>
-{{ m['reasoning_content'] }}
-</think>
-
-{% endif %}{{ m['content'] }}
-{%- for c in m['tool_calls'] or [] %}<tool_call>
-{{ c['function'] | tojson }}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nRain, perhaps?\n</think>\n\n"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("weather", "clock")]
 TOOLS_A = [{"name": name, "input_schema": SCHEMA} for name in ("weather", "clock")]
-ASK: dict[str, Any] = {"model": NAME, "input": "Oslo?", "max_output_tokens": 400}
-ASK_A: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 400}
-
-
+ASK: dict[str, Any] = {"model": NAME, "input": "Oslo?", "max_output_tokens": 300}
+ASK_A: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 300}
 IDLE = {"server_load": 0, "running": 0, "waiting": 0, "kv_usage": 0.0}
 
 
-class Model(ScriptedExecutor):
-    """Dies in its next step when it is told to."""
-
-    dies = False
-
-    def collect(self) -> StepResult:
-        if self.dies:
-            raise EngineDeadError("told to")
-        return super().collect()
-
-
-class Stand:
-    """A server whose next answers are written; the SDKs' clients of it."""
-
-    def __init__(self, server: LiveServer, models: list[Model]) -> None:
-        self.server = server
-        self._models = models
-        self.openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0, timeout=30)
-        self.anthropic = anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=30)
-        self.http = httpx.Client(base_url=server.url, headers={"x-api-key": "key"}, timeout=30)
-
-    def say(self, text: str) -> None:
-        tokenizer = self.server.engine.tokenizer
-        assert tokenizer is not None
-        self._models[0].script = [
-            *tokenizer.encode(text, add_special_tokens=False),
-            *tokenizer.encode("<|endoftext|>", add_special_tokens=False),
-        ]
-
-    def say_what_it_likes(self) -> dict[str, Any]:
-        """Returns fields that keep it from blanks, which JSON allows without end."""
-        self._models[0].script = ()
-        tokenizer = self.server.engine.tokenizer
-        assert tokenizer is not None
-        ids = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip() == ""]
-        return {"extra_body": {"temperature": 0, "logit_bias": dict.fromkeys(map(str, ids), -100)}}
-
-    def die(self) -> None:
-        self._models[0].dies = True
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return agents_config(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
-def make_stand(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Stand]:
-    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
-    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = EngineConfig.from_dict(
-        {
-            "model": str(target),
-            "speculative_config": {"model": str(drafter)},
-            "dtype": "float32",
-            "max_num_seqs": 2,
-            "num_pages": 256,
-            "num_threads": 1,
-        }
-    )
-
-    def make_stand() -> Stand:
-        models: list[Model] = []
-
-        def make_executor(config: EngineConfig) -> Executor:
-            models.append(Model(config))
-            return models[0]
-
-        settings = ServerSettings(served_model_name=NAME, api_key="key")
-        return Stand(LiveServer(config, settings, make_executor), models)
-
-    return make_stand
+def stand(config: EngineConfig) -> Iterator[AgentsStand]:
+    stand = AgentsStand(config)
+    with stand.server:
+        yield stand
 
 
-@pytest.fixture(scope="module")
-def stand(make_stand: Callable[[], Stand]) -> Iterator[Stand]:
-    made = make_stand()
-    with made.server:
-        yield made
-
-
-def test_a_response_is_reasoning_a_text_and_calls_whole_and_streamed(stand: Stand) -> None:
+def test_a_response_is_reasoning_a_text_and_calls_whole_and_streamed(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look.\n{CALL}\n{OTHER}")
     whole = stand.openai.responses.create(**ASK, tools=TOOLS)
     thought, message, *calls = whole.output
@@ -180,7 +90,7 @@ def check_order(events: list[Any]) -> None:
     assert open_at is None
 
 
-def test_a_message_is_thinking_a_text_and_calls_whole_and_streamed(stand: Stand) -> None:
+def test_a_message_is_thinking_a_text_and_calls_whole_and_streamed(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look.\n{CALL}\n{OTHER}")
     whole = stand.anthropic.messages.create(**ASK_A, tools=TOOLS_A)
     thought, text, *calls = whole.content
@@ -202,7 +112,7 @@ def test_a_message_is_thinking_a_text_and_calls_whole_and_streamed(stand: Stand)
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
 
 
-def test_what_tools_returned_goes_back_and_is_answered(stand: Stand) -> None:
+def test_what_tools_returned_goes_back_and_is_answered(stand: AgentsStand) -> None:
     """The client's own next request, made of the answer as the SDK holds it."""
     stand.say(f"{THOUGHT}{CALL}")
     first = stand.openai.responses.create(**ASK, tools=TOOLS)
@@ -228,7 +138,7 @@ def test_what_tools_returned_goes_back_and_is_answered(stand: Stand) -> None:
     assert count.input_tokens == prompt_tokens(answer.usage) == second.usage.input_tokens
 
 
-def test_tools_count_among_a_conversations_tokens(stand: Stand) -> None:
+def test_tools_count_among_a_conversations_tokens(stand: AgentsStand) -> None:
     asked = {"model": NAME, "messages": ASK_A["messages"]}
     bare = stand.anthropic.messages.count_tokens(**asked).input_tokens
     with_tools = stand.anthropic.messages.count_tokens(**asked, tools=TOOLS_A).input_tokens
@@ -246,7 +156,7 @@ def prompt_tokens(usage: Any) -> int:
     return usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_an_answer_that_is_cut_says_so(stand: Stand) -> None:
+def test_an_answer_that_is_cut_says_so(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look, and look, and look again.")
     cut = stand.openai.responses.create(**{**ASK, "max_output_tokens": 30})
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
@@ -262,7 +172,7 @@ def test_an_answer_that_is_cut_says_so(stand: Stand) -> None:
     assert stopped.content[0].text == "One, two"
 
 
-def test_answers_are_held_to_schemas_and_calls_are_forced(stand: Stand) -> None:
+def test_answers_are_held_to_schemas_and_calls_are_forced(stand: AgentsStand) -> None:
     """The model's own words here: it is random, and grammars make sense of it."""
 
     class Weather(pydantic.BaseModel):
@@ -293,13 +203,13 @@ def test_answers_are_held_to_schemas_and_calls_are_forced(stand: Stand) -> None:
     assert wrong.value.param == "text.format.schema"
 
 
-def test_an_answer_without_a_word_is_an_empty_text(stand: Stand) -> None:
+def test_an_answer_without_a_word_is_an_empty_text(stand: AgentsStand) -> None:
     stand.say("")
     assert stand.openai.responses.create(**ASK).output[0].content[0].text == ""
     assert stand.anthropic.messages.create(**ASK_A).content[0].text == ""
 
 
-def test_wrong_requests_raise_the_sdks_own_errors(stand: Stand) -> None:
+def test_wrong_requests_raise_the_sdks_own_errors(stand: AgentsStand) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         stand.openai.responses.create(**ASK, previous_response_id="resp_1")
     assert bad.value.param == "previous_response_id" and "keeps no responses" in bad.value.message
@@ -321,7 +231,7 @@ def test_wrong_requests_raise_the_sdks_own_errors(stand: Stand) -> None:
         assert refused.status_code == status and refused.json()["type"] == "error"
 
 
-def test_a_client_that_leaves_ends_its_request(stand: Stand) -> None:
+def test_a_client_that_leaves_ends_its_request(stand: AgentsStand) -> None:
     stand.say("On and on. " * 80)
     with stand.openai.responses.create(**ASK, stream=True) as response:
         next(iter(response))
@@ -334,7 +244,7 @@ def test_a_client_that_leaves_ends_its_request(stand: Stand) -> None:
         time.sleep(0.05)
 
 
-def test_async_clients_are_answered_beside_each_other(stand: Stand) -> None:
+def test_async_clients_are_answered_beside_each_other(stand: AgentsStand) -> None:
     stand.say("It rains.")
 
     async def both() -> tuple[str, str]:
@@ -351,8 +261,8 @@ def test_async_clients_are_answered_beside_each_other(stand: Stand) -> None:
     assert asyncio.run(both()) == ("It rains.", "It rains.")
 
 
-def test_a_death_in_the_middle_is_an_event_of_the_apis_own_kind(make_stand: Callable[[], Stand]) -> None:
-    stand = make_stand()
+def test_a_death_in_the_middle_is_an_event_of_the_apis_own_kind(config: EngineConfig) -> None:
+    stand = AgentsStand(config)
     with stand.server:
         stand.say("On and on. " * 80)
         responses = iter(stand.openai.responses.create(**ASK, stream=True))
@@ -373,7 +283,7 @@ def test_a_death_in_the_middle_is_an_event_of_the_apis_own_kind(make_stand: Call
         assert dead.value.status_code == 503 and dead.value.body["error"]["type"] == "overloaded_error"
 
 
-def test_models_and_load_are_told(stand: Stand) -> None:
+def test_models_and_load_are_told(stand: AgentsStand) -> None:
     card = stand.openai.models.retrieve(NAME)
     assert (card.id, card.root, card.parent, card.max_model_len) == (NAME, NAME, None, 512)
     assert stand.anthropic.models.retrieve(NAME).id == NAME

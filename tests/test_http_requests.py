@@ -117,8 +117,8 @@ def test_text_parts_become_one_string_and_other_keys_reach_the_template() -> Non
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "assistant", "content": parts, "reasoning_content": "why"}])
     (message,) = conversation(request, request.messages, None).messages
-    reasoned = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "why")
-    assert message == {"role": "assistant", "content": "a\nb", **reasoned}
+    names = ("reasoning", "reasoning_content", "thinking")
+    assert message == {"role": "assistant", "content": "a\nb", **dict.fromkeys(names, "why")}
 
 
 def test_an_image_is_refused_by_its_dotted_path() -> None:

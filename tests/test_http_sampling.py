@@ -32,7 +32,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         }
     )
     with (
-        LiveServer(config, ServerSettings(served_model_name="tiny")) as server,
+        LiveServer(config, ServerSettings(served_model_name="tiny", reasoning_parser="qwen3")) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
     ):
         yield client
@@ -197,6 +197,26 @@ def test_prompt_logprobs_stand_where_vllm_has_them(http: httpx.Client) -> None:
     assert "prompt_logprobs" not in answer(http, COMPLETIONS, prompt="abc")
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_budget_of_thoughts_ends_them(http: httpx.Client, temperature: int) -> None:
+    """In the prompt they have begun; what is said without a budget goes on."""
+    body = {"temperature": temperature, "seed": 5, "max_tokens": 30}
+    free, plain, bound, none = (
+        answer(http, COMPLETIONS, prompt="a<think>b", return_token_ids=True, **{**body, **more})
+        for more in (
+            {},
+            {"thinking_token_budget": 6, "speculative": False},
+            {"thinking_token_budget": 6},
+            {"thinking_token_budget": 0},
+        )
+    )
+    assert bound == plain and bound["token_ids"][:5] == free["token_ids"][:5]
+    assert "</think>" in bound["text"] and "</think>" not in free["text"]
+    assert none["text"].startswith("</think>")
+    untouched = answer(http, COMPLETIONS, prompt="ab", thinking_token_budget=3, **body)["text"]
+    assert untouched == answer(http, COMPLETIONS, prompt="ab", **body)["text"]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"logprobs": 21}, "logprobs", "from 0 to 20"),
     (COMPLETIONS, {"logprobs": -1}, "logprobs", "from 0 to 20"),
@@ -206,6 +226,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt_logprobs": True}, "prompt_logprobs", "an integer"),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answers"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (CHAT, {"thinking_token_budget": -1}, "thinking_token_budget", "0 or more"),
     (CHAT, {"logprobs": 5}, "logprobs", "top_logprobs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),

@@ -202,6 +202,10 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (messages, {"messages": [USER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     (messages, {"messages": [USER], "container": "c"}, "container"),
     (messages, {"messages": [{"role": "user", "content": []}]}, "messages"),
+    (messages, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    (messages, {"messages": [USER], "logprobs": True}, "logprobs"),
+    (responses, {"input": "x", "reasoning_effort": "low"}, "reasoning_effort"),
+    (responses, {"input": "x", "return_token_ids": True}, "return_token_ids"),
     (responses, {"input": [{"type": "reasoning", "summary": []}]}, "input"),
     (messages, {"messages": [USER], "stop_sequences": ["x"] * 65}, "stop_sequences"),
 ]

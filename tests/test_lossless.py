@@ -43,6 +43,10 @@ KNOBS = {
         logit_bias=((5, 2.0), (9, 1.5)),
         allowed_token_ids=tuple(range(100)),
         bad_words_token_ids=((3,), (5, 9), (9, 5, 9)),
+        thinking_token_budget=12,
+        reasoning_end_token_ids=(101, 9, 101),
+        logprobs=1,
+        prompt_logprobs=0,
     ),
 }
 ENGINES = {

@@ -216,6 +216,7 @@ CHOSEN_LATE = (
     "actors/targets/runners/graphs.py",
     "actors/targets/runners/guide.py",
     "actors/targets/runners/iteration.py",
+    "actors/targets/runners/told.py",
     "jobs/doctor/product_kernels.py",
     "jobs/doctor/step_kernels.py",
     "jobs/doctor/capture.py",

@@ -27,7 +27,8 @@ from ..http.completions import CompletionShape
 from ..http.defaults import GenerationDefaults
 from ..http.figures import usage_of
 from ..http.generation import whole_choice
-from ..outputs import RequestOutput
+from ..http.prompt_parts import PromptParts, without_answer
+from ..outputs import CompletionOutput, RequestOutput
 from .columns import handed_on
 from .figures import SPENT
 from .reading import Row, id_of, record_of
@@ -38,6 +39,17 @@ logger = logging.getLogger(__name__)
 # `attempts`: how often the row was begun, other engines' deaths included.
 ERROR_TYPE = pa.struct(
     [("type", pa.string()), ("message", pa.string()), ("param", pa.string()), ("attempts", pa.int64())]
+)
+# Of each of `token_ids`; the likeliest in its place likeliest first. Null where they were not asked for.
+LOGPROBS_TYPE = pa.list_(
+    pa.struct(
+        [
+            ("logprob", pa.float32()),
+            ("rank", pa.int32()),
+            ("top_token_ids", pa.list_(pa.int32())),
+            ("top_logprobs", pa.list_(pa.float32())),
+        ]
+    )
 )
 # What is written of a row; `input` is kept for failed rows only.
 RESULT_SCHEMA = pa.schema(
@@ -53,6 +65,7 @@ RESULT_SCHEMA = pa.schema(
         ("num_steps", pa.int64()),
         ("num_draft_tokens", pa.int64()),
         ("num_accepted_tokens", pa.int64()),
+        ("logprobs", LOGPROBS_TYPE),
         ("error", ERROR_TYPE),
         ("input", pa.string()),
     ]
@@ -133,8 +146,8 @@ class RowAnswerer:
             record = record_of(row, self._layout)
             category = category_of(record, self._layout)
             request = read_request(record, self._layout, self._generation, name)
-            answer, reading = await self._complete(name, request, speculate=speculate)
-            result = self._success(name, request, answer, reading) | handed_on(record, self._columns)
+            answer, reading, shown = await self._complete(name, request, speculate=speculate)
+            result = self._success(name, request, answer, reading, shown) | handed_on(record, self._columns)
         except EngineDeadError:
             raise
         except MantaError as error:
@@ -155,7 +168,7 @@ class RowAnswerer:
 
     async def _complete(
         self, name: str, request: RowRequest, *, speculate: bool
-    ) -> tuple[RequestOutput, Reading]:
+    ) -> tuple[RequestOutput, Reading, PromptParts]:
         body, engine, params, reading = request.body, self._engine, request.params, PLAIN
         if isinstance(body, ChatRequest):
             check_tools(self._chat, body)
@@ -163,6 +176,7 @@ class RowAnswerer:
         else:
             given = body.prompts()[0]
         prompt = await engine.encoder.prompt(given, truncate=body.truncate_prompt_tokens)
+        params = self._chat.limited(params, prompt.text or "")
         if isinstance(body, ChatRequest):
             reading = reading_of(self._chat, body, prompt.text or "")
             params = chat_params(self._chat, body, params, prompt.text or "")
@@ -173,12 +187,16 @@ class RowAnswerer:
             max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
             background=self._background,
         )
-        return answer, reading
+        if body.echoes_only:
+            answer = without_answer(answer)
+        return answer, reading, await PromptParts.of(body, prompt, answer.prompt_told, engine.tokenizer)
 
-    def _success(self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading) -> Result:
+    def _success(
+        self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+    ) -> Result:
         first, metrics = answer.outputs[0], answer.metrics
         result = {
-            "text": first.text,
+            "text": (shown.echo or "") + first.text,
             "token_ids": first.token_ids,
             "finish_reason": first.finish_reason,
             "stop_reason": None if first.stop_reason is None else str(first.stop_reason),
@@ -190,18 +208,22 @@ class RowAnswerer:
             "num_accepted_tokens": metrics.num_accepted_tokens,
             "cached_prompt_tokens": metrics.num_cached_tokens,
             "acceptance_histogram": metrics.acceptance_histogram,
+            "logprobs": _logprobs(first, request.params.logprobs),
         }
         if self._layout.kind == "openai":
-            result["response"] = json.dumps(self._response(row, request, answer, reading), ensure_ascii=False)
+            response = self._response(row, request, answer, reading, shown)
+            result["response"] = json.dumps(response, ensure_ascii=False)
         return result
 
     def _response(
-        self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading
+        self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
     ) -> Mapping[str, Any]:
         """The body that the HTTP endpoint would have given."""
         shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
         id, num_logprobs = shape.prefix + content_id(row).removeprefix("row-"), request.params.logprobs
-        choices = [whole_choice(shape, id, each.index, each, num_logprobs) for each in answer.outputs]
+        choices = [
+            shown.begin(whole_choice(shape, id, each.index, each, num_logprobs)) for each in answer.outputs
+        ]
         usage = usage_of(
             len(answer.prompt_token_ids),
             _completion_tokens(answer),
@@ -215,6 +237,7 @@ class RowAnswerer:
             "model": self._model_name,
             "choices": choices,
             "usage": usage,
+            **shown.beside(),
         }
 
 
@@ -244,6 +267,25 @@ def unanswered(
     result = failure(row, MantaError(message), layout, columns, attempts=attempts)
     now_s = time.time()
     return result | {"error": result["error"] | {"type": kind}, "begin_s": now_s, "end_s": now_s}
+
+
+def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:
+    """As of LOGPROBS_TYPE."""
+    if completion.logprobs is None or num_top is None:
+        return None
+    found: list[dict[str, Any]] = []
+    for place in completion.logprobs:
+        own = next(iter(place.values()))
+        top = sorted((told.rank, token_id, told.logprob) for token_id, told in place.items())[:num_top]
+        found.append(
+            {
+                "logprob": own.logprob,
+                "rank": own.rank,
+                "top_token_ids": [token_id for _, token_id, _ in top],
+                "top_logprobs": [value for _, _, value in top],
+            }
+        )
+    return found
 
 
 def _completion_tokens(answer: RequestOutput) -> int:

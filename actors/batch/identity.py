@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+
+from ...cluster.config import EngineConfig
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 PROBE_BYTES = 65536  # of the begin, the middle and the end of a file of weights
@@ -25,3 +28,13 @@ def checkpoint_identity(folder: Path) -> str:
                 file.seek(begin)
                 digest.update(file.read(PROBE_BYTES))
     return digest.hexdigest()
+
+
+def template_identity(config: EngineConfig) -> Mapping[str, object]:
+    """What settings make of the checkpoint's chat template; nothing where they leave it as it is."""
+    found: dict[str, object] = {}
+    if config.chat_template is not None:
+        found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()
+    if config.default_chat_template_kwargs:
+        found["default_chat_template_kwargs"] = dict(config.default_chat_template_kwargs)
+    return found

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ...cluster.errors import EngineDeadError, InUseError, RequestError
+from ..chat.model import ChatModel
 from ..checkpoints import resolve_checkpoint
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
@@ -23,7 +24,7 @@ from .answering import RowAnswerer
 from .batch_run import BatchRun
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore, JsonObject
-from .identity import checkpoint_identity
+from .identity import checkpoint_identity, template_identity
 from .opening import LAYOUT, OpenBatch, Opener
 from .storage import Storage
 
@@ -44,6 +45,7 @@ class BatchService:
         generation: the checkpoint's defaults.
         names: of the model; the first is reported.
         max_lines: of a batch.
+        chat: how the model converses.
         count_rows: told of lines that came to their end: how many completed, how many failed.
 
     Attributes:
@@ -58,6 +60,7 @@ class BatchService:
         names: Sequence[str],
         *,
         max_lines: int,
+        chat: ChatModel,
         count_rows: Callable[[int, int], None],
     ) -> None:
         self.files = FileStore(storage)
@@ -66,6 +69,7 @@ class BatchService:
         self._engine = engine
         self._generation = generation
         self._names = names
+        self._chat = chat
         self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_rows = count_rows
@@ -150,7 +154,13 @@ class BatchService:
     def _begin(self, opened: OpenBatch) -> None:
         batch_id = opened.batch.id
         answerer = RowAnswerer(
-            self._engine, LAYOUT, self._generation, self._names[0], background=True, prefix=f"{batch_id}/"
+            self._engine,
+            LAYOUT,
+            self._generation,
+            self._names[0],
+            background=True,
+            chat=self._chat,
+            prefix=f"{batch_id}/",
         )
         run = BatchRun(
             opened, self.batches, self.files, answerer, self._slots, self._wake.set, self._count_rows
@@ -182,6 +192,7 @@ def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObjec
     return {
         "model": checkpoint_identity(target),
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
+        **template_identity(config),
         "dtype": engine.info.dtype,
         "max_model_len": engine.info.max_model_len,
         "generation": asdict(generation),

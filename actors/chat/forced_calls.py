@@ -7,13 +7,15 @@ Marks that are tokens of their own are named by their ids, since no text stands 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .formats import CallSyntax, HeadedCalls, JsonCalls, Messages, QuotedCalls, TaggedCalls
 from .typed_values import is_text, property_schema
 
 Schema = Mapping[str, Any]  # Any: JSON.
+# Spaces as in the JSON that chat templates show models; so most of them need not be chosen, either.
+_AS_TRAINED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ANY_OBJECT: Schema = {"type": "object"}
 
 
@@ -28,6 +30,34 @@ def forced_calls(
         several: whether more than one call may follow another.
     """
     return _Writer(special).lark(syntax, schemas, several=several)
+
+
+def strict_calls(
+    syntax: CallSyntax | Messages,
+    schemas: Mapping[str, Schema],
+    strict: Collection[str],
+    special: Mapping[str, int],
+) -> Mapping[str, Any] | None:
+    """A structural tag of answers that may call these tools: the arguments of strict ones heed their schemas.
+
+    None where the format does not allow it: its calls must begin with a mark that is text, and be JSON.
+    """
+    if not isinstance(syntax, JsonCalls) or not syntax.begin or syntax.begin in special:
+        return None
+    structures = [
+        {
+            "begin": f"{syntax.begin}\n{_json_head(syntax, name)}",
+            "schema": {**(schema if name in strict and schema else _ANY_OBJECT), **_AS_TRAINED},
+            "end": f"}}\n{syntax.end}",
+        }
+        for name, schema in schemas.items()
+    ]
+    return {"structures": structures, "triggers": [syntax.begin]}
+
+
+def _json_head(syntax: JsonCalls, name: str) -> str:
+    """A call up to its arguments."""
+    return f'{{"name": {json.dumps(name)}, "{syntax.arguments}": '
 
 
 class _Writer:
@@ -56,8 +86,7 @@ class _Writer:
     def _call(self, syntax: CallSyntax | Messages, name: str, schema: Schema, at: int) -> str:
         if isinstance(syntax, JsonCalls):
             line = "\n" if syntax.begin else ""
-            head = f'{{"name": {json.dumps(name)}, "{syntax.arguments}": '
-            begin, end = syntax.begin + line + head, "}" + line + syntax.end
+            begin, end = syntax.begin + line + _json_head(syntax, name), "}" + line + syntax.end
             return f"{self._text(begin)} {self._json(f'args_{at}', schema)} {self._text(end)}"
         if isinstance(syntax, HeadedCalls):
             begin = f"{self._text(syntax.begin + syntax.prefix + name + ':')} /[0-9]{{1,4}}/"
@@ -106,7 +135,7 @@ class _Writer:
     def _message(self, syntax: Messages, name: str, schema: Schema, at: int) -> str:
         header = f"{syntax.start}assistant"
         if syntax.channel:
-            header += f"{syntax.channel}commentary to={syntax.prefix}{name} <|constrain|>json"
+            header += f"{syntax.channel}commentary to={syntax.prefix}{name} {syntax.kind}json"
         else:
             header += f" to={name}"
         return f"{self._text(header + syntax.body)} {self._json(f'args_{at}', schema)}"
@@ -116,7 +145,7 @@ class _Writer:
         schema = schema or _ANY_OBJECT if root is None else schema
         if root is not None:
             schema = {**schema, **{name: root[name] for name in ("$defs", "definitions") if name in root}}
-        self._rules[rule] = f"%json {json.dumps(schema, ensure_ascii=False)}"
+        self._rules[rule] = f"%json {json.dumps({**schema, **_AS_TRAINED}, ensure_ascii=False)}"
         return rule
 
     def _text(self, text: str) -> str:

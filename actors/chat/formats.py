@@ -99,7 +99,7 @@ CallSyntax: TypeAlias = JsonCalls | HeadedCalls | TaggedCalls | QuotedCalls
 class Messages:
     """An answer as several messages, each with a header that says whom it is for.
 
-    `start ROLE to=RECIPIENT channel CHANNEL body text end`
+    `start ROLE to=RECIPIENT channel CHANNEL kind json body text end`
 
     Attributes:
         first: how an answer may begin: the prompt has ended with `start` and the role.
@@ -113,6 +113,7 @@ class Messages:
     body: str
     ends: tuple[str, ...]
     channel: str = ""
+    kind: str = ""
     thoughts: frozenset[str]
     answers: frozenset[str] = frozenset()
     prefix: str = ""
@@ -126,6 +127,7 @@ HARMONY = Messages(
     body="<|message|>",
     ends=("<|end|>", "<|call|>", "<|return|>"),
     channel="<|channel|>",
+    kind="<|constrain|>",
     thoughts=frozenset({"analysis"}),
     prefix="functions.",
 )

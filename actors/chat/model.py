@@ -6,16 +6,18 @@ a `Reading` for each request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cluster.errors import ConfigError, RequestError, did_you_mean
 from ...cluster.grammar import StructuredOutputsParams
+from ...cluster.request import SamplingParams
 from ..tokenizer import Tokenizer
-from .forced_calls import forced_calls
+from .forced_calls import forced_calls, strict_calls
 from .formats import CALLS, REASONING, TEMPLATE_SIGNS, CallSyntax, Messages, Thinking, marks_of
 from .reading import Reading
+from .reasoning_tokens import reasoning_marks
 
 AUTO, NONE = "auto", "none"
 
@@ -123,6 +125,17 @@ class ChatModel:
             grammar=lark, after_token_ids=self.end_of_reasoning(prompt), sent_as="tools"
         )
 
+    def strict(
+        self, prompt: str, schemas: Mapping[str, Mapping[str, Any]], strict: Collection[str]
+    ) -> StructuredOutputsParams | None:
+        """What makes calls of strict tools, if there are any, heed their schemas; None where nothing can."""
+        assert self.calls is not None and self.tokenizer is not None, "the tools were checked"
+        tags = strict_calls(self.calls, schemas, strict, self.tokenizer.special_token_ids)
+        if tags is None:
+            return None
+        behind = self.end_of_reasoning(prompt)
+        return StructuredOutputsParams(structural_tag=tags, after_token_ids=behind, sent_as="tools")
+
     def end_of_reasoning(self, prompt: str) -> tuple[int, ...]:
         """The tokens that end the reasoning which is to follow a prompt; () where none can be awaited.
 
@@ -137,6 +150,18 @@ class ChatModel:
         else:
             ids = self.tokenizer.encode(self.thinking.end, add_special_tokens=False)
         return tuple(ids) if len(ids) == 1 else ()
+
+    def limited(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        """The parameters with the marks of reasoning, where its budget needs them and they are known."""
+        if params.thinking_token_budget is None or params.reasoning_end_token_ids:
+            return params
+        if self.thinking is None or self.tokenizer is None:
+            return params
+        begin, end = reasoning_marks(self.thinking, self.tokenizer)
+        is_told = not isinstance(self.thinking, Thinking) or self.thinking.begin in prompt
+        if not is_told and self._opened(prompt, None):
+            begin = ()  # the answer begins within
+        return replace(params, reasoning_start_token_ids=begin, reasoning_end_token_ids=end)
 
     def _opened(self, prompt: str, continued: str | None) -> bool:
         """Whether the prompt ends within reasoning."""

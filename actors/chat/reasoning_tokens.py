@@ -1,4 +1,4 @@
-"""How many tokens of a completion were reasoning, for `usage`.
+"""Which tokens stand around reasoning, and how many tokens of a completion were reasoning, for `usage`.
 
 Counted by tokens alone, so that the figure depends neither on speculation nor on how an answer is cut. So it
 is only told where marks are tokens of their own, as in all models that were trained to think.
@@ -37,18 +37,11 @@ class ReasoningCounter:
     ) -> ReasoningCounter | None:
         """None where a mark is no token."""
 
-        def tokens(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        if isinstance(thinking, Thinking):
-            begin, marks = thinking.begin, (thinking.begin, thinking.end)
-        else:
-            (thoughts,) = thinking.thoughts
-            header = thinking.channel + thoughts if thinking.channel else f" to={thoughts}"
-            begin, marks = header + thinking.body, (thinking.body, thinking.ends[0])
-        if any(len(tokens(mark)) != 1 for mark in marks):
+        begin, end = reasoning_marks(thinking, tokenizer)
+        last = thinking.begin if isinstance(thinking, Thinking) else thinking.body
+        if len(end) != 1 or len(tokenizer.encode(last, add_special_tokens=False)) != 1:
             return None
-        return cls(tokens(begin), tokens(marks[1])[0], opened=opened)
+        return cls(begin, end[0], opened=opened)
 
     def feed(self, token_ids: Sequence[int]) -> None:
         """Take in what follows."""
@@ -60,3 +53,17 @@ class ReasoningCounter:
                 self._inside = False
             else:
                 self.count += 1
+
+
+def reasoning_marks(
+    thinking: Thinking | Messages, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens before reasoning and behind it."""
+    if isinstance(thinking, Thinking):
+        texts = thinking.begin, thinking.end
+    else:
+        (thoughts,) = thinking.thoughts
+        header = thinking.channel + thoughts if thinking.channel else f" to={thoughts}"
+        texts = header + thinking.body, thinking.ends[0]
+    begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return begin, end

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import minijinja
 
-from ...cluster.errors import ConfigError, RequestError
+from ...cluster.errors import RequestError
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_TEMPLATE_STEPS = 2_000_000
@@ -36,10 +36,9 @@ class ChatTemplate:
         source: Jinja.
         special_tokens: by their names in templates (`bos_token` ..).
         defaults: variables that a rendering may replace: `default_chat_template_kwargs`.
-        param: the setting or field that `source` came in.
 
     Raises:
-        ConfigError: it is no template, or too long a one.
+        RequestError: it is too long, or no template; `param` is `chat_template`.
     """
 
     def __init__(
@@ -47,13 +46,16 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         defaults: Mapping[str, Any] | None = None,
-        *,
-        param: str = "chat_template",
     ) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise ConfigError(
-                f"{param}: the template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
-                param=param,
+            raise RequestError(
+                f"chat_template: it has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
+                param="chat_template",
+            )
+        for name in TEMPLATE_ARGUMENTS & (defaults or {}).keys():
+            raise RequestError(
+                f"default_chat_template_kwargs.{name}: every request says this itself. Leave it out.",
+                param="default_chat_template_kwargs",
             )
         self.source = source
         self._special_tokens = dict(special_tokens)
@@ -61,14 +63,13 @@ class ChatTemplate:
         try:
             self._environment = _environment(_GENERATION.sub(r"{#\1 \2#}", source))
         except minijinja.TemplateError as error:
-            raise ConfigError(f"{param}: it is no Jinja template: {error.message}.", param=param) from None
+            raise RequestError(
+                f"chat_template: it is no Jinja template: {error.message}.", param="chat_template"
+            ) from None
 
     def another(self, source: str) -> ChatTemplate:
-        """The same with other Jinja, which came in a request. Raises RequestError."""
-        try:
-            return ChatTemplate(source, self._special_tokens, self._defaults)
-        except ConfigError as error:
-            raise RequestError(error.message, param=error.param) from None
+        """The same with other Jinja."""
+        return ChatTemplate(source, self._special_tokens, self._defaults)
 
     def uses(self, variable: str) -> bool:
         """Whether the template names a variable; one that it does not name has no effect."""
@@ -122,9 +123,8 @@ class ChatTemplate:
 
 
 def _environment(source: str) -> minijinja.Environment:
-    environment = minijinja.Environment(
-        templates={"chat": source}, trim_blocks=True, lstrip_blocks=True, pycompat=True
-    )
+    environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True, pycompat=True)
+    environment.add_template("chat", source)
     environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
     environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
     environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from ..http.gate import take_request_id
 from ..http.wire import parsed
 
 SESSION_HEADER = "x-session-id"
-SESSION_FIELDS = ("session_id", "user")
+SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 # A conversation's beginning where it does not stand in its messages: /v1/messages, /v1/responses.
 BEFORE = ("system", "instructions")
 

@@ -101,6 +101,7 @@ def _batches(frontend: Frontend) -> BatchService | None:
         frontend.defaults,
         frontend.names,
         max_lines=settings.max_batch_lines,
+        chat=frontend.chat,
         count_rows=frontend.telemetry.count_batch_rows,
     )
 

@@ -44,6 +44,9 @@ def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prom
             )
         forced = chat.forced(prompt, body.schemas, parallel=body.parallel_tool_calls is not False)
         return replace(params, structured_outputs=forced)
+    strict = {tool.name for tool in body.offered if tool.strict}
+    if asked is None and strict:
+        return replace(params, structured_outputs=chat.strict(prompt, body.schemas, strict))
     if asked is not None and not asked.after_token_ids and not body.continue_final_message:
         behind = chat.end_of_reasoning(prompt)
         return replace(params, structured_outputs=replace(asked, after_token_ids=behind))

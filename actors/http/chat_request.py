@@ -147,11 +147,11 @@ def conversation(
     options: ChatTemplateOptions, messages: Sequence[ChatMessage], tokenizer: Tokenizer | None
 ) -> Chat:
     """A conversation for the engine's door; refused where the template would not heed it."""
+
+    def uses(variable: str) -> bool:
+        return needed(tokenizer, "messages").template_uses(variable)
+
     variables = dict(options.chat_template_kwargs or {})
-
-    def uses(name: str) -> bool:
-        return needed(tokenizer, "messages").template_uses(name)
-
     if options.reasoning_effort is not None:
         if not uses("reasoning_effort"):
             raise RequestError(

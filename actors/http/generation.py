@@ -85,6 +85,7 @@ def prepare(
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
     params = request.sampling_params(frontend.defaults, default_max_tokens)
+    params = frontend.chat.limited(params, prompts[0].text or "")
     if len(prompts) * params.n > MAX_COMPLETIONS:
         raise RequestError(
             f"n={params.n} for {len(prompts)} prompts: at most {MAX_COMPLETIONS} completions in one request.",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...actors.batch.identity import checkpoint_identity
+from ...actors.batch.identity import checkpoint_identity, template_identity
 from ...actors.batch.paper import JobPaper
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.rows import Layout
@@ -64,6 +64,7 @@ def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: 
     return {
         "model": checkpoint_identity(target),
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
+        **template_identity(config),
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "sampling": dict(layout.defaults),

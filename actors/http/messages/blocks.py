@@ -115,14 +115,14 @@ def _text_of(content: Any, at: str) -> str:  # Any: JSON.
 
 
 def _text(block: Mapping[str, Any], at: str) -> str:
-    if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        kind = str(block.get("type"))[:60]
+    kind = _string(block, "type", at)
+    if kind != "text":
         raise RequestError(
-            f"{at}: a block of type {kind} cannot stand here. This model reads text: blocks of type text, "
-            "tool_use, tool_result and thinking, each where Anthropic's API has it.",
+            f"{at}: a block of type {kind[:60]} cannot stand here. This model reads text: blocks of "
+            "type text, tool_use, tool_result and thinking, each where Anthropic's API has it.",
             param=at,
         )
-    return block["text"]
+    return _string(block, "text", at)
 
 
 def _string(block: Mapping[str, Any], name: str, at: str) -> str:

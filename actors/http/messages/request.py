@@ -24,12 +24,20 @@ NEVER: Mapping[str, str] = {
     "mcp_servers": "This server calls no others: list their tools in `tools`, and call them yourself.",
     "n": "A message has one answer: send several requests, or use /v1/chat/completions.",
     "stop": "The field is called stop_sequences here.",
+    "max_completion_tokens": "The field is called max_tokens here.",
+    "response_format": "The field is called output_config.format here.",
+    "reasoning_effort": "The field is called output_config.effort here.",
+    "thinking_token_budget": "The field is called thinking.budget_tokens here.",
+    "logprobs": "Ask /v1/chat/completions for log probabilities.",
+    "top_logprobs": "Ask /v1/chat/completions for log probabilities.",
+    "prompt_logprobs": "Ask /v1/chat/completions for log probabilities.",
+    "return_token_ids": "Ask /v1/chat/completions for tokens.",
 }
 # They say something about the request, or are a hosted service's; no answer depends on them.
 SILENT = frozenset(
     {
         *("metadata", "service_tier", "cache_control", "context_management", "inference_geo", "speed"),
-        *("diagnostics", "workspace_id", "user_profile_id"),
+        *("diagnostics", "workspace_id", "user_profile_id", "stream_options"),
     }
 )
 # Path in the chat -> in this body.
@@ -43,6 +51,7 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "tool_choice.function": "tool_choice",
 }
+OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -155,14 +164,10 @@ class CountRequest(BaseModel):
             "messages": conversation.messages,
             "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
             "tool_choice": choice.for_chat() if choice else None,
-            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            **({"parallel_tool_calls": False} if choice and choice.disable_parallel_tool_use else {}),
             "response_format": _response_format(config.format),
             "reasoning_effort": config.effort if heeds.effort else None,
-            **(
-                {"continue_final_message": True, "add_generation_prompt": False}
-                if conversation.is_open
-                else {}
-            ),
+            **(OPEN if conversation.is_open else {}),
             **self._thinking_fields(heeds),
         }
 

@@ -55,7 +55,7 @@ class _Reader:
         self._knows_developers = knows_developers
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
-        kind = item.get("type") or "message"
+        kind = _string(item, "type", at) if item.get("type") is not None else "message"
         if kind == "message":
             self._read_message(item, at)
         elif kind == "reasoning":
@@ -67,7 +67,7 @@ class _Reader:
             id, output = _string(item, "call_id", at), text_of(item.get("output"), f"{at}.output")
             self.conversation.add({"role": "tool", "tool_call_id": id, "content": output}, at)
         else:
-            raise RequestError(_refusal(str(kind), at), param=f"{at}.type")
+            raise RequestError(_refusal(kind, at), param=f"{at}.type")
 
     def add_system(self, text: str, role: str, at: str) -> None:
         if role == "developer" and not self._knows_developers:

@@ -1,0 +1,316 @@
+"""Which formats a model has, calls that are forced in them, marks in texts, and templates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
+from manta.actors.batch.identity import template_identity
+from manta.actors.chat.forced_calls import forced_calls
+from manta.actors.chat.formats import CALLS, marks_of
+from manta.actors.chat.model import ChatModel
+from manta.actors.chat.parts import together
+from manta.actors.chat.reasoning_tokens import ReasoningCounter
+from manta.actors.chat.splitter import Splitter
+from manta.actors.chat.template import ChatTemplate
+from manta.actors.grammars import grammar_of
+from manta.actors.prompts import load_tokenizer
+from manta.actors.tokenizer import Tokenizer
+from manta.cluster.errors import ConfigError, RequestError
+from manta.cluster.grammar import Grammar
+from manta.drafter.grammars.compiler import GrammarCompiler
+
+SPECIAL = sorted(
+    {
+        mark
+        for syntax in CALLS.values()
+        for mark in marks_of(syntax)
+        if mark.startswith("<|") or mark.endswith("|>")
+    }
+)
+THINK = ("<think>", "</think>")
+
+
+def byte_tokenizer(
+    template: str = "", special: list[str] = SPECIAL, added: tuple[str, ...] = ()
+) -> Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), vocab_size=300, show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>", *special])
+    backend.add_tokens(list(added))
+    return Tokenizer(backend, template or None, {})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+W = json.dumps({"city": "Paris", "days": 3})
+# By each format: the calls of both tools, as the model was trained to write them.
+CALLED = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {W}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": f'{{"name": "get_weather", "parameters": {W}}}; {{"name": "now", "parameters": {{}}}}',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "mimo": "<tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">\nParis\n'
+    '</parameter>\n<parameter name="days">\n3\n</parameter>\n</invoke>\n</minimax:tool_call>\n'
+    '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    f"<|tool_call_argument_begin|>{W}<|tool_call_end|><|tool_call_begin|>functions.now:1"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>",
+    "openai": "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    + W,
+    "muse_glimmer": "<|start|>assistant to=get_weather<|message|>" + W,
+}
+# In these a schema of text would let anything through, so its words are not enumerated.
+PLAIN_WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": PLAIN_WEATHER, "now": NOW["function"]["parameters"]}
+
+
+def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, lark: str, text: str) -> bool:
+    """Whether a text is one that a grammar allows, whole."""
+    matcher = compiler.matcher(Grammar("lark", lark))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
+def test_what_a_forced_call_may_be_is_what_the_splitter_reads(tokenizer: Tokenizer, name: str) -> None:
+    syntax, text = CALLS[name], CALLED[name]
+    compiler = GrammarCompiler(
+        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
+    )
+    alone = name in ("openai", "muse_glimmer")  # a message is one call, and ends the answer
+    lark = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=True)
+    assert takes(compiler, tokenizer, lark, text)
+    reader = Splitter(None, syntax, schemas=SCHEMAS)
+    found = together([reader.feed(text), reader.finish()])
+    called = [(call.name, json.loads(call.arguments)) for call in found.calls]
+    assert called == [("get_weather", json.loads(W)), ("now", {})][: 1 if alone else 2] and not found.content
+    single = forced_calls(syntax, SCHEMAS, tokenizer.special_token_ids, several=False)
+    assert takes(compiler, tokenizer, single, text) == alone
+    named = forced_calls(syntax, {"now": SCHEMAS["now"]}, tokenizer.special_token_ids, several=True)
+    for wrong in (text, "Hello.", "", text.replace("days", "hours"), text.replace("3", '"three"')):
+        assert not takes(compiler, tokenizer, named if wrong == text else lark, wrong), wrong
+
+
+def test_strict_tools_heed_their_schemas_in_an_answer_that_may_call_them() -> None:
+    model = ChatModel.of(byte_tokenizer(HERMES))
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    compiler = GrammarCompiler(
+        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
+    )
+    strict = model.strict("", SCHEMAS, {"get_weather"})
+    assert strict is not None and strict.field == "tools"
+    lark = grammar_of(strict).text
+    call = CALLED["hermes"]
+    for text, allowed in (
+        ("Hello.", True),
+        (f"I look.\n{call}\nDone.", True),
+        (call.replace("{}", '{"any": 1}'), True),
+        (call.replace("days", "hours"), False),
+        (call.replace("get_weather", "unknown"), False),
+    ):
+        assert takes(compiler, tokenizer, lark, text) == allowed, text
+    assert ChatModel.of(byte_tokenizer("<|tool_call>")).strict("", SCHEMAS, {"now"}) is None
+
+
+@pytest.mark.parametrize("required", [[], ["a"], ["b"], ["a", "b"]])
+def test_what_may_be_left_out_is(tokenizer: Tokenizer, required: list[str]) -> None:
+    compiler = GrammarCompiler(
+        tokenizer.to_json(), tokenizer.vocab_size, (tokenizer.special_token_ids["<|im_end|>"],)
+    )
+    kinds = {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "string"}}
+    schemas = {"f": {"type": "object", "properties": kinds, "required": required}}
+    written = {"a": 'a:<|"|>x<|"|>', "b": "b:1", "c": 'c:<|"|>y<|"|>'}
+    quoted = forced_calls(CALLS["gemma4"], schemas, tokenizer.special_token_ids, several=False)
+    tagged = forced_calls(CALLS["mimo"], schemas, tokenizer.special_token_ids, several=False)
+    for present in ([], ["a"], ["b"], ["a", "b"], ["a", "b", "c"], ["b", "c"], ["c"]):
+        complete = set(required) <= set(present)
+        ordered = sorted(present, key=lambda key: (key not in required, key))
+        text = "<|tool_call>call:f{" + ",".join(written[key] for key in ordered) + "}<tool_call|>"
+        assert takes(compiler, tokenizer, quoted, text) == complete, text
+        values = {"a": "x", "b": "1", "c": "y"}
+        text = "<tool_call>\n<function=f>\n"
+        text += "".join(f"<parameter={key}>{values[key]}</parameter>\n" for key in present)
+        assert takes(compiler, tokenizer, tagged, text + "</function>\n</tool_call>") == complete, text
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        (HERMES, "hermes", "qwen3"),
+        (HARMONY + "<|message|>", "openai", "openai_gptoss"),
+        ("{{ '<tool_call>\\n<function=' }}", "qwen3_coder", None),
+        ("<|tool_call>", "gemma4", "gemma4"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", "kimi_k2"),
+        ("<minimax:tool_call><think>", "minimax_m2", "minimax_m2"),
+        ("<tool_call><arg_key>", "glm45", "glm45"),
+        ('{"name": .., "parameters": ..} ipython', "llama3_json", None),
+        ("{{ messages }}", None, None),
+    ],
+)
+def test_a_models_formats_are_found_by_its_template(
+    template: str, calls: str | None, reasoning: str | None
+) -> None:
+    model = ChatModel.of(byte_tokenizer(template))
+    assert (model.call_parser, model.reasoning_parser) == (calls, reasoning)
+    chosen = ChatModel.of(byte_tokenizer(template), tool_call_parser="glm45", reasoning_parser="none")
+    assert str(chosen) == "tool_call_parser=glm45, reasoning_parser=none"
+    with pytest.raises(ConfigError, match="hermes"):
+        ChatModel.of(byte_tokenizer(template), tool_call_parser="hermess")
+
+
+def test_reasoning_is_open_where_the_prompt_opens_it(tokenizer: Tokenizer) -> None:
+    model = ChatModel.of(byte_tokenizer(HERMES))
+    assert model.reading("a<|im_start|>assistant\n<think>\n").opened
+    assert not model.reading("<think> is a mark<|im_start|>assistant\n").opened
+    assert not model.reading("assistant\n<think>\n\n</think>\n\n").opened
+    always = ChatModel.of(byte_tokenizer(), reasoning_parser="minimax_m2")
+    assert always.reading("assistant\n").opened and not always.reading("<think>\n\n</think>\n").opened
+
+
+def test_marks_stay_in_a_text_whose_special_tokens_go(tokenizer: Tokenizer) -> None:
+    text = "<|channel|>analysis<|message|>é<|im_end|><|end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    kept = [tokenizer.special_token_ids[mark] for mark in HARMONY_TOKENS]
+    for step in (1, 3, len(ids)):
+        reader = tokenizer.detokenizer([5, 6], skip_special_tokens=True, kept_token_ids=kept)
+        pieces = [reader.step(ids[i : i + step]) for i in range(0, len(ids), step)]
+        assert "".join(pieces) + reader.flush() == "<|channel|>analysis<|message|>é<|end|>"
+    hidden = tokenizer.detokenizer([5, 6], skip_special_tokens=True)
+    assert hidden.step(ids) + hidden.flush() == "analysisé"
+    assert set(kept) <= set(ChatModel.of(byte_tokenizer(HARMONY + "<|message|>")).kept_token_ids)
+    assert ChatModel.of(byte_tokenizer("{{ messages }}")).kept_token_ids == ()
+
+
+def test_tokens_of_reasoning_are_counted_where_marks_are_tokens() -> None:
+    def count(model: ChatModel, text: str, *, opened: bool = False) -> int | None:
+        assert model.thinking is not None and model.tokenizer is not None
+        counter = ReasoningCounter.of(model.thinking, model.tokenizer, opened=opened)
+        if counter is None:
+            return None
+        for token_id in model.tokenizer.encode(text, add_special_tokens=False):
+            counter.feed([token_id])
+        return counter.count
+
+    model = ChatModel.of(byte_tokenizer(HERMES, added=THINK))
+    assert count(model, "<think>abc</think>defg<think>h</think>") == 4
+    assert count(model, "abc</think>defg", opened=True) == 3
+    assert count(model, "abcdefg") == 0
+    assert count(ChatModel.of(byte_tokenizer(HERMES)), "<think>abc</think>") is None
+    gpt = ChatModel.of(byte_tokenizer(HARMONY + "<|message|>"))
+    said = "<|channel|>analysis<|message|>abc<|end|><|start|>assistant<|channel|>final<|message|>defg"
+    assert count(gpt, said) == 3
+
+
+TEMPLATES = {
+    "hermes": HERMES,
+    "harmony": HARMONY,
+    "json": "{{ tools | tojson }}|{{ tools[0] | tojson(indent=2) }}|"
+    "{{ messages | tojson(separators=(',', ':')) }}",
+    "generation": "{% for m in messages %}"
+    "{%- generation %} {{ m.content }} {% endgeneration -%} {% endfor %}",
+    "loops": "{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{% set ns.n = ns.n + loop.index0 %}{{ m['role'] | upper }}"
+    "{{ '\\n' if not loop.last }}{% endfor %}{{ ns.n }}"
+    "{% for m in messages[::-1] %}{{ m.content | trim }}{% break %}{% endfor %}",
+    "macros": "{% macro f(t) -%}"
+    "{%- for k, v in t.function.parameters.properties | items %}{{ k }}={{ v.type }};"
+    "{% endfor %}{%- endmacro %}{% for t in tools %}{{ f(t) }}{% endfor %}{{ 'a,b'.split(',')[-1].strip() }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_say_what_transformers_says(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [
+        {"role": "user", "content": "Is 1 < 2 & 'é'?"},
+        {
+            "role": "assistant",
+            "content": " yes ",
+            "tool_calls": [{"function": {"name": "now", "arguments": {"a": "<"}}}],
+        },
+    ]
+    documents = [{"text": "d"}]
+    rendered, _ = render_jinja_template(
+        [messages],
+        tools=[*TOOLS],
+        documents=documents,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        whole_tools=True,
+    )
+    ours = ChatTemplate(TEMPLATES[name], {}, {"whole_tools": True})
+    assert ours.render(messages, tools=TOOLS, documents=documents) == rendered[0]
+
+
+def test_templates_are_bounded_and_settings_of_theirs_checked() -> None:
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ j }}{% endfor %}{% endfor %}"
+    for source in (endless, "{{ messages[0].content.nothing.at_all }}", "{{ raise_exception('no') }}"):
+        with pytest.raises(RequestError) as caught:
+            ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+        assert caught.value.param == "messages"
+    for source in ("{% if %}", "x" * 300_000):
+        with pytest.raises(RequestError) as caught:
+            ChatTemplate(source, {})
+        assert caught.value.param == "chat_template"
+    with pytest.raises(RequestError, match=r"default_chat_template_kwargs\.messages"):
+        ChatTemplate("", {}, {"messages": []})
+
+
+def test_a_template_of_the_settings_replaces_the_checkpoints_and_names_answers(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, HERMES)
+    assert template_identity(config) == {}
+    file = tmp_path / "own.jinja"
+    identities: list[object] = []
+    for source, text in (("{{ a }}{{ messages[0].content }}", "1x"), ("{{ a }}.", "1.")):
+        file.write_text(source)
+        own = replace(config, chat_template=str(file), default_chat_template_kwargs={"a": 1})
+        tokenizer = load_tokenizer(own)
+        assert tokenizer is not None
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == text
+        identities.append(template_identity(own))
+    assert identities[0] != identities[1]
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_tokenizer(replace(config, chat_template=str(tmp_path / "nowhere")))
+    file.write_text("{% if %}")
+    with pytest.raises(ConfigError, match="no Jinja template"):
+        load_tokenizer(replace(config, chat_template=str(file)))
+
+
+def test_a_tools_schema_with_references_types_its_values() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/A"}, "b": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}},
+        "$defs": {"A": {"type": "array", "items": {"type": "integer"}}},
+    }
+    reader = Splitter(None, CALLS["mimo"], schemas={"f": schema})
+    text = "<function=f><parameter=a>[1]</parameter><parameter=b>null</parameter></function>"
+    found = together([reader.feed(text), reader.finish()])
+    assert json.loads(found.calls[0].arguments) == {"a": [1], "b": None}
+    assert WEATHER["function"]["name"] == "get_weather"

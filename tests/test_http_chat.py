@@ -1,0 +1,270 @@
+"""Tools and reasoning over real HTTP, with OpenAI's client: a random model that is made to say things."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from chat_pairs import ARGUMENTS, HARMONY, HARMONY_TOKENS, HERMES, NOW, SAID, TOOLS, WEATHER, chat_config
+from manta.actors.batch.answering import RowAnswerer
+from manta.actors.batch.reading import Row
+from manta.actors.batch.rows import Layout
+from manta.actors.engine import AsyncEngine
+from manta.actors.http.defaults import GenerationDefaults
+from manta.actors.http.settings import ServerSettings
+from text_pair import LiveServer
+
+USER = [{"role": "user", "content": "Weather?"}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "messages": USER}
+Server = tuple[httpx.Client, openai.OpenAI]
+
+
+def saying(text: str) -> dict[str, Any]:
+    """A body whose answer is this text."""
+    return {"structured_outputs": {"choice": [text]}}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return chat_config(tmp_path_factory.mktemp("hermes"), HERMES)
+
+
+def serving(config: Any, **settings: Any) -> Iterator[Server]:
+    with (
+        LiveServer(config, ServerSettings(served_model_name="tiny", **settings)) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        yield http, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def hermes(config: Any) -> Iterator[Server]:
+    yield from serving(config)
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("harmony")
+    config = chat_config(
+        folder,
+        HARMONY,
+        HARMONY_TOKENS,
+        trust_request_chat_template=True,
+        default_chat_template_kwargs={"a": "b"},
+    )
+    yield from serving(config, reasoning_field_name="reasoning", enable_auto_tool_choice=False)
+
+
+def test_an_answer_comes_apart_whole_and_streamed(hermes: Server) -> None:
+    _, client = hermes
+    body = {**GREEDY, "tools": TOOLS, "extra_body": saying(SAID)}
+    (choice,) = client.chat.completions.create(**body).choices
+    message = choice.message
+    assert choice.finish_reason == "tool_calls" and message.content == "I look."
+    assert message.model_extra is not None
+    assert (
+        message.model_extra["reasoning"]
+        == message.model_extra["reasoning_content"]
+        == "The user wants weather."
+    )
+    assert message.tool_calls is not None
+    assert [(c.type, c.function.name, c.function.arguments) for c in message.tool_calls] == [
+        ("function", "get_weather", ARGUMENTS),
+        ("function", "now", "{}"),
+    ]
+    ids = [call.id for call in message.tool_calls]
+    assert len(set(ids)) == 2 and all(id.startswith("chatcmpl-tool-") for id in ids)
+
+    with client.chat.completions.stream(**body) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls" and final.message.content == "I look."
+    assert [(c.function.name, c.function.arguments) for c in final.message.tool_calls or ()] == [
+        (call.function.name, call.function.arguments) for call in message.tool_calls
+    ]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert (
+        "".join((delta.model_extra or {}).get("reasoning", "") for delta in deltas)
+        == "The user wants weather."
+    )
+    opening = [call for delta in deltas for call in delta.tool_calls or () if call.id]
+    assert [(c.index, c.type, c.function and (c.function.name, c.function.arguments)) for c in opening] == [
+        (0, "function", ("get_weather", "")),
+        (1, "function", ("now", "")),
+    ]
+    last = chunks[-1].choices[0]
+    assert last.finish_reason == "tool_calls" and not last.delta.model_dump(exclude_none=True)
+
+
+def test_each_of_several_completions_is_read_by_itself(hermes: Server) -> None:
+    _, client = hermes
+    body = {**GREEDY, "tools": TOOLS, "n": 2, "temperature": 1, "seed": 3, "logprobs": True}
+    texts = ["Well.", SAID]
+    found = client.chat.completions.create(**body, extra_body={"structured_outputs": {"choice": texts}})
+    pieces = client.chat.completions.create(
+        **body, stream=True, extra_body={"structured_outputs": {"choice": texts}}
+    )
+    told: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in pieces:
+        for choice in chunk.choices:
+            told[choice.index].append(choice)
+    for choice in found.choices:
+        called = choice.message.tool_calls is not None
+        assert choice.message.content == ("I look." if called else "Well.")
+        streamed = told[choice.index]
+        assert streamed[-1].finish_reason == choice.finish_reason == ("tool_calls" if called else "stop")
+        tokens = [each for piece in streamed if piece.logprobs for each in piece.logprobs.content]
+        assert choice.logprobs and tokens == choice.logprobs.content
+    calls = {call.id for choice in found.choices for call in choice.message.tool_calls or ()}
+    assert len(calls) == sum(len(choice.message.tool_calls or ()) for choice in found.choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "calls"),
+    [
+        ({"include_reasoning": False}, "I look.", 2),
+        ({"parallel_tool_calls": False}, "I look.", 1),
+        ({"tool_choice": "none"}, SAID.partition("</think>\n\n")[2], 0),
+        ({"tools": None}, SAID.partition("</think>\n\n")[2], 0),
+        ({"stop": ["arguments"]}, 'I look.\n<tool_call>\n{"name": "get_weather", "', 0),
+    ],
+)
+def test_fields_say_what_is_shown(hermes: Server, fields: Any, content: str, calls: int) -> None:
+    http, _ = hermes
+    body = {**GREEDY, "tools": TOOLS, **saying(SAID), **fields}
+    (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    message = choice["message"]
+    assert message["content"] == content and len(message.get("tool_calls", ())) == calls
+    assert ("reasoning" in message) == ("include_reasoning" not in fields)
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+def test_a_schema_that_no_grammar_knows_is_refused_by_the_name_of_the_tools(hermes: Server) -> None:
+    http, _ = hermes
+    odd = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64", "not": {}}}}
+    function = {"name": "odd", "parameters": odd, "strict": True}
+    for choice in ("required", "auto"):
+        body = {**GREEDY, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+        response = http.post("/v1/chat/completions", json={**body, "max_tokens": 5})
+        assert response.status_code == 400 and response.json()["error"]["param"].startswith("tools")
+
+
+@pytest.mark.parametrize(("choice", "parallel"), [("required", True), ("required", False), ("now", True)])
+def test_calls_that_are_required_are_made_and_heed_their_schemas(
+    hermes: Server, choice: str, parallel: bool
+) -> None:
+    _, client = hermes
+    tool_choice = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    body = {**GREEDY, "tools": TOOLS, "temperature": 1, "seed": 4, "n": 3, "max_tokens": 250}
+    body |= {"tool_choice": tool_choice, "parallel_tool_calls": parallel}
+    found = client.chat.completions.create(**body)
+    plain = client.chat.completions.create(**body, extra_body={"speculative": False})
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+    for one, other in zip(found.choices, plain.choices, strict=True):
+        calls = one.message.tool_calls
+        assert calls and not one.message.content and one.finish_reason in ("tool_calls", "length")
+        assert parallel or len(calls) == 1
+        for call in calls if one.finish_reason == "tool_calls" else calls[:-1]:
+            assert choice in ("required", call.function.name)
+            jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+        assert [c.function for c in other.message.tool_calls or ()] == [c.function for c in calls]
+
+
+def test_calls_that_are_required_come_behind_reasoning_and_by_special_tokens(harmony: Server) -> None:
+    http, _ = harmony
+    end = http.post("/tokenize", json={"prompt": "<|end|>"}).json()["tokens"]
+    assert len(end) == 1
+    body = {
+        **GREEDY,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "logit_bias": {end[0]: 100},
+    }
+    answer = http.post("/v1/chat/completions", json=body).json()
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+    assert call["function"]["name"] in ("get_weather", "now")
+    jsonschema.validate(
+        json.loads(call["function"]["arguments"]),
+        (WEATHER if call["function"]["name"] == "get_weather" else NOW)["function"]["parameters"],
+    )
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    pieces = [told["function"] for delta in deltas for told in delta.get("tool_calls", ())]
+    assert "".join(piece.get("arguments", "") for piece in pieces) == call["function"]["arguments"]
+    auto = http.post("/v1/chat/completions", json={**body, "tool_choice": "auto"})
+    assert auto.status_code == 400 and auto.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_conversation_goes_into_the_template_as_it_is_meant(hermes: Server, harmony: Server) -> None:
+    http, _ = hermes
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "now", "arguments": '{"b": [1, "<é>"]}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    body = {"messages": messages, "tools": [NOW], "documents": [{"text": "doc"}]}
+    body["chat_template_kwargs"] = {"enable_thinking": False, "whole_tools": True}
+    tokens = http.post("/tokenize", json=body).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == (
+        f"<|im_start|>system\n{json.dumps(NOW)}\ncall: <tool_call>{{...}}</tool_call><|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n"
+        '<tool_call>\n{"name": "now", "arguments": {"b": [1, "<é>"]}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nnoon<|im_end|>\n[doc]<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    wrong = [{**messages[1], "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}]
+    refused = http.post("/v1/chat/completions", json={**GREEDY, "messages": wrong})
+    assert refused.json()["error"]["param"] == "messages.0.tool_calls.0.function.arguments"
+    trusting, _ = harmony
+    template = {"messages": messages, "chat_template": "{{ a }}{{ messages[0].content }}"}
+    (tokens, expected) = (
+        trusting.post("/tokenize", json=each).json()["tokens"] for each in (template, {"prompt": "bHi"})
+    )
+    assert tokens == expected
+    broken = trusting.post("/tokenize", json={**template, "chat_template": "{% if %}"})
+    assert broken.status_code == 400 and broken.json()["error"]["param"] == "chat_template"
+
+
+def test_an_answer_that_goes_on_with_a_message_is_read_from_where_that_ends(hermes: Server) -> None:
+    http, _ = hermes
+    begun = [*USER, {"role": "assistant", "content": "<think>\nWell"}]
+    body = {**GREEDY, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    (choice,) = http.post("/v1/chat/completions", json=body | saying(", so</think>\n\nYes.")).json()[
+        "choices"
+    ]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (", so", "Yes.")
+
+
+def test_rows_of_a_batch_have_tools_and_reasoning_in_their_responses(config: Any) -> None:
+    body = {**GREEDY, "tools": TOOLS, **saying(SAID)}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    async def run() -> dict[str, Any]:
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            layout = Layout(kind="openai", lines=True)
+            answerer = RowAnswerer(engine, layout, GenerationDefaults(), "tiny")
+            return await answerer.answer(Row(0, {"text": json.dumps(line)}))
+        finally:
+            engine.close()
+
+    (choice,) = json.loads(asyncio.run(run())["response"])["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather", "now"]
