@@ -37,9 +37,6 @@ _SHARED_RAY = pytest.StashKey[ExitStack]()
 settings.register_profile("manta", deadline=None)
 settings.load_profile("manta")
 
-if os.environ.get("PYTEST_XDIST_WORKER"):
-    torch.set_num_threads(1)  # its idle threads would wait on the cores of the other process
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
@@ -58,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not _shares_ray(item):
         item.config.stash[_SHARED_RAY].close()  # a process has one cluster, and this test may start its own
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        # Idle threads wait on the cores of the other processes, and tests leave behind as many as they had.
+        torch.set_num_threads(1)
 
 
 def _shares_ray(item: pytest.Item) -> bool:

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -123,36 +124,56 @@ FP32 = {"dtype": "float32", "num_threads": 1}
 BF16 = {"dtype": "bfloat16", "attention_backend": "compiled", "num_threads": 2}
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Of every family; where layers of the target slide, the drafter's first one does, too."""
-    family, _, in_bf16 = request.param.partition(" ")
-    if in_bf16 and bf16_instructions() is None:
+@pytest.fixture(scope="module")
+def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Of every family, once; where layers of the target slide, the drafter's first one does, too."""
+
+    @cache
+    def make(name: str) -> Pair:
+        family, _, in_bf16 = name.partition(" ")
+        folder = tmp_path_factory.mktemp(family)
+        # The compiled pass wants sizes that are multiples of 32.
+        target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
+        keys = json.loads((target / "config.json").read_text())
+        drafter_window = 20 if keys.get("sliding_window") else None
+        drafter = make_tiny_drafter(
+            folder / "drafter",
+            hidden_size=keys["hidden_size"],
+            head_dim=32 if in_bf16 else 16,
+            sliding_window=drafter_window,
+        )
+        if in_bf16:  # pages of 16 tokens, too
+            return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})
+        return Pair(target, drafter, FP32, FEW_PAGES["one group" if drafter_window is None else "two groups"])
+
+    return make
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest, make_pair: Callable[[str], Pair]) -> Pair:
+    if "bf16" in request.param and bf16_instructions() is None:
         pytest.skip("this CPU has no products of bf16")
-    folder = tmp_path_factory.mktemp(family)
-    # The compiled pass wants sizes that are multiples of 32.
-    target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
-    keys = json.loads((target / "config.json").read_text())
-    drafter_window = 20 if keys.get("sliding_window") else None
-    drafter = make_tiny_drafter(
-        folder / "drafter",
-        hidden_size=keys["hidden_size"],
-        head_dim=32 if in_bf16 else 16,
-        sliding_window=drafter_window,
-    )
-    if in_bf16:  # pages of 16 tokens, too
-        return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})
-    return Pair(target, drafter, FP32, FEW_PAGES["one group" if drafter_window is None else "two groups"])
+    return make_pair(request.param)
 
 
 @pytest.fixture(scope="module")
-def reference(pair: Pair) -> dict[str, list[list[int]]]:
-    """Plain decoding, one request at a time, no prefix cache."""
-    with pair.open(speculate=False, enable_prefix_caching=False) as llm:
-        return {
-            name: [tokens_of(llm, [p], [s])[0] for p, s in zip(prompts(8), params_of(name, 8), strict=True)]
-            for name in KNOBS
-        }
+def references() -> dict[Path, dict[str, list[list[int]]]]:
+    """By the target's folder."""
+    return {}
+
+
+@pytest.fixture
+def reference(pair: Pair, references: dict[Path, dict[str, list[list[int]]]]) -> dict[str, list[list[int]]]:
+    """Plain decoding, one request at a time, no prefix cache; computed once."""
+    if pair.target not in references:
+        with pair.open(speculate=False, enable_prefix_caching=False) as llm:
+            references[pair.target] = {
+                name: [
+                    tokens_of(llm, [p], [s])[0] for p, s in zip(prompts(8), params_of(name, 8), strict=True)
+                ]
+                for name in KNOBS
+            }
+    return references[pair.target]
 
 
 def test_greedy_equals_transformers_generate(pair: Pair, reference: dict[str, list[list[int]]]) -> None:
