@@ -235,7 +235,7 @@ def reference(
 
 ENGINES = {
     "as shipped": {},
-    "few pages": {"num_pages": 44, "page_size": 4, "max_num_batched_tokens": 40},
+    "few pages": {"num_pages": 34, "page_size": 4, "max_num_batched_tokens": 40},
     "planned ahead": {"async_scheduling": True},
 }
 

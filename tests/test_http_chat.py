@@ -189,18 +189,17 @@ def test_calls_that_are_required_come_behind_reasoning_and_by_special_tokens(har
     }
     answer = http.post("/v1/chat/completions", json=body).json()
     (choice,) = answer["choices"]
-    (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
-    assert call["function"]["name"] in ("get_weather", "now")
-    jsonschema.validate(
-        json.loads(call["function"]["arguments"]),
-        (WEATHER if call["function"]["name"] == "get_weather" else NOW)["function"]["parameters"],
-    )
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, NOW)}
+    for call in choice["message"]["tool_calls"]:
+        asked = call["function"]
+        jsonschema.validate(json.loads(asked["arguments"]), schemas[asked["name"]])
     with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     deltas = [event["choices"][0]["delta"] for event in events]
-    pieces = [told["function"] for delta in deltas for told in delta.get("tool_calls", ())]
-    assert "".join(piece.get("arguments", "") for piece in pieces) == call["function"]["arguments"]
+    pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    told = "".join(piece.get("arguments", "") for piece in pieces)
+    assert told == "".join(call["function"]["arguments"] for call in choice["message"]["tool_calls"])
     auto = http.post("/v1/chat/completions", json={**body, "tool_choice": "auto"})
     assert auto.status_code == 400 and auto.json()["error"]["param"] == "tool_choice"
 
