@@ -42,7 +42,9 @@ def chat_params(chat: ChatModel, body: ChatRequest, params: SamplingParams, prom
                 f"{asked.field} and a tool_choice that requires calls exclude each other; send one of them.",
                 param=asked.field,
             )
-        forced = chat.forced(prompt, body.schemas, parallel=body.parallel_tool_calls is not False)
+        # A function that is named is called once, as OpenAI does.
+        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+        forced = chat.forced(prompt, body.schemas, parallel=several)
         return replace(params, structured_outputs=forced)
     strict = {tool.name for tool in body.offered if tool.strict}
     if asked is None and strict:
