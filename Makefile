@@ -10,7 +10,7 @@ PIP_ARGS ?=
 KERNEL_TESTS := tests/test_kernels_*.py
 GPU_TESTS := $(KERNEL_TESTS) tests/test_device_runner.py tests/test_launches.py tests/test_batch_invariant.py \
   tests/test_layer_kinds.py
-GRID_TESTS := tests/test_lossless.py tests/test_cluster_properties.py
+GRID_TESTS := tests/test_lossless.py tests/test_lossless_topologies.py tests/test_cluster_properties.py
 # One more than cores: processes often wait for Ray.
 TEST_PROCESSES := 3
 OLDEST_TRITON := 3.6.0

@@ -19,10 +19,11 @@ from small_ray import small_ray
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Which tests share a process where several run them (pytest -n): Ray's, which keep the machine busiest, those
-# of servers apart from the others; of the losslessness grid those of a pair, which share its plain decoding;
-# else those of a file.
-_RAYS = ("batch", "bench_batch", "data", "demo", "lossless_topologies", "ray_executor", "room")
+# Which tests share a process where several run them (pytest -n): Ray's, which keep the machine busiest, in
+# three groups that take about as long; of the losslessness grid those of a pair, which share its plain
+# decoding; else those of a file.
+_RAYS = ("lossless_topologies", "ray_executor", "room")
+_JOBS = ("batch", "bench_batch", "data", "demo")
 _NO_RAYS = tuple(
     f"batch_{what}"
     for what in (
@@ -42,8 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups first, so that no process is left with one at the end; sharers of Ray together."""
     items.sort(key=lambda item: not _shares_ray(item))
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        order = {"ray": 0} | dict.fromkeys(_LONG, 1) | {"servers": 2}
-        items.sort(key=lambda item: order.get(_group(item.nodeid).partition(" ")[0], 3))
+        order = {"jobs": 0, "servers": 1} | dict.fromkeys(_LONG, 2) | {"ray": 3}
+        items.sort(key=lambda item: order.get(_group(item.nodeid).partition(" ")[0], 4))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,7 +82,9 @@ def _group(nodeid: str) -> str:
     name = Path(file).stem.removeprefix("test_")
     if name.startswith("serve"):
         return "servers"
-    if name.startswith(_RAYS) and name not in _NO_RAYS:
+    if name.startswith(_JOBS) and name not in _NO_RAYS:
+        return "jobs"
+    if name.startswith(_RAYS):
         return "ray"
     pair = test.partition("[")[2].partition("-")[0].rstrip("]")  # the first parameter of its tests
     return f"{name} {pair}" if name == "lossless" else name

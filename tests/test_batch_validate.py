@@ -57,7 +57,7 @@ def test_every_row_is_looked_at_and_bad_ones_are_shown_with_their_place(
     assert "64 tokens" in report.bad[0].why
     assert report.lengths[:4].tolist() == [3, 60, 64, 100]
     assert report.max_completion_tokens == 5 + 4 + 1
-    assert report.ignored == {"temprature": 1, "logprobs": 1, "n": 1}
+    assert report.ignored == {"temprature": 1, "n": 1}
     print_validation(report)
     said = capsys.readouterr().out
     for word in ("temprature", "line 7", "64 to 127", "9999"):

@@ -118,7 +118,7 @@ def test_a_full_queue_refuses_with_a_retryable_error() -> None:
 def test_completions_of_one_prompt_are_queued_all_or_none() -> None:
     engine = open_engine(INFO, max_num_queued_reqs=3)
     add(engine, make_request("a"))
-    with pytest.raises(RequestError, match="'a' is already running"):
+    with pytest.raises(RequestError, match='"a" is already running'):
         engine.add_requests([make_request("b"), make_request("a")])
     with pytest.raises(OverloadedError, match="1 requests are waiting and 3 would join them"):
         engine.add_requests([make_request(name) for name in "bcd"])

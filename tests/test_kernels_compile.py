@@ -118,15 +118,24 @@ def _choose(dtype: str, *, filters: bool, vocab: int = 151936) -> Variant:
 
 def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
     """Chunks of Qwen3's vocabulary, tables of `RULE_LIMITS`."""
-    numbers = "is_ruled prompt_lengths nums_allowed nums_biased nums_bad_words"
+    numbers = (
+        "is_ruled prompt_lengths nums_allowed nums_biased nums_bad_words budgets start_lengths end_lengths"
+    )
     signature = _pointers(
-        i32=f"slots token_ids num_computed {numbers} allowed_ids biased_ids bad_words",
+        i32=f"slots token_ids num_computed {numbers} allowed_ids biased_ids bad_words marks",
         fp32="repetitions frequencies presences biases",
         i64="positions",
     )
     signature |= {"logits": f"*{dtype}:16", "row_stride": "i32:16", "tokens_stride": "i32"}
     signature |= {"vocab_size": "i32:16"}
-    constexprs = {"DRAFTS": drafts, "MOST_ALLOWED": 1024, "MOST_BIASED": 512, "MOST_WORDS": 256, "WORD": 8}
+    constexprs = {
+        "DRAFTS": drafts,
+        "MOST_ALLOWED": 1024,
+        "MOST_BIASED": 512,
+        "MOST_WORDS": 256,
+        "WORD": 8,
+        "MARK": 8,
+    }
     return Variant("_apply", signature, constexprs | {"CHUNK": 1024}, 4)
 
 

@@ -1,10 +1,10 @@
 """`manta bench scale`: the number of replicas follows the load on real Serve, and no request fails for it.
 
 Clients that ask one request after the other, streamed: few, many until the most replicas serve, few again
-until the fewest do. Drawn over time: replicas that serve, start and end, and how long the first token took.
-Replicas share this machine's cores, so that a second one need not make anything faster here: this is about
-life and death of replicas, not about speed. Not the policy (`cluster/autoscaling.py`), nor a fleet
-(`manta simulate`).
+until the fewest do; where that may be none, nobody until there is none, and few again. Drawn over time:
+replicas that serve, start and end, and how long the first token took. Replicas share this machine's cores, so
+that a second one need not make anything faster here: this is about life and death of replicas, not about
+speed. Not the policy (`cluster/autoscaling.py`), nor a fleet (`manta simulate`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...actors.http.settings import parse_replicas, split_settings
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.errors import ConfigError, MantaError
 from ...cluster.placement import Topology
-from ..client import ServerClient
+from ..client import ServerClient, await_ready
 from ..serve import ServeOptions, Server, start_server
 from ..serve_checks import free_port
 from ..tables import print_table
@@ -64,9 +64,9 @@ class ScaleOptions:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.replicas[0] < self.replicas[1]:
+        if not 0 <= self.replicas[0] < self.replicas[1]:
             raise ConfigError(
-                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3, and 1 at least.",
+                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3 or 0:3.",
                 param="replicas",
             )
         if self.few < 1 or (self.many is not None and self.many <= self.few):
@@ -218,10 +218,16 @@ def _load(server: Server, application: str, model: str, options: ScaleOptions) -
     with ExitStack() as stack:
         stack.enter_context(_watched(application, begin_s, clients, seen))
         stack.callback(clients.become, 0)
-        for count, replicas in ((options.few, least), (many, most), (options.few, least)):
+        fewest = max(least, 1)
+        phases = [(options.few, fewest), (many, most), (options.few, fewest)]
+        if least == 0:
+            phases += [(0, 0), (options.few, 1)]
+        for count, replicas in phases:
             say(f"{count} client(s), until {replicas} replica(s) serve")
             clients.become(count)
             _await(seen, replicas, options.timeout_s)
+            if replicas == 0:
+                await_ready(server.url, LOOK_S)  # it sleeps and is well
             time.sleep(options.hold_s)
     return seen
 
