@@ -138,11 +138,12 @@ class ReplicaCount:
 
     def _within_rules(self, load: FleetLoad, target: int, now_s: float) -> int:
         rules = self._rules
-        active = self._idle(now_s, 0 if load.is_idle else 1)
         if load.there == 0:
+            self._idle.forget()  # loading may take longer than a replica may idle
             return max(target, 1) if load.queued else target
         if load.heard == 0:
             return target
+        active = self._idle(now_s, 0 if load.is_idle else 1)
         more = self._more(now_s, -load.need(rules.load_high, rules.drain_s))
         enough = self._enough(now_s, load.need(rules.load_low, rules.drain_s))
         if more is not None and -more > target:

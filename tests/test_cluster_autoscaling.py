@@ -82,6 +82,14 @@ def test_zero_comes_after_quiet_and_goes_with_the_first_request_that_waits() -> 
     assert count.wanted(FleetLoad(0), 1, 0, 4, 0.2) == 1, "it is starting"
 
 
+def test_a_replica_that_took_long_to_load_may_idle_as_long_as_any() -> None:
+    count = ReplicaCount(ScalingRules(idle_s=10.0))
+    for second in range(60):
+        assert count.wanted(FleetLoad(there=0), 1, 0, 4, float(second)) == 1
+    idle = FleetLoad(there=1, heard=1)
+    assert [count.wanted(idle, 1, 0, 4, 60.0 + passed) for passed in (0, 9, 10)] == [1, 1, 0]
+
+
 def test_one_moment_moves_nothing() -> None:
     count, calm = ReplicaCount(RULES), FleetLoad(there=4, heard=4, busy=2.7)
     assert settled(count, calm, 4, seconds=100) == 4

@@ -181,6 +181,16 @@ def said_by_template(**body: Any) -> None:
         said(chat)
 
 
+def test_a_refusal_calls_a_field_by_one_name_throughout() -> None:
+    told = "max_completion_tokens=9 and a prompt: leave max_completion_tokens out."
+    with pytest.raises(RequestError) as raised, said_of({"max_completion_tokens": "max_output_tokens"}):
+        raise RequestError(told, param="max_completion_tokens")
+    assert raised.value.message == told.replace("completion", "output")
+    with pytest.raises(RequestError) as raised, said_of({"prompt": "input"}):
+        raise RequestError("prompt: the prompt is too long.", param="prompt")
+    assert raised.value.message == "input: the prompt is too long."
+
+
 USER = {"role": "user", "content": "x"}
 FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f"}
 WRONG: list[tuple[Any, dict[str, Any], str]] = [

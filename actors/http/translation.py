@@ -40,7 +40,9 @@ def said_of(names: Mapping[str, str]) -> Iterator[None]:
         renamed = _renamed(error.param or "", names)
         if renamed is None:
             raise
-        message = error.message.replace(error.param or "", renamed, 1)
+        param = error.param or ""
+        # A name of one word may be an ordinary word as well, behind the first place.
+        message = error.message.replace(param, renamed, -1 if "_" in param or "." in param else 1)
         raise type(error)(message, param=renamed) from None
 
 
