@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.engine import SequenceUpdate
@@ -299,6 +300,11 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._living: dict[str, tuple[RequestTracker, int]] = {}
 
+    @cached_property
+    def _chat(self) -> ChatModel:
+        """For those who have not asked a server, whose settings say more: how the model reasons."""
+        return ChatModel.of(self._tokenizer)
+
     def add(
         self,
         request_id: str,
@@ -320,7 +326,7 @@ class OutputProcessor:
         """
         params = encode_bad_words(params, self._tokenizer)
         if params.thinking_token_budget is not None:
-            params = ChatModel.of(self._tokenizer).limited(params, prompt.text or "")
+            params = self._chat.limited(params, prompt.text or "")
         tracker = RequestTracker(request_id, prompt, params, self._tokenizer, begun, trace=trace)
         requests: list[Request] = []
         for index, child_id in enumerate(tracker.child_ids):

@@ -62,9 +62,8 @@ def create_app(
     batches = _batches(frontend)
     forever = [telemetry.report_forever, *([batches.work_forever] if batches else [])]
     app = FastAPI(title="Manta", version=__version__, lifespan=_lifespan(forever), responses=RESPONSES)
-    for routes in (completion_routes, chat_routes, response_routes, message_routes):
-        app.include_router(routes(frontend))
-    for routes in (model_routes, tokenization_routes):
+    generation = (completion_routes, chat_routes, response_routes, message_routes)
+    for routes in (*generation, model_routes, tokenization_routes):
         app.include_router(routes(frontend))
     app.include_router(operation_routes(frontend, traffic))
     for routes in (file_routes, batch_routes):
