@@ -1,33 +1,30 @@
 """`manta bench grammars`: what holding answers to schemas costs of a step.
 
-Requests with schemas run to their end; then their steps are played again without the model: the same tokens
-stand, what comes next is drafted, and the walk, the masks and their application to logits are timed. What is
-told is their share of the engine's own steps. In this process, without Ray.
+Requests with schemas run to their end in this process, without Ray. The two doors through which grammars come
+into a step are clocked in these very steps: the walk with its masks (`GrammarStates.guide`), and the masks'
+application to logits (`StepOperators.mask_tokens`). What is told is their share of the steps' time.
 """
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from ...actors.files import write_json
-from ...actors.grammars import grammar_of
-from ...actors.outputs import RequestOutput
 from ...actors.targets.loading.grammars import make_grammars
 from ...actors.targets.loading.operators import make_step_operators
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
-from ...cluster.grammar import SlotGrammar, StructuredOutputsParams
+from ...cluster.grammar import StructuredOutputsParams
 from ...cluster.request import SamplingParams
 from ...drafter.grammars.states import GrammarStates
-from ...drafter.step.operators import StepOperators
 from ..generate import open_llm
 from .provenance import provenance
 
@@ -51,10 +48,11 @@ class GrammarOptions:
 
     requests: int = 8
     max_tokens: int = 128
+    rounds: int = 5
     output: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("requests", "max_tokens"):
+        for name in ("requests", "max_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
 
@@ -66,66 +64,78 @@ def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, flo
         for i in range(options.requests)
     ]
     plan = plan_load(config)
-    grammars = make_grammars(plan)
-    if grammars is None:
+    if make_grammars(plan) is None:
         raise ConfigError("model: it has no tokenizer, or names no end-of-sequence token.", param="model")
-    answers, step_s = _answers(config, asked, options.max_tokens)
-    masks_s = _replay(grammars, make_step_operators(plan), asked, answers, plan.target.vocab_size)
-    figures = {"step_ms": step_s * 1e3, "grammars_ms": masks_s * 1e3, "share": masks_s / step_s}
+    doors: list[tuple[type, str]] = [
+        (GrammarStates, "guide"),
+        (type(make_step_operators(plan)), "mask_tokens"),
+    ]
+    rounds = _rounds(config, asked, options, doors)
+    figures = {
+        "step_ms": statistics.median(each.step_s for each in rounds) * 1e3,
+        "grammars_ms": statistics.median(each.grammars_s for each in rounds) * 1e3,
+        "share": statistics.median(each.grammars_s / each.step_s for each in rounds),
+        "mean_acceptance_length": rounds[0].mean_acceptance_length,
+    }
     print(
         f"{options.requests} requests with schemas: a step takes {figures['step_ms']:.2f} ms, of which "
-        f"grammars {figures['grammars_ms']:.2f} ms ({figures['share']:.1%})"
+        f"grammars {figures['grammars_ms']:.2f} ms ({figures['share']:.1%}); "
+        f"{figures['mean_acceptance_length']:.2f} tokens per verify"
     )
     if options.output is not None:
         write_json(options.output, {"figures": figures, "provenance": provenance()})
     return figures
 
 
-def _answers(
-    config: EngineConfig, asked: list[StructuredOutputsParams], max_tokens: int
-) -> tuple[list[RequestOutput], float]:
-    """Whole answers, and the seconds of a step."""
-    params = [
-        SamplingParams(max_tokens=max_tokens, seed=i, structured_outputs=a) for i, a in enumerate(asked)
-    ]
-    with open_llm(config) as llm:
-        prompts = [f"Make up example {i} as JSON:" for i in range(len(asked))]
-        llm.generate(prompts, params, use_tqdm=False)  # loops are compiled, states of the lexers made
-        before, begin_s = llm.stats().steps, time.perf_counter()
-        answers = llm.generate(prompts, params, use_tqdm=False)
-        return answers, (time.perf_counter() - begin_s) / (llm.stats().steps - before)
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Of all requests once: means over its steps."""
+
+    step_s: float
+    grammars_s: float
+    mean_acceptance_length: float
 
 
-def _replay(
-    grammars: GrammarStates,
-    operators: StepOperators,
+def _rounds(
+    config: EngineConfig,
     asked: list[StructuredOutputsParams],
-    answers: list[RequestOutput],
-    vocab_size: int,
-) -> float:
-    """Median seconds of a step's share: every request drafts what it will say, and keeps what it kept."""
-    tokens = [answer.outputs[0].token_ids for answer in answers]
-    kept = max(1, round(statistics.mean(a.metrics.mean_acceptance_length or 1 for a in answers)))
-    most = max(len(answer.metrics.acceptance_histogram) for answer in answers)
-    for slot, each in enumerate(asked):
-        grammars.admit(slot, SlotGrammar(grammar_of(each), prompt_length=0))
+    options: GrammarOptions,
+    doors: list[tuple[type, str]],
+) -> list[_Round]:
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, seed=i, structured_outputs=a)
+        for i, a in enumerate(asked)
+    ]
+    prompts = [f"Make up example {i} as JSON:" for i in range(len(asked))]
+    rounds: list[_Round] = []
+    with open_llm(config) as llm, ExitStack() as clocks:
+        llm.generate(prompts, params, use_tqdm=False)  # loops are compiled, states of the lexers made
+        clock = [clocks.enter_context(_clocked(kind, name)) for kind, name in doors]
+        for _ in range(options.rounds):
+            before, spent, begin_s = llm.stats().steps, sum(map(sum, clock)), time.perf_counter()
+            answers = llm.generate(prompts, params, use_tqdm=False)
+            seconds, steps = time.perf_counter() - begin_s, llm.stats().steps - before
+            length = statistics.mean(a.metrics.mean_acceptance_length or 1.0 for a in answers)
+            rounds.append(_Round(seconds / steps, (sum(map(sum, clock)) - spent) / steps, length))
+    return rounds
+
+
+@contextmanager
+def _clocked(kind: type, name: str) -> Iterator[list[float]]:
+    """Seconds of each call of a method, while this lasts."""
     seconds: list[float] = []
-    for begin in range(0, min(map(len, tokens)), kept):
-        drafts_RK = np.full((len(tokens), most), -1, dtype=np.int64)
-        for row, own in enumerate(tokens):
-            following = own[begin : begin + most]
-            drafts_RK[row, : len(following)] = following
-        slots_R = np.arange(len(tokens))
-        logits_XV = torch.zeros(len(tokens) * (most + 1), vocab_size)
+    as_it_was = inspect.getattr_static(kind, name)
+    call = getattr(kind, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:  # Any: whatever the method takes and gives
         begin_s = time.perf_counter()
-        masks = grammars.guide(
-            slots_R,
-            np.full_like(slots_R, begin),
-            np.full_like(slots_R, most + 1),
-            drafts_RK,
-            lambda slot, start, end: tokens[slot][start:end],
-        )
-        assert masks is not None, "every request has a grammar"
-        operators.mask_tokens(logits_XV, masks)
-        seconds.append(time.perf_counter() - begin_s)
-    return statistics.median(seconds)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - begin_s)
+
+    setattr(kind, name, staticmethod(timed) if isinstance(as_it_was, staticmethod) else timed)
+    try:
+        yield seconds
+    finally:
+        setattr(kind, name, as_it_was)
