@@ -123,6 +123,7 @@ class Model:
             rope=self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
+            v_norm=rich,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
@@ -134,6 +135,7 @@ class Model:
             activation="gelu_tanh" if rich else "silu",
             down=linear(HIDDEN, INNER),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
+            scalar=0.7 if rich else None,
         )
         return shape, weights
 

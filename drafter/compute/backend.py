@@ -27,7 +27,12 @@ from .rope import RotaryEmbedding
 
 # What not every backend computes, in the words of its refusal.
 Feature = Literal[
-    "norms behind attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently"
+    "norms behind attention and MLP",
+    "GELU",
+    "norm weights in fp32",
+    "layers that rotate differently",
+    "normed values",
+    "scaled residuals",
 ]
 
 
@@ -87,6 +92,7 @@ class AttentionShape:
 
     Attributes:
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
+        v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         eps: of these norms.
         rope: of queries and keys.
         scale: of scores.
@@ -103,6 +109,7 @@ class AttentionShape:
     scale: float
     causal: bool = True
     window: int | None = None
+    v_norm: bool = False
 
     def head_norm(self) -> Tensor | None:
         """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
@@ -120,6 +127,7 @@ class BlockWeights:
         attention_norm, mlp_norm: before attention and MLP.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
         activation: of the gate.
+        scalar: multiplies the whole residual behind the block (Gemma 4); None leaves it as it is.
     """
 
     attention_norm: RMSNorm
@@ -131,6 +139,7 @@ class BlockWeights:
     activation: Activation = "silu"
     down: Projection
     mlp_out_norm: RMSNorm | None = None
+    scalar: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +238,19 @@ class Operators(Protocol):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Normed]:
         """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
 
         Args:
             out_norm: norms project(x) before it is added.
+            scalar: multiplies the sum, which is rounded before and after.
         """
         ...
 

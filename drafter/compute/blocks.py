@@ -95,7 +95,9 @@ class _Block:
             weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
         )
         inner_NI = operators.gated(weights.gate_up, normed_NH, weights.activation)
-        return operators.residual_norm(weights.down, inner_NI, x_NH, next_norm, weights.mlp_out_norm)
+        return operators.residual_norm(
+            weights.down, inner_NI, x_NH, next_norm, weights.mlp_out_norm, weights.scalar
+        )
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:

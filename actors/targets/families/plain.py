@@ -156,7 +156,7 @@ def model_of(
     tensors: Mapping[str, TensorRule],
     *,
     embed_scale: float = 1.0,
-    offset_norms: bool = False,
+    fp32_norms: bool = False,
 ) -> ModelSpec:
     """The model around its layers."""
     return ModelSpec(
@@ -167,7 +167,7 @@ def model_of(
         rms_norm_eps=config.rms_norm_eps,
         embed_scale=embed_scale,
         tied_head=config.tie_word_embeddings,
-        offset_norms=offset_norms,
+        fp32_norms=fp32_norms,
         tensors=tensors,
         max_position_embeddings=config.max_position_embeddings,
         dtype=config.dtype(),

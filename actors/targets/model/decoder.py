@@ -136,6 +136,7 @@ def _block(
         rope=rope,
         scale=mixer.scale,
         window=mixer.window,
+        v_norm=mixer.v_norm,
     )
     return shape, BlockWeights(
         attention_norm=RMSNorm(parts.attention_norm_H, eps),
@@ -147,4 +148,5 @@ def _block(
         activation=spec.mlp.activation,
         down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
         mlp_out_norm=norm(parts.mlp_out_norm_H),
+        scalar=None if parts.scalar_1 is None else parts.scalar_1.item(),
     )

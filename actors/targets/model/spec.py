@@ -21,7 +21,7 @@ from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, not the rest.
-Axis = Literal["hidden", "q", "kv", "inner", "head", "vocab"]
+Axis = Literal["hidden", "q", "kv", "inner", "head", "vocab", "one"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class Attention:
         scale: of scores.
         window: how many tokens back a row sees, itself included; None sees all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
+        v_norm: values are RMS-normed per head, too, without a weight.
+        k_is_v: values are the keys before their norm and rotation: one projection makes both.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
     """
 
@@ -43,6 +45,8 @@ class Attention:
     scale: float
     window: int | None = None
     qk_norm: bool = False
+    v_norm: bool = False
+    k_is_v: bool = False
     bias: bool = False
     out_bias: bool = False
 
@@ -58,11 +62,17 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One block: x += mixer(norm x), then x += mlp(norm x); `sandwich` norms what is added, too."""
+    """One block: x += mixer(norm x), then x += mlp(norm x).
+
+    Attributes:
+        sandwich: what is added is normed, too.
+        scalar: x is multiplied by a number of the layer behind all that.
+    """
 
     mixer: Attention
     mlp: GatedMLP
     sandwich: bool = False
+    scalar: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +102,7 @@ class ModelSpec:
         architecture: Hugging Face's class name.
         embed_scale: of the embedding, as the first block gets it; the drafter borrows it without.
         tied_head: the head is the embedding.
-        offset_norms: norm weights are stored without the 1 that they are added to.
+        fp32_norms: norms' weights stay in fp32, whatever the dtype.
         tensors: part -> where it is; parts that a layer has not got are not looked for.
         dtype: of the checkpoint.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
@@ -105,7 +115,7 @@ class ModelSpec:
     rms_norm_eps: float
     embed_scale: float = 1.0
     tied_head: bool
-    offset_norms: bool = False
+    fp32_norms: bool = False
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
     dtype: CheckpointDType
@@ -132,8 +142,12 @@ class ModelSpec:
             features.add("norms behind attention and MLP")
         if any(layer.mlp.activation != "silu" for layer in self.layers):
             features.add("GELU")
-        if self.offset_norms:
+        if self.fp32_norms:
             features.add("norm weights in fp32")
+        if any(layer.mixer.v_norm for layer in self.layers):
+            features.add("normed values")
+        if any(layer.scalar for layer in self.layers):
+            features.add("scaled residuals")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
         return StackSpec(
@@ -146,12 +160,17 @@ class ModelSpec:
     def layer_parts(self, layer: int) -> list[str]:
         """The parts of a layer, in the words of `tensors`."""
         spec = self.layers[layer]
-        biases = [f"{name}_bias" for name in "qkv" if spec.mixer.bias]
+        qkv = self.qkv_parts(layer)
+        biases = [f"{name}_bias" for name in qkv if spec.mixer.bias]
         biases += ["o_bias"] * spec.mixer.out_bias
         biases += [f"{name}_bias" for name in ("gate", "up", "down") if spec.mlp.bias]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         norms += ["q_norm", "k_norm"] * spec.mixer.qk_norm
-        return [*norms, *"qkvo", "gate", "up", "down", *biases]
+        return [*norms, *qkv, "o", "gate", "up", "down", *biases, *["scalar"] * spec.scalar]
+
+    def qkv_parts(self, layer: int) -> tuple[str, str, str]:
+        """Of queries, keys and values; `k_as_v` reads the keys' rows once more."""
+        return "q", "k", "k_as_v" if self.layers[layer].mixer.k_is_v else "v"
 
     def axis_size(self, axis: Axis, layer: int) -> int:
         """Of a dimension, whole."""
@@ -169,3 +188,5 @@ class ModelSpec:
                 return mixer.head_dim
             case "vocab":
                 return self.vocab_size
+            case "one":
+                return 1

@@ -48,6 +48,7 @@ class LayerWeights:
     gate_up_bias_I: Tensor | None
     down_HI: Tensor
     down_bias_H: Tensor | None
+    scalar_1: Tensor | None
 
 
 class TensorSource(Protocol):
@@ -103,8 +104,8 @@ class TargetWeights:
             attention_out_norm_H=single("attention_out_norm"),
             mlp_norm_H=self._part("mlp_norm", index),
             mlp_out_norm_H=single("mlp_out_norm"),
-            qkv_OH=torch.cat([self._part(part, index) for part in "qkv"]),
-            qkv_bias_O=joined("q_bias", "k_bias", "v_bias"),
+            qkv_OH=torch.cat([self._part(part, index) for part in self.spec.qkv_parts(index)]),
+            qkv_bias_O=joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
             o_HO=self._part("o", index),
             o_bias_H=single("o_bias"),
             q_norm_D=single("q_norm"),
@@ -113,6 +114,7 @@ class TargetWeights:
             gate_up_bias_I=joined("gate_bias", "up_bias"),
             down_HI=self._part("down", index),
             down_bias_H=single("down_bias"),
+            scalar_1=single("scalar"),
         )
 
     def final_norm(self) -> Tensor:

@@ -40,6 +40,8 @@ def norm_rotate_write(
     kv_slots_N: Tensor,
     k_PSKD: Tensor,
     v_PSKD: Tensor,
+    *,
+    v_norm: bool = False,
 ) -> None:
     """Norm and rotate q in place; norm and rotate k and write it, and v, into a layer's pages.
 
@@ -54,6 +56,7 @@ def norm_rotate_write(
         kv_slots_N: page id * page size + offset, int32 or int64; unwanted rows carry the skip slot.
         k_PSKD: keys of one layer, a view of `PagedKVCache.kv`; written.
         v_PSKD: values likewise.
+        v_norm: values are RMS-normed, without a weight.
     """
     num_rows, num_heads, head_dim = qkv_NJD.shape
     num_kv = k_PSKD.shape[2]
@@ -82,6 +85,7 @@ def norm_rotate_write(
         NUM_KV=num_kv,
         HALF=head_dim // 2,
         GROUP=group,
+        V_NORM=v_norm,
         num_warps=1,
         **dependent_launch(qkv_NJD.device),
     )
@@ -173,6 +177,7 @@ def _norm_rotate_write(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    V_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_predecessor(PDL)
@@ -188,13 +193,13 @@ def _norm_rotate_write(
     cos_ptr += at
     sin_ptr += at
     if group < Q_GROUPS:
-        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, GROUP)
+        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, GROUP, False)
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
-        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP)
+        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP, False)
     else:
         group -= Q_GROUPS + KV_GROUPS
-        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, HALF, GROUP)
+        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, HALF, GROUP, V_NORM)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -225,10 +230,13 @@ def _write_context(
     k_ptr = pages_ptr + layer * layer_stride + tl.load(slots_ptr + row).to(tl.int64) * 2 * WIDTH
     if group < KV_GROUPS:
         norm_ptr = k_norm_ptr + layer * 2 * HALF
-        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr + at, sin_ptr + at, NUM_KV, HALF, GROUP)
+        cos_ptr += at
+        sin_ptr += at
+        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP, False)
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * WIDTH
-        _move(fresh_v_ptr, k_ptr + WIDTH, group - KV_GROUPS, None, eps, None, None, NUM_KV, HALF, GROUP)
+        group -= KV_GROUPS
+        _move(fresh_v_ptr, k_ptr + WIDTH, group, None, eps, None, None, NUM_KV, HALF, GROUP, False)
 
 
 @triton.jit
@@ -243,8 +251,12 @@ def _move(
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    PLAIN_NORM: tl.constexpr,
 ):
-    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written."""
+    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written.
+
+    PLAIN_NORM: normed without a weight.
+    """
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, HALF)
     inside_G1 = (heads_G < NUM_HEADS)[:, None]
@@ -253,6 +265,11 @@ def _move(
     high_GC = tl.load(from_ptr + offsets_GC + HALF, mask=inside_G1, other=0.0)
     if norm_ptr is not None:
         low_GC, high_GC = _norm(low_GC, high_GC, norm_ptr + columns_C, eps, HALF)
+    if PLAIN_NORM:
+        dtype = low_GC.dtype
+        low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
+        scale_G1 = _inverse_rms(low_GC, high_GC, eps, HALF)
+        low_GC, high_GC = (low_GC * scale_G1).to(dtype), (high_GC * scale_G1).to(dtype)
     if cos_ptr is not None:
         cos_C, sin_C = tl.load(cos_ptr + columns_C), tl.load(sin_ptr + HALF + columns_C)
         low_GC, high_GC = _rotate(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
@@ -266,13 +283,19 @@ def _norm(low_GC, high_GC, weight_ptrs_C, eps, HALF: tl.constexpr):
     dtype = low_GC.dtype
     inner: tl.constexpr = weight_ptrs_C.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
-    squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
-    scale_G1 = tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
+    scale_G1 = _inverse_rms(low_GC, high_GC, eps, HALF)
     weight_low_1C = tl.load(weight_ptrs_C).to(tl.float32)[None, :]
     weight_high_1C = tl.load(weight_ptrs_C + HALF).to(tl.float32)[None, :]
     low_GC = (low_GC * scale_G1).to(inner).to(tl.float32) * weight_low_1C
     high_GC = (high_GC * scale_G1).to(inner).to(tl.float32) * weight_high_1C
     return low_GC.to(dtype), high_GC.to(dtype)
+
+
+@triton.jit
+def _inverse_rms(low_GC, high_GC, eps, HALF: tl.constexpr):
+    """[G, 1], of heads in fp32."""
+    squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
+    return tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
 
 
 @triton.jit
