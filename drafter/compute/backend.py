@@ -27,7 +27,13 @@ from .rope import RotaryEmbedding
 
 # What not every backend computes, in the words of its refusal.
 Feature = Literal[
-    "norms behind attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently"
+    "norms behind attention and MLP",
+    "GELU",
+    "norm weights in fp32",
+    "layers that rotate differently",
+    "layers without rotation",
+    "gate behind attention",
+    "norm of whole queries and keys",
 ]
 
 
@@ -88,7 +94,7 @@ class AttentionShape:
     Attributes:
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
         eps: of these norms.
-        rope: of queries and keys.
+        rope: of queries and keys; None rotates nothing.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
     """
@@ -99,7 +105,7 @@ class AttentionShape:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
-    rope: RotaryEmbedding
+    rope: RotaryEmbedding | None
     scale: float
     causal: bool = True
     window: int | None = None
@@ -118,12 +124,17 @@ class BlockWeights:
 
     Attributes:
         attention_norm, mlp_norm: before attention and MLP.
+        qkv_norm: of the product [N, O] before heads are told apart, which it may overwrite; None where the
+            model has none.
+        attention_gate: product whose sigmoid multiplies what is attended; None likewise.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
         activation: of the gate.
     """
 
     attention_norm: RMSNorm
     qkv: Projection
+    qkv_norm: Callable[[Tensor], Tensor] | None = None
+    attention_gate: Projection | None = None
     o: Projection
     attention_out_norm: RMSNorm | None = None
     mlp_norm: RMSNorm

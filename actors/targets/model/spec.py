@@ -31,18 +31,23 @@ class Attention:
     Attributes:
         head_dim: of queries, keys and values.
         scale: of scores.
+        rope: None rotates nothing.
         window: how many tokens back a row sees, itself included; None sees all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
+        row_norm: both are RMS-normed over all their heads together, before they are told apart.
+        gate: what is attended is multiplied by sigmoid(gate x), x as the queries get it.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     scale: float
     window: int | None = None
     qk_norm: bool = False
+    row_norm: bool = False
+    gate: bool = False
     bias: bool = False
     out_bias: bool = False
 
@@ -75,10 +80,12 @@ class TensorRule:
         transform: of the rank's slice, at load; what it returns in fp32 stays fp32.
         first_rank: given to rank 0 alone, since the ranks' results are summed.
         beside_body: named beside the body (the head), not inside it.
+        constant: no checkpoint holds it (`name` is empty): all its elements are this, in fp32.
     """
 
     name: str
     axes: tuple[Axis, ...]
+    constant: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
     first_rank: bool = False
     beside_body: bool = False
@@ -90,8 +97,12 @@ class ModelSpec:
 
     Attributes:
         architecture: Hugging Face's class name.
+        out_norm_eps: of the norms of what a block adds; None: `rms_norm_eps`, like all others.
         embed_scale: of the embedding, as the first block gets it; the drafter borrows it without.
+        embed_norm: the embedding is RMS-normed, without a weight, as the first block gets it; likewise.
         tied_head: the head is the embedding.
+        logit_multiplier, logit_cap: of the target's logits, in this order: cap tanh(multiplier z / cap), None
+            caps nothing; the drafter borrows the head without.
         offset_norms: norm weights are stored without the 1 that they are added to.
         tensors: part -> where it is; parts that a layer has not got are not looked for.
         dtype: of the checkpoint.
@@ -103,8 +114,12 @@ class ModelSpec:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
+    out_norm_eps: float | None = None
     embed_scale: float = 1.0
+    embed_norm: bool = False
     tied_head: bool
+    logit_multiplier: float = 1.0
+    logit_cap: float | None = None
     offset_norms: bool = False
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
@@ -136,6 +151,12 @@ class ModelSpec:
             features.add("norm weights in fp32")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
+        if any(layer.mixer.rope is None for layer in self.layers):
+            features.add("layers without rotation")
+        if any(layer.mixer.gate for layer in self.layers):
+            features.add("gate behind attention")
+        if any(layer.mixer.row_norm for layer in self.layers):
+            features.add("norm of whole queries and keys")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size, *(layer.mlp.inner_size for layer in self.layers)}),
@@ -150,8 +171,9 @@ class ModelSpec:
         biases += ["o_bias"] * spec.mixer.out_bias
         biases += [f"{name}_bias" for name in ("gate", "up", "down") if spec.mlp.bias]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
-        norms += ["q_norm", "k_norm"] * spec.mixer.qk_norm
-        return [*norms, *"qkvo", "gate", "up", "down", *biases]
+        norms += ["q_norm", "k_norm"] * (spec.mixer.qk_norm or spec.mixer.row_norm)
+        gates = ["attention_gate"] * spec.mixer.gate
+        return [*norms, *"qkvo", *gates, "gate", "up", "down", *biases]
 
     def axis_size(self, axis: Axis, layer: int) -> int:
         """Of a dimension, whole."""

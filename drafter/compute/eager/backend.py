@@ -78,7 +78,10 @@ class _TorchAttention:
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         qk = qkv_NJD[:, : num_q + num_kv]
         normed = qk if self._head_norm is None else self._head_norm(qk)
-        step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        if shape.rope is not None:
+            step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        elif normed is not qk:
+            qk.copy_(normed)
         cache.write(layer, step.rows.kv_slots[group], qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
         return paged_attention(
             qkv_NJD[:, :num_q],
