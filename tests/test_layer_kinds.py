@@ -1,4 +1,4 @@
-"""Stacks whose layers differ, on every backend: page groups, windows, rotations (or none), scales, norms, gates,
+"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, gates and
 activations.
 
 A layer of a stack must compute what it computes alone, over a cache of its own; and what a backend makes of

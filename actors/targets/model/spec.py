@@ -1,7 +1,7 @@
 """What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
 
 Plain values, known before a weight is read. A family that needs what is not here yet (experts, latent caches,
-recurrent states, sinks, caps) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
+recurrent states, sinks) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention
                                     └ mlp: GatedMLP
