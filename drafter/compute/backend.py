@@ -33,6 +33,9 @@ Feature = Literal[
     "layers that rotate differently",
     "normed values",
     "scaled residuals",
+    "layers without rotation",
+    "gate behind attention",
+    "norm of whole queries and keys",
 ]
 
 
@@ -94,7 +97,7 @@ class AttentionShape:
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
         v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         eps: of these norms.
-        rope: of queries and keys.
+        rope: of queries and keys; None rotates nothing.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
     """
@@ -105,7 +108,7 @@ class AttentionShape:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
-    rope: RotaryEmbedding
+    rope: RotaryEmbedding | None
     scale: float
     causal: bool = True
     window: int | None = None
@@ -125,6 +128,9 @@ class BlockWeights:
 
     Attributes:
         attention_norm, mlp_norm: before attention and MLP.
+        qkv_norm: of the product [N, O] before heads are told apart, which it may overwrite; None where the
+            model has none.
+        attention_gate: product whose sigmoid multiplies what is attended; None likewise.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
         activation: of the gate.
         scalar: multiplies the whole residual behind the block (Gemma 4); None leaves it as it is.
@@ -132,6 +138,8 @@ class BlockWeights:
 
     attention_norm: RMSNorm
     qkv: Projection
+    qkv_norm: Callable[[Tensor], Tensor] | None = None
+    attention_gate: Projection | None = None
     o: Projection
     attention_out_norm: RMSNorm | None = None
     mlp_norm: RMSNorm

@@ -48,7 +48,7 @@ class TargetLends(Protocol):
         ...
 
     def embed(self, token_ids_N: Tensor) -> Tensor:
-        """Input embeddings [N, H], as the target's first block gets them but for any scaling."""
+        """Input embeddings [N, H], as the target's first block gets them but for any scale or norm."""
         ...
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

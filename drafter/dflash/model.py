@@ -24,7 +24,7 @@ from ...cluster.page_groups import LayerPlace
 from ..compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
-from ..compute.layers import RMSNorm
+from ..compute.layers import RMSNorm, scaled_logits
 from ..compute.rope import RotaryEmbedding
 from ..step.rows import StepRows
 from .config import DrafterConfig, DraftLayer
@@ -147,12 +147,7 @@ class DFlashDrafter:
 
     def _scaled(self, z_XV: Tensor) -> Tensor:
         """As the configuration wants the head's output."""
-        config = self.config
-        if config.output_multiplier != 1.0:
-            z_XV = z_XV * config.output_multiplier
-        if config.logit_softcap is not None:
-            z_XV = config.logit_softcap * torch.tanh(z_XV / config.logit_softcap)
-        return z_XV
+        return scaled_logits(z_XV, self.config.output_multiplier, self.config.logit_softcap)
 
 
 class ContextFeatures:

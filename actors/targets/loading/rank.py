@@ -212,7 +212,7 @@ class _Rank:
         self.grammars = make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
-            self._drafter = models.drafter(plan, self._model, backend)
+            self._drafter = models.drafter(plan, self._model.lends, backend)
 
     def affordable_pages(self) -> tuple[int, ...]:
         """Pages of each pool that every rank can afford: page ids are the same everywhere."""

@@ -31,7 +31,8 @@ _HEADS = ("", "language_model.")
 class LayerWeights:
     """One block. Query, key and value rows stand in this order; gate rows before up rows.
 
-    Biases and norms are None where the family has none; biases of o and down are None but on rank 0.
+    Biases, norms and gates are None where the family has none; biases of o and down are None but on rank 0.
+    Norms of queries and keys are those of a head or of all this rank's heads.
     """
 
     attention_norm_H: Tensor
@@ -40,10 +41,11 @@ class LayerWeights:
     mlp_out_norm_H: Tensor | None
     qkv_OH: Tensor
     qkv_bias_O: Tensor | None
+    attention_gate_OH: Tensor | None
     o_HO: Tensor
     o_bias_H: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     gate_up_IH: Tensor
     gate_up_bias_I: Tensor | None
     down_HI: Tensor
@@ -106,10 +108,11 @@ class TargetWeights:
             mlp_out_norm_H=single("mlp_out_norm"),
             qkv_OH=torch.cat([self._part(part, index) for part in self.spec.qkv_parts(index)]),
             qkv_bias_O=joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
+            attention_gate_OH=single("attention_gate"),
             o_HO=self._part("o", index),
             o_bias_H=single("o_bias"),
-            q_norm_D=single("q_norm"),
-            k_norm_D=single("k_norm"),
+            q_norm=single("q_norm"),
+            k_norm=single("k_norm"),
             gate_up_IH=torch.cat([self._part(part, index) for part in ("gate", "up")]),
             gate_up_bias_I=joined("gate_bias", "up_bias"),
             down_HI=self._part("down", index),
@@ -136,9 +139,13 @@ class TargetWeights:
     def _part(self, part: str, layer: int = 0) -> Tensor:
         """This rank's slice, on the device and in the dtype to compute in."""
         rule = self.spec.tensors[part]
+        if rule.constant is not None:
+            sizes = [self.spec.axis_size(axis, layer) for axis in rule.axes]
+            return torch.full(sizes, rule.constant, device=self._device)
         tensor = self._slice(rule, layer).to(self._device)
-        if part in _ROTATED:
-            tensor = self.spec.layers[layer].mixer.rope.arranged(tensor)
+        rope = self.spec.layers[layer].mixer.rope
+        if part in _ROTATED and rope is not None:
+            tensor = rope.arranged(tensor)
         if rule.transform is not None:
             tensor = rule.transform(tensor)
             return tensor if tensor.dtype is torch.float32 else tensor.to(self._dtype)
@@ -168,7 +175,8 @@ def open_checkpoint(folder: Path, spec: ModelSpec) -> TensorFolder:
 
 def _refuse_unasked(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str, str]) -> None:
     """A bias or norm that is there though config.json says nothing of it would be left out in silence."""
-    unasked = set(spec.tensors) - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
+    stored = {part for part, rule in spec.tensors.items() if rule.constant is None}
+    unasked = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
     asked = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
     for part in sorted(unasked):
         name = _full_name(spec.tensors[part], 0, prefixes)
@@ -195,6 +203,7 @@ def target_shapes(
     return {
         _full_name(rule, layer, prefixes): tuple(spec.axis_size(axis, layer) for axis in rule.axes)
         for rule, layer in rules
+        if rule.constant is None
     }
 
 

@@ -87,7 +87,10 @@ class _TorchAttention:
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         qk = qkv_NJD[:, : num_q + num_kv]
         normed = qk if self._head_norm is None else self._head_norm(qk)
-        step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        if shape.rope is not None:
+            step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        elif normed is not qk:
+            qk.copy_(normed)
         if shape.v_norm:
             v_NKD = qkv_NJD[:, num_q + num_kv :]
             v_NKD.copy_(F.rms_norm(v_NKD, (shape.head_dim,), None, shape.eps))

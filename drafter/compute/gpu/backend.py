@@ -200,6 +200,7 @@ class _TritonAttention:
 
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
+        tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
         norm_rotate_write(
@@ -207,8 +208,7 @@ class _TritonAttention:
             shape.q_norm_D,
             shape.k_norm_D,
             shape.eps,
-            rope.cos_TD,
-            rope.sin_TD,
+            *tables,
             rows.positions_N,
             rows.kv_slots[group],
             k_PSKD,

@@ -34,8 +34,8 @@ def norm_rotate_write(
     q_norm_D: Tensor | None,
     k_norm_D: Tensor | None,
     eps: float,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    cos_TD: Tensor | None,
+    sin_TD: Tensor | None,
     positions_N: Tensor,
     kv_slots_N: Tensor,
     k_PSKD: Tensor,
@@ -50,7 +50,8 @@ def norm_rotate_write(
     Args:
         qkv_NJD: J = Q + 2 K heads in the order q, k, v; rows may have any stride, a row is contiguous.
         q_norm_D: weight of the query heads' RMSNorm; None together with `k_norm_D` for models without.
-        cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read.
+        cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read. None
+            together with `sin_TD` rotates nothing.
         sin_TD: its signed sines: the halves are -sin and sin, only the second is read.
         positions_N: absolute positions, int32 or int64, each below T, also those of padding.
         kv_slots_N: page id * page size + offset, int32 or int64; unwanted rows carry the skip slot.
@@ -65,7 +66,8 @@ def norm_rotate_write(
     assert (q_norm_D is None) == (k_norm_D is None), "q and k are both normed or neither"
     assert k_PSKD.shape == v_PSKD.shape and k_PSKD.stride() == v_PSKD.stride(), "v lies as k does"
     slot_stride = _slot_stride(k_PSKD)
-    _check_rows(qkv_NJD, cos_TD, sin_TD)
+    _check_rows(qkv_NJD)
+    _check_tables(head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, max(num_q, num_kv))
     num_groups = triton.cdiv(num_q, group) + 2 * triton.cdiv(num_kv, group)
     _norm_rotate_write[(num_rows, num_groups)](
@@ -115,7 +117,8 @@ def write_context(
     assert kv_NJD.shape[1:] == (2 * num_layers * num_kv, head_dim), "one key and value per layer and kv head"
     assert k_norm_LD.shape == (num_layers, head_dim) and k_norm_LD.is_contiguous(), "one norm per layer"
     assert kv_LPS2KD[0].is_contiguous(), "the pages of a layer lie as PagedKVCache makes them"
-    _check_rows(kv_NJD, cos_TD, sin_TD)
+    _check_rows(kv_NJD)
+    _check_tables(head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, num_kv)
     _write_context[(len(kv_NJD), num_layers, 2 * triton.cdiv(num_kv, group))](
         kv_NJD,
@@ -151,10 +154,16 @@ def _slot_stride(k_PSKD: Tensor) -> int:
     return slot_stride
 
 
-def _check_rows(heads_NJD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> None:
+def _check_rows(heads_NJD: Tensor) -> None:
     head_dim = heads_NJD.shape[2]
     assert head_dim >= 2 and head_dim & (head_dim - 1) == 0, "a head's dimension must be a power of two"
     assert heads_NJD.stride()[1:] == (head_dim, 1), "the heads of a row must be contiguous"
+
+
+def _check_tables(head_dim: int, cos_TD: Tensor | None, sin_TD: Tensor | None) -> None:
+    assert (cos_TD is None) == (sin_TD is None), "both tables or neither"
+    if cos_TD is None or sin_TD is None:
+        return
     assert cos_TD.shape == sin_TD.shape and cos_TD.shape[1] == head_dim, "tables are [T, D]"
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous(), "tables must be contiguous"
 
@@ -188,10 +197,11 @@ def _norm_rotate_write(
     q_ptr = qkv_ptr + row * row_stride
     fresh_k_ptr = q_ptr + NUM_Q * 2 * HALF
     fresh_v_ptr = fresh_k_ptr + NUM_KV * 2 * HALF
-    at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
     to = tl.load(slots_ptr + row).to(tl.int64) * slot_stride
-    cos_ptr += at
-    sin_ptr += at
+    if cos_ptr is not None:
+        at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
+        cos_ptr += at
+        sin_ptr += at
     if group < Q_GROUPS:
         _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, GROUP, False)
     elif group < Q_GROUPS + KV_GROUPS:
