@@ -60,4 +60,19 @@ FAMILIES = {
             "rope_parameters": _GEMMA3_ROPES,
         },
     ),
+    "gemma4": TinyFamily(
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            "hidden_size": 72,
+            "tie_word_embeddings": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "final_logit_softcapping": 2.0,  # small: logits of a tiny model feel no cap of 30
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
 }
