@@ -1,10 +1,10 @@
-"""Gemma 4, text: sandwich norms, layers of two geometries, values that are keys, scaled blocks, a cap on logits.
+"""Gemma 4, text: sandwich norms, layers of two geometries, values that are keys, scaled blocks, capped logits.
 
-    x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(mlp(norm x));  x *= s;  logits = 30 tanh(z / 30)
+    x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(mlp(norm x));  x *= s;  30 tanh(head(norm x) / 30)
 
-Sliding layers and full ones differ in heads, head size, window and rotation. Full layers of most models have no
-values of their own: v = rms(k_proj u), taken before the keys' norm and rotation. Scores are not scaled: q and k
-are normed. The mixture (26B-A4B) runs a dense MLP and experts side by side (`BesideMLP`).
+Sliding layers and full ones differ in heads, head size, window and rotation. Full layers of most models have
+no values of their own: v = rms(k_proj u), taken before the keys' norm and rotation. Scores are not scaled: q
+and k are normed. The mixture (26B-A4B) runs a dense MLP and experts side by side (`BesideMLP`).
 
 Not here: images and sound (of a multimodal checkpoint the text part is served); the per-layer embeddings and
 shared K/V of E2B and E4B, which are refused.
