@@ -125,7 +125,7 @@ class Model:
             rope=None if rich and layer == UNTURNED else self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
-            v_norm=rich,
+            v_norm=rich and layer == GATED,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
@@ -141,7 +141,7 @@ class Model:
                 down=linear(HIDDEN, INNER),
             ),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
-            scalar=0.7 if rich else None,
+            scalar=0.7 if rich and layer == GATED else None,
         )
         return shape, weights
 

@@ -1,6 +1,6 @@
-"""Gemma 4, text: sandwich norms, layers of two geometries, values that are keys, scaled blocks, capped logits.
+"""Gemma 4, text: sandwich norms, layers of two geometries, values that are keys, scaled blocks, a logit cap.
 
-    x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(mlp(norm x));  x *= s;  30 tanh(head(norm x) / 30)
+    x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(mlp(norm x));  x *= s;  30 tanh(head(x) / 30)
 
 Sliding layers and full ones differ in heads, head size, window and rotation. Full layers of most models have
 no values of their own: v = rms(k_proj u), taken before the keys' norm and rotation. Scores are not scaled: q
