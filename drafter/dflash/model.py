@@ -80,9 +80,11 @@ class DFlashDrafter:
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
+        scale = config.input_embedding_scale
+        self._embed_scale = 1.0 if scale is None else scale
         self._mask_H: Tensor | None = None  # where it is no row of the embedding
         if "mask_embedding" in weights:
-            self._mask_H = weights["mask_embedding"] * config.input_embedding_scale
+            self._mask_H = weights["mask_embedding"] * self._embed_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's context."""
@@ -123,8 +125,7 @@ class DFlashDrafter:
             rows_NH = self._embedding_VH.index_select(0, token_ids_N)
         else:
             rows_NH = self._lends.embed(token_ids_N).to(self.dtype)
-        scale = self.config.input_embedding_scale
-        return rows_NH if scale == 1.0 else rows_NH * scale
+        return rows_NH if self._embed_scale == 1.0 else rows_NH * self._embed_scale
 
     @property
     def is_split(self) -> bool:

@@ -24,8 +24,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.experts import Router
 from ....drafter.compute.rope import RopeConfig
-from ..model.spec import Attention, GatedMLP, LayerSpec, ModelSpec, TensorRule
+from ..model.spec import Attention, BesideMLP, GatedMLP, LayerSpec, ModelSpec, RoutedMLP, TensorRule
 from .plain import TENSORS, PlainConfig, model_of
 
 _FULL_EVERY = 6  # layers, where a file does not say which are full
@@ -78,11 +79,14 @@ class Gemma4Config(PlainConfig):
         256, validate_default=True
     )
     num_kv_shared_layers: Annotated[int, _none_of("layers that share K and V")] = 0
-    enable_moe_block: Literal[False] = False
+    enable_moe_block: bool = False
+    num_experts: Count | None = None
+    top_k_experts: Count | None = None
+    moe_intermediate_size: Count | None = None
 
 
 class UnifiedConfig(Gemma4Config):
-    """Of 12B (gemma4_unified): no mixture and no per-layer embeddings exist there."""
+    """Of 12B (gemma4_unified), whose class knows no per-layer embeddings."""
 
     max_position_embeddings: Count = 262144
     sliding_window: Count | None = 1024
@@ -94,7 +98,13 @@ def _fp32(weight: Tensor) -> Tensor:
     return weight.to(torch.float32)
 
 
+def _router_norm(scale_H: Tensor) -> Tensor:
+    """The router's factor of a normed row: scale / sqrt(H)."""
+    return scale_H.to(torch.float32) * len(scale_H) ** -0.5
+
+
 _AT = "layers.{layer}."
+_EXPERT = _AT + "experts.{expert}."
 
 
 def _norm(name: str, like: str = "attention_norm") -> TensorRule:
@@ -113,6 +123,19 @@ _TENSORS: Mapping[str, TensorRule] = {
     "k_as_v": TENSORS["k"],
     "k_as_v_bias": TENSORS["k_bias"],
     "scalar": TensorRule(name=_AT + "layer_scalar", axes=("one",)),
+    "dense_out_norm": _norm(_AT + "post_feedforward_layernorm_1.weight"),
+    "routed_norm": _norm(_AT + "pre_feedforward_layernorm_2.weight"),
+    "routed_out_norm": _norm(_AT + "post_feedforward_layernorm_2.weight"),
+    "router": TensorRule(name=_AT + "router.proj.weight", axes=("experts", "hidden")),
+    "router_norm": TensorRule(name=_AT + "router.scale", axes=("hidden",), transform=_router_norm),
+    "expert_scale": TensorRule(name=_AT + "router.per_expert_scale", axes=("experts",), transform=_fp32),
+    "experts_gate_up": TensorRule(
+        name=_AT + "experts.gate_up_proj", axes=("expert", "expert_gate_up", "hidden")
+    ),
+    "experts_down": TensorRule(name=_AT + "experts.down_proj", axes=("expert", "hidden", "expert_inner")),
+    "expert_gate": TensorRule(name=_EXPERT + "gate_proj.weight", axes=("expert_inner", "hidden")),
+    "expert_up": TensorRule(name=_EXPERT + "up_proj.weight", axes=("expert_inner", "hidden")),
+    "expert_down": TensorRule(name=_EXPERT + "down_proj.weight", axes=("hidden", "expert_inner")),
 }
 
 
@@ -130,7 +153,7 @@ def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
     if raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": _ROPES}
     config = parse(form, raw, file)
-    mlp = GatedMLP(inner_size=config.intermediate_size, activation="gelu_tanh")
+    mlp = _mlp(config, file)
     layers = [
         LayerSpec(mixer=_attention(raw, file, config, layer, kind), mlp=mlp, sandwich=True, scalar=True)
         for layer, kind in enumerate(_kinds(config, file))
@@ -152,6 +175,21 @@ def _kinds(config: Gemma4Config, file: str) -> tuple[str, ...]:
         for i in range(config.num_hidden_layers)
     )
     return (*config.types(file, derived)[:-1], "full_attention")
+
+
+def _mlp(config: Gemma4Config, file: str) -> GatedMLP | BesideMLP:
+    dense = GatedMLP(inner_size=config.intermediate_size, activation="gelu_tanh")
+    if not config.enable_moe_block:
+        return dense
+    count, top_k, inner = config.num_experts, config.top_k_experts, config.moe_intermediate_size
+    if count is None or top_k is None or inner is None:
+        keys = {"num_experts": count, "top_k_experts": top_k, "moe_intermediate_size": inner}
+        missing = next(key for key, value in keys.items() if value is None)
+        raise wrong(file, missing, None, "a positive integer, for enable_moe_block")
+    if top_k > count:
+        raise wrong(file, "top_k_experts", top_k, f"at most num_experts ({count})")
+    router = Router(num_experts=count, top_k=top_k, score="softmax", normed_input=True, expert_scale=True)
+    return BesideMLP(dense=dense, routed=RoutedMLP(router=router, inner_size=inner, activation="gelu_tanh"))
 
 
 def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str) -> Attention:

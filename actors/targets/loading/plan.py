@@ -117,7 +117,9 @@ def plan_models(
         target=target,
         drafter_folder=drafter_folder,
         drafter=drafter,
-        facts=TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, max_model_len),
+        facts=TargetFacts(
+            target.hidden_size, target.num_layers, target.vocab_size, max_model_len, target.embed_scale
+        ),
         device=device,
         dtype=dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),

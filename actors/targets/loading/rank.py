@@ -75,7 +75,8 @@ class Checkpoints:
         return TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
-        assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
+        spec = plan.config.speculative_config
+        assert plan.drafter_folder is not None and spec is not None, "only a plan with a drafter asks for one"
         return load_drafter(
             plan.drafter_folder,
             plan.facts,
@@ -84,6 +85,7 @@ class Checkpoints:
             plan.device,
             backend,
             plan.pages.drafter,
+            input_embedding_scale=spec.input_embedding_scale,
         )
 
 
