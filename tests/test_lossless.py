@@ -10,7 +10,6 @@ features meet somewhere, and all knobs in each cell; `make grid` runs all cells.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from families import FAMILIES
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.loops.machine import bf16_instructions
-from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target, transformers_model
 
 NUM_TOKENS = 24
 KNOBS = {
@@ -134,11 +133,11 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         folder = tmp_path_factory.mktemp(family)
         # The compiled pass wants sizes that are multiples of 32.
         target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
-        keys = json.loads((target / "config.json").read_text())
-        drafter_window = 20 if keys.get("sliding_window") else None
+        spec = read_model(target)
+        drafter_window = 20 if any(spec.windows) else None
         drafter = make_tiny_drafter(
             folder / "drafter",
-            hidden_size=keys["hidden_size"],
+            hidden_size=spec.hidden_size,
             head_dim=32 if in_bf16 else 16,
             sliding_window=drafter_window,
         )
@@ -177,11 +176,9 @@ def reference(pair: Pair, references: dict[Path, dict[str, list[list[int]]]]) ->
 
 
 def test_greedy_equals_transformers_generate(pair: Pair, reference: dict[str, list[list[int]]]) -> None:
-    from transformers import AutoModelForCausalLM
-
     if pair.how is not FP32:
         pytest.skip("other sums round otherwise: in bf16 near-ties fall otherwise")
-    model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
+    model = transformers_model(pair.target)
     for prompt, params, ours in zip(prompts(8), params_of("greedy", 8), reference["greedy"], strict=True):
         ids = torch.tensor([prompt])
         out = model.generate(
