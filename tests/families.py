@@ -20,11 +20,13 @@ class TinyFamily:
 
     Attributes:
         changes: keys of the configuration; None leaves a common key out.
+        lean: whether the short grid of losslessness has but one cell of each kind for it.
     """
 
     config: Callable[..., transformers.PretrainedConfig]
     model: type[transformers.PreTrainedModel]
     changes: dict[str, Any] = field(default_factory=dict)
+    lean: bool = False
 
 
 def _muse_glimmer(**text: Any) -> transformers.PretrainedConfig:
@@ -82,5 +84,6 @@ FAMILIES = {
             "final_logit_softcapping": 2.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
+        lean=True,
     ),
 }

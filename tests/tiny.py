@@ -56,7 +56,7 @@ def make_tiny_target(
 
 
 def transformers_model(folder: Path, **how: object) -> PreTrainedModel:
-    """What transformers makes of a checkpoint folder; its Auto classes do not know every text model as one."""
+    """What transformers makes of a checkpoint folder; its Auto classes do not know all that have eyes."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **how)
 

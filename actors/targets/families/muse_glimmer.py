@@ -1,4 +1,4 @@
-"""Muse-Glimmer, text: gated attention between sandwich norms; every fourth layer sees all and rotates nothing.
+"""Muse-Glimmer, text: gated attention, sandwich norms; every fourth layer sees all and rotates nothing.
 
     x = rms(E[id]);  x += post(o(attention(norm x) * sigmoid(g norm x)))
     x += post(down(silu(gate norm x) * up norm x))
