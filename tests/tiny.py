@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from families import FAMILIES
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 
 TINY_VOCAB = 128
 TINY_BLOCK = 16
@@ -54,6 +55,12 @@ def make_tiny_target(
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
+
+
+def transformers_model(folder: Path, **how: object) -> PreTrainedModel:
+    """What transformers makes of a checkpoint folder; its Auto classes do not know all that have eyes."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **how)
 
 
 def tiny_training_config() -> Qwen3Config:
