@@ -21,7 +21,8 @@ from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, not the rest.
-Axis = Literal["hidden", "q", "kv", "inner", "head", "vocab"]
+# "value": of K/V heads' values, "attended": of what each query head makes of them.
+Axis = Literal["hidden", "q", "kv", "value", "attended", "inner", "head", "vocab"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class Attention:
     """Grouped-query attention over paged K/V.
 
     Attributes:
-        head_dim: of queries, keys and values.
+        head_dim: of queries and keys.
+        v_head_dim: of values; at most `head_dim`, as which it is by default.
         scale: of scores.
         window: how many tokens back a row sees, itself included; None sees all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
@@ -45,6 +47,12 @@ class Attention:
     qk_norm: bool = False
     bias: bool = False
     out_bias: bool = False
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's values."""
+        return self.v_head_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +128,10 @@ class ModelSpec:
         """Of each layer's attention."""
         return tuple(layer.mixer.window for layer in self.layers)
 
-    @property
-    def head_dim(self) -> int:
-        """Of all layers."""
-        return self.layers[0].mixer.head_dim
-
     def of_backend(self) -> StackSpec:
         """What it asks of a backend."""
         features: set[Feature] = set()
+        mixers = [layer.mixer for layer in self.layers]
         if any(layer.sandwich for layer in self.layers):
             features.add("norms behind attention and MLP")
         if any(layer.mlp.activation != "silu" for layer in self.layers):
@@ -136,6 +140,13 @@ class ModelSpec:
             features.add("norm weights in fp32")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
+        if any(mixer.value_dim != mixer.head_dim for mixer in mixers):
+            features.add("values of another size than keys")
+        if (
+            len({(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers})
+            > 1
+        ):
+            features.add("layers whose heads differ")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size, *(layer.mlp.inner_size for layer in self.layers)}),
@@ -163,6 +174,10 @@ class ModelSpec:
                 return mixer.num_heads * mixer.head_dim
             case "kv":
                 return mixer.num_kv_heads * mixer.head_dim
+            case "value":
+                return mixer.num_kv_heads * mixer.value_dim
+            case "attended":
+                return mixer.num_heads * mixer.value_dim
             case "inner":
                 return mlp.inner_size
             case "head":

@@ -86,12 +86,14 @@ class SplitAttention:
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
+    """What this machine or a model lacks for Triton's kernels."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
     if odd:
         return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
+    if "values of another size than keys" in spec.features:
+        return f"has no values of another size than keys, which the {spec.name} needs"
     return None
 
 
@@ -195,7 +197,7 @@ class _TritonAttention:
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
-        k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
+        k_PSKD, v_PSKD = cache.heads(layer)
         norm_rotate_write(
             qkv_NJD,
             shape.q_norm_D,

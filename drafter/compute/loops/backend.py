@@ -82,7 +82,7 @@ class _CpuAttention:
             step.kv_slots[group],
             cache.slots(layer),
         )
-        q_NQD = qkv_NO.view(len(qkv_NO), -1, shape.head_dim)[:, : shape.num_heads]
+        q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
         return paged_attention(
             q_NQD, cache, layer, step.batches[group], shape.scale, causal=shape.causal, window=shape.window
         )
