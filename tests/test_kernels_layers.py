@@ -247,7 +247,7 @@ def test_values_are_normed_where_a_model_wants_it(dtype: torch.dtype):
     expected_NJD = qkv_NJD.clone()
     expected_NJD[:, 7:] = F.rms_norm(expected_NJD[:, 7:], (64,), None, EPS)
     expected_q = reference_write(expected_NJD, (norm_D, norm_D), positions_N, slots_N, expected_cache, 0)
-    pages, rope = cache.pages(0).unbind(2), tables(64, dtype)
+    pages, rope = cache.heads(0), tables(64, dtype)
     norm_rotate_write(qkv_NJD, norm_D, norm_D, EPS, *rope, positions_N, slots_N, *pages, v_norm=True)
     assert_same(qkv_NJD[:, :4], expected_q)
     assert_same(cache.kv, expected_cache.kv)
