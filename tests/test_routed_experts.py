@@ -1,4 +1,4 @@
-"""Routers against their definition, pair by pair; experts against fp64, alone and in company, whole and in parts."""
+"""Routers against their definition; experts against fp64, alone and in company, whole and in parts."""
 
 from __future__ import annotations
 

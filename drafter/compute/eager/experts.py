@@ -20,15 +20,15 @@ class TorchExperts:
     __slots__ = ("_activation", "_down_E", "_first", "_gate_up_E", "_limit")
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._activation, self._limit, self._first = weights.activation, weights.limit, weights.first_expert
+        self._activation: ExpertActivation = weights.activation
+        self._limit, self._first = weights.limit, weights.first_expert
         self._gate_up_E = products_of(weights.gate_up, weights.gate_up_bias_EI)
         self._down_E = products_of(weights.down, weights.down_bias_EH)
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         outputs_NkH = x_NH.new_zeros((*expert_ids_Nk.shape, x_NH.shape[1]), dtype=torch.float32)
-        for expert, (gate_up, down) in enumerate(
-            zip(self._gate_up_E, self._down_E, strict=True), self._first
-        ):
+        products_E = zip(self._gate_up_E, self._down_E, strict=True)
+        for expert, (gate_up, down) in enumerate(products_E, self._first):
             rows_M, places_M = (expert_ids_Nk == expert).nonzero(as_tuple=True)
             if len(rows_M):
                 inner_MI = expert_gate(gate_up(x_NH[rows_M]), self._activation, self._limit)
