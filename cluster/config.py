@@ -34,6 +34,8 @@ class SpeculativeConfig:
             target, drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
+        input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
+            says, or else as the target scales its own. A wrong one costs acceptance, never a token.
     """
 
     model: str
@@ -41,11 +43,13 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     placement: DrafterPlacement = "colocated"
     adaptive: bool = True
+    input_embedding_scale: float | None = None
 
     def __post_init__(self) -> None:
         one_of("speculative_config.method", self.method, ("dflash",))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
+        _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +187,13 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(map(str, allowed))
         raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)
+
+
+def _positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a positive number.", param=name)
 
 
 def _at_least(name: str, value: object, least: int) -> None:

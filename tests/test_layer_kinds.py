@@ -1,4 +1,5 @@
-"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, activations.
+"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, gates and
+activations.
 
 A layer of a stack must compute what it computes alone, over a cache of its own; and what a backend makes of
 all that a block may have is what PyTorch's operators make of it.
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.page_groups import LayerPlace
-from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.cluster.page_groups import KVGeometry, LayerPlace
+from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.compiled.backend import CompiledBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu.backend import TritonBackend
@@ -35,6 +36,7 @@ LONG = 2  # which is computed alone
 PLACES = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
 WINDOWS = (20, None, 20)  # of the layers: those of a group have one
 GROUP_WINDOWS = (None, 20)
+UNTURNED, GATED = 1, 2  # of layers that may have all: one does not rotate, one has a gate
 
 
 CPU = torch.device("cpu")
@@ -117,23 +119,30 @@ class Model:
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM,
             q_norm_D=self._norm(HEAD_DIM).weight_H,
             k_norm_D=self._norm(HEAD_DIM).weight_H,
             eps=EPS,
-            rope=self.ropes[layer],
+            rope=None if rich and layer == UNTURNED else self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
+            v_norm=rich and layer == GATED,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
             qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            qkv_norm=(lambda qkv_NO: qkv_NO.mul_(0.7)) if rich and layer != GATED else None,
+            attention_gate=linear(HEADS * HEAD_DIM, HIDDEN) if rich and layer == GATED else None,
             o=linear(HIDDEN, HEADS * HEAD_DIM),
             attention_out_norm=self._norm(HIDDEN) if rich else None,
             mlp_norm=self._norm(HIDDEN),
-            gate_up=linear(2 * INNER, HIDDEN),
-            activation="gelu_tanh" if rich else "silu",
-            down=linear(HIDDEN, INNER),
+            mlp=DenseMLP(
+                gate_up=linear(2 * INNER, HIDDEN),
+                activation="gelu_tanh" if rich else "silu",
+                down=linear(HIDDEN, INNER),
+            ),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
+            scalar=0.7 if rich and layer == GATED else None,
         )
         return shape, weights
 
@@ -142,11 +151,12 @@ class Model:
 
     def cache(self, layers: list[int], places: list[LayerPlace], tables: list[np.ndarray]) -> PagedKVCache:
         """With these layers' contexts, at any order of elements within a page, and others' values."""
-        size = (NUM_PAGES + 12, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        size = (NUM_PAGES + 12, PAGE_SIZE, KVGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM))
         cache = PagedKVCache(places, *size, self.dtype, self.device)
         cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(5)))
         for layer, place in zip(layers, places, strict=True):
-            cache.kv[place.plane, torch.from_numpy(tables[place.group])] = self.contents[layer]
+            mine = torch.from_numpy(tables[place.group])
+            cache.kv[place.plane, mine] = self.contents[layer].flatten(-3)
         return cache
 
     def grouped_cache(self) -> PagedKVCache:

@@ -154,7 +154,7 @@ def test_sharded_files_load_as_one(tmp_path: Path) -> None:
     runners = [load_runner(settings(folder))[0] for folder in (whole, tmp_path / "parts")]
     ids = torch.arange(20)
     with torch.inference_mode():
-        states = [r.model.logits(r.model.embed(ids)) for r in runners]
+        states = [r.model.logits(r.model.lends.embed(ids)) for r in runners]
     assert torch.equal(*states)
 
 
@@ -207,7 +207,7 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
 def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
     tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
-    monkeypatch.setattr(backends, "rows_are_invariant", lambda *_: invariant)
+    monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype
     assert by_products is (torch.bfloat16 if native and invariant else torch.float32)

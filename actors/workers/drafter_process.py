@@ -143,6 +143,7 @@ def shared_name(config: EngineConfig) -> str:
     assert spec is not None, "only who speculates shares a drafter"
     alike = (
         *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
+        spec.input_embedding_scale,
         *(config.attention_backend, config.batch_invariant),
     )
     key = hashlib.sha256(repr(alike).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@
     StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
-size, G page groups; P parts and R rows of a block of a weight.
+size, F head dim of values, G page groups; P parts and R rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,25 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from .experts import Experts, ExpertWeights, Route, RouterWeights
 from .kv_cache import PagedKVCache
 from .layers import Activation, RMSNorm
 from .rope import RotaryEmbedding
 
 # What not every backend computes, in the words of its refusal.
 Feature = Literal[
-    "norms behind attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently"
+    "norms behind attention and MLP",
+    "GELU",
+    "norm weights in fp32",
+    "layers that rotate differently",
+    "normed values",
+    "scaled residuals",
+    "layers without rotation",
+    "gate behind attention",
+    "norm of whole queries and keys",
+    "routed experts",
+    "layers whose heads differ",
+    "values of another size than keys",
 ]
 
 
@@ -86,9 +98,11 @@ class AttentionShape:
     """One layer's attention.
 
     Attributes:
+        head_dim, v_head_dim: of queries and keys; of values, no more than that.
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
+        v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         eps: of these norms.
-        rope: of queries and keys.
+        rope: of queries and keys; None rotates nothing.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
     """
@@ -96,13 +110,15 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
-    rope: RotaryEmbedding
+    rope: RotaryEmbedding | None
     scale: float
     causal: bool = True
     window: int | None = None
+    v_norm: bool = False
 
     def head_norm(self) -> Tensor | None:
         """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
@@ -113,24 +129,71 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseMLP:
+    """down(activation(first half) * second half of gate_up x); gate and up are one product."""
+
+    gate_up: Projection
+    activation: Activation = "silu"
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """A few of many experts for each row, and perhaps one that all rows share.
+
+    Attributes:
+        route: chooses.
+        shared: its result is this rank's part, as the experts' are.
+        shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: it counts whole.
+        all_reduce: sums the ranks' parts, in place; None where one rank has everything.
+    """
+
+    route: Route
+    experts: Experts
+    shared: DenseMLP | None = None
+    shared_gate: Projection | None = None
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A dense MLP and a routed one of the same residual, each normed behind, and added.
+
+    Attributes:
+        routed_norm: before the experts; the dense one's is the block's `mlp_norm`.
+    """
+
+    dense: DenseMLP
+    dense_out_norm: RMSNorm
+    routed_norm: RMSNorm
+    routed: Routed
+    routed_out_norm: RMSNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """The products and norms of a block; q, k and v are one product, gate and up another.
+    """The products and norms of a block; q, k and v are one product.
 
     Attributes:
         attention_norm, mlp_norm: before attention and MLP.
+        qkv_norm: of the product [N, O] before heads are told apart, which it may overwrite; None where the
+            model has none.
+        attention_gate: product whose sigmoid multiplies what is attended; None likewise.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
-        activation: of the gate.
+        mlp: what is behind attention.
+        scalar: multiplies the whole residual behind the block (Gemma 4); None leaves it as it is.
     """
 
     attention_norm: RMSNorm
     qkv: Projection
+    qkv_norm: Callable[[Tensor], Tensor] | None = None
+    attention_gate: Projection | None = None
     o: Projection
     attention_out_norm: RMSNorm | None = None
     mlp_norm: RMSNorm
-    gate_up: Projection
-    activation: Activation = "silu"
-    down: Projection
+    mlp: DenseMLP | Routed | Beside
     mlp_out_norm: RMSNorm | None = None
+    scalar: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +216,7 @@ class Attention(Protocol):
     """Head norm, rotation, K/V write and attention of one layer."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int) -> Tensor:
-        """[N, Q * D] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten."""
+        """[N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten."""
         ...
 
 
@@ -201,6 +264,14 @@ class Backend(Protocol):
         they lie, but by backends that lay out weights anew anyway."""
         ...
 
+    def route(self, weights: RouterWeights) -> Route:
+        """A layer's router, made once, at load."""
+        ...
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        """A rank's experts of a layer, laid out once, at load."""
+        ...
+
     def stack(
         self,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],
@@ -229,12 +300,19 @@ class Operators(Protocol):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Normed]:
         """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
 
         Args:
             out_norm: norms project(x) before it is added.
+            scalar: multiplies the sum, which is rounded before and after.
         """
         ...
 

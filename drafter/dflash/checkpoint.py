@@ -8,6 +8,7 @@ drafter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,14 +76,17 @@ def load_drafter(
     device: torch.device | str,
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
+    *,
+    input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
     """Check and load a drafter (z-lab or Speculators format).
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
         backend, places: as in `DFlashDrafter`.
+        input_embedding_scale: in the place of the checkpoint's.
     """
-    config = check_drafter(path, target)
+    config = _scaled_like(check_drafter(path, target), target, dtype, input_embedding_scale)
     folder = TensorFolder(path)
     optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
     names = [*drafter_shapes(config, target), *(name for name in optional if name in folder.shapes)]
@@ -97,6 +101,16 @@ def load_drafter(
         weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
     positions = target.max_model_len + config.block_size
     return DFlashDrafter(config, weights, lends, positions, backend, places)
+
+
+def _scaled_like(
+    config: DrafterConfig, target: TargetFacts, dtype: torch.dtype, wanted: float | None
+) -> DrafterConfig:
+    """With a factor of input rows: the wanted one, else its own, else the target's, rounded as there."""
+    scale = config.input_embedding_scale if wanted is None else wanted
+    if scale is None:
+        scale = float(torch.tensor(target.embed_scale, dtype=dtype))
+    return replace(config, input_embedding_scale=scale)
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ...cluster.page_groups import LayerPlace
-from ..compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from ..compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
-from ..compute.layers import RMSNorm
+from ..compute.layers import RMSNorm, scaled_logits
 from ..compute.rope import RotaryEmbedding
 from ..step.rows import StepRows
 from .config import DrafterConfig, DraftLayer
@@ -80,15 +80,16 @@ class DFlashDrafter:
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
+        scale = config.input_embedding_scale
+        self._embed_scale = 1.0 if scale is None else scale
         self._mask_H: Tensor | None = None  # where it is no row of the embedding
         if "mask_embedding" in weights:
-            self._mask_H = weights["mask_embedding"] * config.input_embedding_scale
+            self._mask_H = weights["mask_embedding"] * self._embed_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's context."""
-        c = self.config
         return PagedKVCache(
-            self.places, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device
+            self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
         )
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
@@ -123,8 +124,7 @@ class DFlashDrafter:
             rows_NH = self._embedding_VH.index_select(0, token_ids_N)
         else:
             rows_NH = self._lends.embed(token_ids_N).to(self.dtype)
-        scale = self.config.input_embedding_scale
-        return rows_NH if scale == 1.0 else rows_NH * scale
+        return rows_NH if self._embed_scale == 1.0 else rows_NH * self._embed_scale
 
     @property
     def is_split(self) -> bool:
@@ -147,12 +147,7 @@ class DFlashDrafter:
 
     def _scaled(self, z_XV: Tensor) -> Tensor:
         """As the configuration wants the head's output."""
-        config = self.config
-        if config.output_multiplier != 1.0:
-            z_XV = z_XV * config.output_multiplier
-        if config.logit_softcap is not None:
-            z_XV = config.logit_softcap * torch.tanh(z_XV / config.logit_softcap)
-        return z_XV
+        return scaled_logits(z_XV, self.config.output_multiplier, self.config.logit_softcap)
 
 
 class ContextFeatures:
@@ -221,6 +216,7 @@ def _block(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        v_head_dim=config.head_dim,
         q_norm_D=weights[f"{at}self_attn.q_norm.weight"],
         k_norm_D=weights[f"{at}self_attn.k_norm.weight"],
         eps=eps,
@@ -235,8 +231,9 @@ def _block(
         qkv=backend.linear(qkv_OH),
         o=backend.linear(weights[f"{at}self_attn.o_proj.weight"]),
         mlp_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
-        gate_up=backend.linear(gate_up_IH),
-        down=backend.linear(weights[f"{at}mlp.down_proj.weight"]),
+        mlp=DenseMLP(
+            gate_up=backend.linear(gate_up_IH), down=backend.linear(weights[f"{at}mlp.down_proj.weight"])
+        ),
     )
     return shape, parts
 

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...drafter.compute.backend import AttentionShape, BlockWeights, Stack
+from ...drafter.compute.backend import AttentionShape, BlockWeights, DenseMLP, Stack
 from ...drafter.compute.layers import RMSNorm
 from . import references
 from .findings import off_by
@@ -127,6 +127,7 @@ class _RandomModel:
             num_heads=of.num_heads,
             num_kv_heads=of.num_kv_heads,
             head_dim=of.head_dim,
+            v_head_dim=of.head_dim,
             q_norm_D=layer.head_norm_2D[0],
             k_norm_D=layer.head_norm_2D[1],
             eps=self._subject.eps,
@@ -140,8 +141,7 @@ class _RandomModel:
             qkv=linear(layer.qkv_OH),
             o=linear(layer.o_HO),
             mlp_norm=self._norm(layer.mlp_norm_H),
-            gate_up=linear(layer.gate_up_OH),
-            down=linear(layer.down_HI),
+            mlp=DenseMLP(gate_up=linear(layer.gate_up_OH), down=linear(layer.down_HI)),
         )
 
     def exact(self, x_NH: Tensor, context_T2LKD: Tensor | None = None) -> Tensor:

@@ -75,7 +75,8 @@ class Checkpoints:
         return TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
-        assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
+        spec = plan.config.speculative_config
+        assert plan.drafter_folder is not None and spec is not None, "only a plan with a drafter asks for one"
         return load_drafter(
             plan.drafter_folder,
             plan.facts,
@@ -84,6 +85,7 @@ class Checkpoints:
             plan.device,
             backend,
             plan.pages.drafter,
+            input_embedding_scale=spec.input_embedding_scale,
         )
 
 
@@ -212,7 +214,7 @@ class _Rank:
         self.grammars = make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
-            self._drafter = models.drafter(plan, self._model, backend)
+            self._drafter = models.drafter(plan, self._model.lends, backend)
 
     def affordable_pages(self) -> tuple[int, ...]:
         """Pages of each pool that every rank can afford: page ids are the same everywhere."""

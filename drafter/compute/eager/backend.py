@@ -1,18 +1,22 @@
 """`TorchBackend`: PyTorch's own operators one by one; the fallback anywhere, and what the others mean.
 
-Legend: N rows, H hidden, O outputs, K kv heads, J = Q + 2 K, D head dim, L layers, I inner size.
+Legend: N rows, H hidden, O outputs, K kv heads, J = Q + K, D head dim, L layers, I inner size.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, HeadNorm, RMSNorm, gate
 from ..rope import RotaryEmbedding, Rotation
 from .attention import AttentionBatch, paged_attention
+from .experts import TorchExperts
+from .routing import TorchRoute
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -50,13 +54,27 @@ class TorchBackend(OperatorBackend):
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TorchContextWriter(k_norm_LD, eps, num_kv_heads)
 
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights)
+
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return norm(x_NH)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_NH = project(x_NI, residual_NH) if out_norm is None else out_norm(project(x_NI)) + residual_NH
+        if scalar is not None:
+            x_NH = x_NH * scalar
         return x_NH, norm(x_NH)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
@@ -70,18 +88,23 @@ class _TorchAttention:
         self._shape = shape
         norm_JD = shape.head_norm()
         self._head_norm = None if norm_JD is None else HeadNorm(norm_JD, shape.eps)
-        self._heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        self._heads = (shape.num_heads + shape.num_kv_heads, shape.head_dim)
 
     def __call__(self, qkv_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
-        num_q, num_kv = shape.num_heads, shape.num_kv_heads
-        qkv_NJD = qkv_NO.unflatten(-1, self._heads)
-        qk = qkv_NJD[:, : num_q + num_kv]
-        normed = qk if self._head_norm is None else self._head_norm(qk)
-        step.rotation(shape.rope).rotate(normed, out_NJD=qk)
-        cache.write(layer, step.rows.kv_slots[group], qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
+        num_q, head_dim = shape.num_heads, shape.head_dim
+        qk_NJD = qkv_NO[:, : self._heads[0] * head_dim].unflatten(-1, self._heads)
+        normed = qk_NJD if self._head_norm is None else self._head_norm(qk_NJD)
+        if shape.rope is not None:
+            step.rotation(shape.rope).rotate(normed, out_NJD=qk_NJD)
+        elif normed is not qk_NJD:
+            qk_NJD.copy_(normed)
+        if shape.v_norm:
+            v_NKF = qkv_NO[:, self._heads[0] * head_dim :].unflatten(-1, (shape.num_kv_heads, -1))
+            v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
+        cache.write(layer, step.rows.kv_slots[group], qkv_NO[:, num_q * head_dim :])
         return paged_attention(
-            qkv_NJD[:, :num_q],
+            qk_NJD[:, :num_q],
             cache,
             layer,
             step.rows.batches[group],

@@ -14,13 +14,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..backend import (
+    Attention,
+    AttentionShape,
+    ContextWriter,
+    Feature,
+    Machine,
+    PlacedRows,
+    Projection,
+    StackSpec,
+)
 from ..blocks import OperatorBackend
+from ..eager.experts import TorchExperts
+from ..eager.routing import TorchRoute
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
@@ -85,14 +97,17 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
 
 
+_KNOWN = frozenset(get_args(Feature)) - {"routed experts", "values of another size than keys"}
+
+
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
+    """What this machine or a model lacks for Triton's kernels."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
     if odd:
         return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
-    return None
+    return spec.lacking(_KNOWN)
 
 
 class TritonBackend(OperatorBackend):
@@ -147,18 +162,30 @@ class TritonBackend(OperatorBackend):
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
 
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights)
+
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor | PendingNorm]:
-        if out_norm is None and isinstance(project, LayerProjection):
+        if out_norm is None and scalar is None and isinstance(project, LayerProjection):
             return project.added(x_NI, residual_NH, norm)
         y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
-        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps)
+        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps, scalar)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
         assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
@@ -194,19 +221,20 @@ class _TritonAttention:
 
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
+        tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
-        k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
+        k_PSKD, v_PSKD = cache.heads(layer)
         norm_rotate_write(
             qkv_NJD,
             shape.q_norm_D,
             shape.k_norm_D,
             shape.eps,
-            rope.cos_TD,
-            rope.sin_TD,
+            *tables,
             rows.positions_N,
             rows.kv_slots[group],
             k_PSKD,
             v_PSKD,
+            v_norm=shape.v_norm,
         )
         kind = AttentionKind(
             num_heads=shape.num_heads,

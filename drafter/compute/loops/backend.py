@@ -13,10 +13,13 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..eager.attention import AttentionBatch, paged_attention
+from ..eager.routing import TorchRoute
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, RMSNorm
 from ..rope import RotaryEmbedding
 from . import layers
+from .experts import CpuExperts
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -40,17 +43,31 @@ class CpuBackend(OperatorBackend):
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
 
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return CpuExperts(weights)
+
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_NH = (
             project(x_NI, residual_NH)
             if out_norm is None
             else self._add_normed(project, x_NI, out_norm, residual_NH)
         )
+        if scalar is not None:
+            x_NH.mul_(scalar)
         return x_NH, layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def _add_normed(
@@ -71,8 +88,11 @@ class _CpuAttention:
 
     def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
+        if shape.v_norm:
+            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.v_head_dim, shape.eps)
         layers.norm_rotate_write(
             qkv_NO,
+            shape.head_dim,
             shape.num_heads,
             shape.num_kv_heads,
             self._norm_JD,
@@ -82,7 +102,7 @@ class _CpuAttention:
             step.kv_slots[group],
             cache.slots(layer),
         )
-        q_NQD = qkv_NO.view(len(qkv_NO), -1, shape.head_dim)[:, : shape.num_heads]
+        q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
         return paged_attention(
             q_NQD, cache, layer, step.batches[group], shape.scale, causal=shape.causal, window=shape.window
         )
@@ -100,6 +120,7 @@ class _CpuContextWriter:
     ) -> None:
         layers.norm_rotate_write(
             kv_NO,
+            self._norm_JD.shape[1],
             0,
             self._num_kv,
             self._norm_JD,
