@@ -27,7 +27,11 @@ from .rope import RotaryEmbedding
 
 # What not every backend computes, in the words of its refusal.
 Feature = Literal[
-    "norms behind attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently"
+    "norms behind attention and MLP",
+    "GELU",
+    "norm weights in fp32",
+    "layers that rotate differently",
+    "attention sinks",
 ]
 
 
@@ -91,6 +95,7 @@ class AttentionShape:
         rope: of queries and keys.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
+        sinks_Q: fp32, likewise; None where heads have none.
     """
 
     num_heads: int
@@ -103,6 +108,7 @@ class AttentionShape:
     scale: float
     causal: bool = True
     window: int | None = None
+    sinks_Q: Tensor | None = None
 
     def head_norm(self) -> Tensor | None:
         """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""

@@ -136,6 +136,7 @@ def _block(
         rope=rope,
         scale=mixer.scale,
         window=mixer.window,
+        sinks_Q=parts.sinks_Q,
     )
     return shape, BlockWeights(
         attention_norm=RMSNorm(parts.attention_norm_H, eps),

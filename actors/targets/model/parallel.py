@@ -101,6 +101,8 @@ class Sharding:
                 return _scaled(self.heads(layer), spec.mixer.head_dim)
             case "kv":
                 return _scaled(self.kv_heads(layer), spec.mixer.head_dim)
+            case "q_heads":
+                return self.heads(layer)
             case "inner":
                 return _part(spec.mlp.inner_size, self.rank, self.world_size)
             case "vocab":

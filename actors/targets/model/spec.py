@@ -1,7 +1,7 @@
 """What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
 
 Plain values, known before a weight is read. A family that needs what is not here yet (experts, latent caches,
-recurrent states, sinks, caps) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
+recurrent states, caps) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention
                                     └ mlp: GatedMLP
@@ -21,7 +21,7 @@ from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, not the rest.
-Axis = Literal["hidden", "q", "kv", "inner", "head", "vocab"]
+Axis = Literal["hidden", "q", "kv", "q_heads", "inner", "head", "vocab"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class Attention:
         window: how many tokens back a row sees, itself included; None sees all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
+        sinks: each query head has a logit without a value in its softmax.
     """
 
     num_heads: int
@@ -45,6 +46,7 @@ class Attention:
     qk_norm: bool = False
     bias: bool = False
     out_bias: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,8 @@ class ModelSpec:
             features.add("norm weights in fp32")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
+        if any(layer.mixer.sinks for layer in self.layers):
+            features.add("attention sinks")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size, *(layer.mlp.inner_size for layer in self.layers)}),
@@ -151,7 +155,8 @@ class ModelSpec:
         biases += [f"{name}_bias" for name in ("gate", "up", "down") if spec.mlp.bias]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         norms += ["q_norm", "k_norm"] * spec.mixer.qk_norm
-        return [*norms, *"qkvo", "gate", "up", "down", *biases]
+        sinks = ["sinks"] * spec.mixer.sinks
+        return [*norms, *"qkvo", "gate", "up", "down", *biases, *sinks]
 
     def axis_size(self, axis: Axis, layer: int) -> int:
         """Of a dimension, whole."""
@@ -163,6 +168,8 @@ class ModelSpec:
                 return mixer.num_heads * mixer.head_dim
             case "kv":
                 return mixer.num_kv_heads * mixer.head_dim
+            case "q_heads":
+                return mixer.num_heads
             case "inner":
                 return mlp.inner_size
             case "head":

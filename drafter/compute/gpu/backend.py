@@ -53,7 +53,14 @@ class PagedAttention(Protocol):
         ...
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: Any, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: Any,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
         ...
@@ -80,9 +87,16 @@ class SplitAttention:
         return list_work(kind, rows, self._workspaces[kind.head_dim])
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: WorkList, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: WorkList,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
+        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -219,7 +233,7 @@ class _TritonAttention:
         )
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NJD[:, : shape.num_heads]
-        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale)
+        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale, shape.sinks_Q)
 
 
 class _TritonContextWriter:
