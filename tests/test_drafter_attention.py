@@ -83,14 +83,21 @@ def test_paged_attention_equals_dense_attention(
 ):
     first, rows = zip(*requests, strict=True)
     case = Case(first, rows, kv_heads=kv_heads, shared=shared, page_size=page_size, scattered=scattered)
-    kind = {"causal": causal, "window": window, "sinks_Q": case.sinks if sinks else None}
-    assert torch.allclose(case.attend(**kind), case.dense(**kind), atol=2e-5)
+    sinks_Q = case.sinks if sinks else None
+    out = case.attend(causal=causal, window=window, sinks_Q=sinks_Q)
+    assert torch.allclose(out, case.dense(causal, window, sinks_Q), atol=2e-5)
 
 
 def test_long_prompts_are_computed_in_tiles():
     case = Case([0, 700, 30], [1100, 300, 1])
-    for kind in ({}, {"causal": False}, {"window": 100}, {"window": 100, "sinks_Q": case.sinks}):
-        assert torch.allclose(case.attend(**kind), case.dense(**kind), atol=2e-5)
+    for causal, window, sinks_Q in (
+        (True, None, None),
+        (False, None, None),
+        (True, 100, None),
+        (True, 100, case.sinks),
+    ):
+        out = case.attend(causal=causal, window=window, sinks_Q=sinks_Q)
+        assert torch.allclose(out, case.dense(causal, window, sinks_Q), atol=2e-5)
 
 
 def test_nothing_behind_a_requests_length_is_ever_seen():

@@ -123,6 +123,7 @@ class Model:
             rope=self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
+            sinks_Q=torch.randn(HEADS, generator=self._random).to(self.device) if rich else None,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
