@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ....drafter.compute.config_json import Json, read_json, text_config, wrong
 from ..model.spec import ModelSpec
-from . import gemma3, llama, mistral, qwen2, qwen3
+from . import gemma3, gpt_oss, llama, mistral, qwen2, qwen3
 
 Reader = Callable[[Json, str], ModelSpec]
 
@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, Reader] = {
     "MistralForCausalLM": mistral.read,
     "Gemma3ForCausalLM": gemma3.read,
     "Gemma3ForConditionalGeneration": gemma3.read,
+    "GptOssForCausalLM": gpt_oss.read,
 }
 
 
