@@ -6,6 +6,7 @@ What every family must do is tested where all are (see test_families.py).
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def publish(saved: Path, folder: Path) -> Path:
     file_of = {name: files[i % 2] for i, name in enumerate(names)}
     for file in files:
         save_file({name: tensors[name] for name in names if file_of[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
     keys = json.loads((saved / "config.json").read_text())
     rope = keys.pop("rope_parameters")
     for key in ("dtype", "swiglu_alpha"):
@@ -119,7 +120,8 @@ def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path)
 
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [200002, 199999, 200012]}')
-    spec, theirs = read_model(tmp_path), GptOssConfig(**GPT_OSS_20B)
+    # transformers writes into what it is given.
+    spec, theirs = read_model(tmp_path), GptOssConfig(**deepcopy(GPT_OSS_20B))
     assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2880, 201088, 24)
     assert spec.eos_token_ids == (200002, 199999, 200012), "no end of a message among them"
     for layer, kind in zip(spec.layers, theirs.layer_types, strict=True):
@@ -135,7 +137,8 @@ def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path)
 
 def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
     kept = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    few = {key: GPT_OSS_20B[key] for key in (*kept, "vocab_size", "num_local_experts", "experts_per_token")}
+    sizes = ("vocab_size", "num_local_experts", "experts_per_token", "max_position_embeddings")
+    few = {key: GPT_OSS_20B[key] for key in (*kept, *sizes)}
     for folder, keys in ((tmp_path / "few", few), (tmp_path / "all", GPT_OSS_20B)):
         folder.mkdir()
         stated = {key: value for key, value in keys.items() if key != "quantization_config"}

@@ -101,6 +101,11 @@ class ExpertWeights:
         """The same with no weight packed: for backends whose products take none."""
         return replace(self, gate_up=_plain(self.gate_up, dtype), down=_plain(self.down, dtype))
 
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """`gate_up` and `down`, for whoever is never given packed ones."""
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they come dequantised"
+        return self.gate_up, self.down
+
 
 def _plain(weight: Tensor | MXFP4, dtype: torch.dtype) -> Tensor:
     return weight.dequantised(dtype) if isinstance(weight, MXFP4) else weight

@@ -79,4 +79,4 @@ class TensorFolder:
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
         """Part of a tensor along `dim`; only these bytes are read."""
         view = self._open[self._file_of[name]].get_slice(name)
-        return view[(slice(None),) * dim + (rows,)]
+        return view[(*[slice(None)] * dim, rows)]

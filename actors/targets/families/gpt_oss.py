@@ -2,8 +2,8 @@
 
     x += o(attention(norm x), sinks) + b;  x += sum of w_j (down_j(act(gate_up_j u + b_j)) + c_j),  u = norm x
 
-Experts' gate and up rows take turns in files; they are put apart at load. On the Hub experts are packed (MXFP4,
-as `quantization_config` says); without it they are [E, inputs, outputs] in the model's dtype.
+Experts' gate and up rows take turns in files; they are put apart at load. On the Hub experts are packed
+(MXFP4, as `quantization_config` says); without it they are [E, inputs, outputs] in the model's dtype.
 
 Sources: transformers' modeling_gpt_oss.py and configuration_gpt_oss.py; the defaults are the latter's.
 """

@@ -48,11 +48,14 @@ Axis = Literal[
 ]
 # The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all,
 # or that packed in MXFP4.
-EXPERT_FORMS = (
-    ("expert_gate", "expert_up", "expert_down"),
-    ("experts_gate_up", "experts_down"),
-    ("experts_gate_up_blocks", "experts_gate_up_scales", "experts_down_blocks", "experts_down_scales"),
+FUSED_EXPERTS = ("experts_gate_up", "experts_down")
+PACKED_EXPERTS = (
+    "experts_gate_up_blocks",
+    "experts_gate_up_scales",
+    "experts_down_blocks",
+    "experts_down_scales",
 )
+EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), FUSED_EXPERTS, PACKED_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
