@@ -91,7 +91,7 @@ def publish(saved: Path, folder: Path) -> Path:
     rope = keys.pop("rope_parameters")
     for key in ("dtype", "swiglu_alpha"):
         del keys[key]
-    keys |= {"torch_dtype": "bfloat16", "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    keys |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     keys["quantization_config"] = GPT_OSS_20B["quantization_config"]
     (folder / "config.json").write_text(json.dumps(keys))
     return folder
@@ -126,6 +126,7 @@ def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path)
     # transformers writes into what it is given.
     spec, theirs = read_model(tmp_path), GptOssConfig(**deepcopy(GPT_OSS_20B))
     assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2880, 201088, 24)
+    assert spec.dtype == "bfloat16", "the file does not say"
     assert spec.eos_token_ids == (200002, 199999, 200012), "no end of a message among them"
     for layer, kind in zip(spec.layers, theirs.layer_types, strict=True):
         mixer, mlp = layer.mixer, layer.routed
