@@ -127,6 +127,7 @@ class Model:
             scale=0.3,
             window=WINDOWS[layer],
             v_norm=rich and layer == GATED,
+            sinks_Q=torch.randn(HEADS, generator=self._random).to(self.device) if rich else None,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),

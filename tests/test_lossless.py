@@ -11,6 +11,7 @@ whose attention, pages and steps are others' (`TinyFamily.lean`) have one cell o
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -139,11 +140,13 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
         spec = read_model(target)
         drafter_window = 20 if any(spec.windows) else None
+        keys = json.loads((target / "config.json").read_text())
         drafter = make_tiny_drafter(
             folder / "drafter",
             hidden_size=spec.hidden_size,
             head_dim=32 if in_bf16 else 16,
             sliding_window=drafter_window,
+            rope_scaling=keys["rope_parameters"] if family == "gpt_oss" else None,  # as the target turns
         )
         if in_bf16:  # pages of 16 tokens, too
             return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})

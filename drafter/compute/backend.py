@@ -37,6 +37,7 @@ Feature = Literal[
     "layers without rotation",
     "gate behind attention",
     "norm of whole queries and keys",
+    "attention sinks",
     "routed experts",
     "layers whose heads differ",
     "values of another size than keys",
@@ -105,6 +106,7 @@ class AttentionShape:
         rope: of queries and keys; None rotates nothing.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
+        sinks_Q: fp32, likewise; None where heads have none.
     """
 
     num_heads: int
@@ -119,6 +121,7 @@ class AttentionShape:
     causal: bool = True
     window: int | None = None
     v_norm: bool = False
+    sinks_Q: Tensor | None = None
 
     def head_norm(self) -> Tensor | None:
         """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
@@ -250,7 +253,14 @@ class Stack(Protocol):
 
 
 class Backend(Protocol):
-    """See the module's text."""
+    """See the module's text.
+
+    Attributes:
+        packed_experts: `experts` takes packed weights; else they come dequantised.
+    """
+
+    @property
+    def packed_experts(self) -> bool: ...
 
     @property
     def attention_batch(self) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
 
 Plain values, known before a weight is read. A family that needs what is not here yet (latent caches,
-recurrent states, sinks) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
+recurrent states) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention
                                     └ mlp: GatedMLP | RoutedMLP | BesideMLP
@@ -18,13 +18,15 @@ from torch import Tensor
 from ....drafter.compute.backend import Feature, StackSpec
 from ....drafter.compute.experts import ExpertActivation, Router
 from ....drafter.compute.layers import Activation
+from ....drafter.compute.mxfp4 import BLOCK
 from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, and of experts
 # either their inner states or the experts; not the rest. "inner" is a dense MLP's, "shared" that of the
 # expert that all rows share, "experts" the router's, whole; "expert_gate_up" are an expert's gate rows, then
-# its up rows, "expert_pairs" the same rows taking turns; "one" is one. "value": of K/V heads' values,
+# its up rows, "expert_pairs" the same rows taking turns; "_blocks" are those of packed weights
+# (`drafter/compute/mxfp4.py`), "block_bytes" what one holds; "one" is one. "value": of K/V heads' values,
 # "attended": of what each query head makes of them.
 Axis = Literal[
     "hidden",
@@ -32,6 +34,7 @@ Axis = Literal[
     "kv",
     "value",
     "attended",
+    "q_heads",
     "inner",
     "head",
     "vocab",
@@ -41,10 +44,21 @@ Axis = Literal[
     "expert_gate_up",
     "expert_pairs",
     "shared",
+    "hidden_blocks",
+    "expert_inner_blocks",
+    "block_bytes",
     "one",
 ]
-# The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all.
-EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), ("experts_gate_up", "experts_down"))
+# The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all,
+# or that packed in MXFP4.
+FUSED_EXPERTS = ("experts_gate_up", "experts_down")
+PACKED_EXPERTS = (
+    "experts_gate_up_blocks",
+    "experts_gate_up_scales",
+    "experts_down_blocks",
+    "experts_down_scales",
+)
+EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), FUSED_EXPERTS, PACKED_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +77,7 @@ class Attention:
         row_norm: both are RMS-normed over all their heads together, before they are told apart.
         gate: what is attended is multiplied by sigmoid(gate x), x as the queries get it.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
+        sinks: each query head has a logit without a value in its softmax.
     """
 
     num_heads: int
@@ -78,6 +93,7 @@ class Attention:
     gate: bool = False
     bias: bool = False
     out_bias: bool = False
+    sinks: bool = False
     v_head_dim: int | None = None
 
     @property
@@ -269,6 +285,8 @@ class ModelSpec:
             > 1
         ):
             features.add("layers whose heads differ")
+        if any(layer.mixer.sinks for layer in self.layers):
+            features.add("attention sinks")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -286,7 +304,8 @@ class ModelSpec:
         norms += ["q_norm", "k_norm"] * (spec.mixer.qk_norm or spec.mixer.row_norm)
         gates = ["attention_gate"] * spec.mixer.gate
         scalars = ["scalar"] * spec.scalar
-        return [*norms, *qkv, "o", *gates, *biases, *self._mlp_parts(spec), *scalars]
+        sinks = ["sinks"] * spec.mixer.sinks
+        return [*norms, *qkv, "o", *gates, *biases, *sinks, *self._mlp_parts(spec), *scalars]
 
     def qkv_parts(self, layer: int) -> tuple[str, str, str]:
         """Of queries, keys and values; `k_as_v` reads the keys' rows once more."""
@@ -332,6 +351,10 @@ class ModelSpec:
                 return 1
             case "hidden":
                 return self.hidden_size
+            case "hidden_blocks":
+                return self.hidden_size // BLOCK
+            case "block_bytes":
+                return BLOCK // 2
             case "q":
                 return mixer.num_heads * mixer.head_dim
             case "kv":
@@ -340,6 +363,8 @@ class ModelSpec:
                 return mixer.num_kv_heads * mixer.value_dim
             case "attended":
                 return mixer.num_heads * mixer.value_dim
+            case "q_heads":
+                return mixer.num_heads
             case "head":
                 return mixer.head_dim
             case "vocab":
@@ -361,6 +386,8 @@ def _mlp_axis_size(axis: Axis, layer: LayerSpec) -> int:
             return routed.router.num_experts
         case "expert_inner":
             return routed.inner_size
+        case "expert_inner_blocks":
+            return routed.inner_size // BLOCK
         case "expert_gate_up" | "expert_pairs":
             return 2 * routed.inner_size
         case _:

@@ -4,7 +4,7 @@ Shapes are checked against config.json from the files' headers before any weight
 transforms are the family's (`ModelSpec.tensors`). Called by `loading/rank.py`; consumed layer by layer by
 `decoder.py`, so that plain weights are gone once a layer is packed.
 
-Legend: H hidden, O outputs of a rank, D head dim, U vocabulary rows of a rank.
+Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vocabulary rows of a rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _HEADS = ("", "language_model.")
 class LayerWeights:
     """One block. Query, key and value rows stand in this order.
 
-    Biases, norms and gates are None where the family has none; the bias of o is None but on rank 0. Norms of
-    queries and keys are those of a head or of all this rank's heads.
+    Biases, norms, gates and sinks are None where the family has none; the bias of o is None but on rank 0.
+    Norms of queries and keys are those of a head or of all this rank's heads.
     """
 
     attention_norm_H: Tensor
@@ -47,6 +47,7 @@ class LayerWeights:
     o_bias_H: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks_Q: Tensor | None
     mlp: MlpTensors
     scalar_1: Tensor | None
 
@@ -100,6 +101,7 @@ class TargetWeights:
             o_bias_H=parts.maybe("o_bias"),
             q_norm=parts.maybe("q_norm"),
             k_norm=parts.maybe("k_norm"),
+            sinks_Q=parts.maybe("sinks"),
             mlp=self._mlp(parts, index),
             scalar_1=parts.maybe("scalar"),
         )
@@ -152,7 +154,10 @@ class TargetWeights:
             tensor = rope.arranged(tensor)
         if rule.transform is not None:
             tensor = rule.transform(tensor)
-            return tensor if tensor.dtype is torch.float32 else tensor.to(self._dtype)
+            if tensor.dtype is torch.float32:
+                return tensor
+        if tensor.dtype is torch.uint8:
+            return tensor  # packed
         return tensor.to(torch.float32 if part in _PRECISE else self._dtype)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:

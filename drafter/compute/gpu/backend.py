@@ -65,7 +65,14 @@ class PagedAttention(Protocol):
         ...
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: Any, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: Any,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
         ...
@@ -92,9 +99,16 @@ class SplitAttention:
         return list_work(kind, rows, self._workspaces[kind.head_dim])
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: WorkList, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: WorkList,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
+        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
 _KNOWN = frozenset(get_args(Feature)) - {"routed experts", "values of another size than keys"}
@@ -247,7 +261,7 @@ class _TritonAttention:
         )
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NJD[:, : shape.num_heads]
-        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale)
+        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale, shape.sinks_Q)
 
 
 class _TritonContextWriter:
