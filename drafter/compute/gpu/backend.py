@@ -2,8 +2,9 @@
 
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
 products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
-PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind
-of layers: one lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Routed experts are
+four more (`experts.py`), behind their router's few PyTorch operators. Per pass and kind of layers: one lists
+attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
 all. Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
@@ -14,27 +15,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..backend import (
-    Attention,
-    AttentionShape,
-    ContextWriter,
-    Feature,
-    Machine,
-    PlacedRows,
-    Projection,
-    StackSpec,
-)
+from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
+from ..experts import Experts, ExpertWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
 from .attention import verify_attention
 from .choice import MeasuredChoice
+from .experts import TritonExperts
 from .norms import add_rms_norm, rms_norm
 from .product_tiles import ProductWorkspace
 from .projections import (
@@ -108,17 +102,14 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
-_KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
-
-
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine or a model lacks for Triton's kernels."""
+    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
     if odd:
         return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
-    return spec.lacking(_KNOWN)
+    return None
 
 
 class TritonBackend(OperatorBackend):
@@ -162,6 +153,9 @@ class TritonBackend(OperatorBackend):
         if self._device.type == "cpu":
             return other
         return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TritonExperts(weights, one_height=self._batch_invariant)
 
     def begin(self, rows: PlacedRows) -> _Pass:
         return _Pass(rows, self._attend)
