@@ -19,15 +19,9 @@ from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.eager.experts import expert_gate, weighted_sum
 from manta.drafter.compute.experts import ExpertActivation, ExpertWeights
 from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.gpu.expert_pairs import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu.expert_products import multiply_tiles
-from manta.drafter.compute.gpu.expert_tiles import (
-    HEIGHTS,
-    INVARIANT_HEIGHT,
-    ExpertTiles,
-    list_tiles,
-    most_tiles,
-    tile_height,
-)
+from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, INVARIANT_HEIGHT, most_tiles, tile_height
 from manta.drafter.compute.gpu.mxfp4 import MOST_EXPONENT
 from manta.drafter.compute.mxfp4 import MXFP4
 from torch import Tensor

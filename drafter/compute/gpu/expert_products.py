@@ -9,7 +9,7 @@ expert makes of a row stands in a place of its own; nothing is added by whoever 
 bits depend on no other row where tiles have one height. MXFP4 is read packed and unpacked in registers. Each
 step rounds where its own operator would (`eager/experts.py`). Called by `experts.py`.
 
-Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`expert_tiles.py`), K
+Legend: N rows, k experts chosen per row, P = N k pairs, E experts, T tiles of pairs (`expert_pairs.py`), K
 inputs, O outputs, I inner size, H hidden; in the kernels M pairs of a tile, C rows of a weight's tile (D
 columns of a gate), S inputs at a time, B words of two inputs at a time.
 """
@@ -27,7 +27,8 @@ from torch import Tensor
 from ..experts import ExpertActivation
 from ..mxfp4 import MXFP4
 from .activations import expert_gate
-from .expert_tiles import HEIGHTS, ExpertTiles
+from .expert_pairs import ExpertTiles
+from .expert_tiles import cut_weight
 from .launch import dependent_launch, wait_for_predecessor
 from .mxfp4 import split_words, unpack
 
@@ -65,8 +66,8 @@ def multiply_tiles(
     y_PO = x_RK.new_empty((tiles.num_pairs, outputs // 2 if activation else outputs))
     if packed:  # two inputs a word, as two codes are a byte
         x_RK = x_RK.view(torch.int64 if x_RK.dtype is torch.float32 else torch.int32)
-    columns, step, warps, stages = _cut(height, y_PO.dtype, packed=packed)
-    _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, columns))](
+    cut = cut_weight(height, y_PO.dtype, packed=packed)
+    _multiply_tiles[(len(tiles.experts_T), triton.cdiv(outputs, cut.columns))](
         x_RK,
         weights_EOK.blocks_EOBJ if packed else weights_EOK,
         weights_EOK.scales_EOB if packed else None,
@@ -83,10 +84,10 @@ def multiply_tiles(
         OUTPUTS=outputs,
         ACTIVATION=activation,
         HEIGHT=height,
-        COLUMNS=columns,
-        STEP=step,
-        num_warps=warps,
-        num_stages=stages,
+        COLUMNS=cut.columns,
+        STEP=cut.step,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
         **dependent_launch(x_RK.device),
     )
     return y_PO
@@ -120,18 +121,6 @@ def add_up(
         **dependent_launch(outputs_PH.device),
     )
     return y_NH
-
-
-def _cut(height: int, dtype: torch.dtype, *, packed: bool) -> tuple[int, int, int, int]:
-    """(rows of a weight of a program, inputs at a time, warps, steps under way): shared memory for three."""
-    half = dtype.itemsize == 2
-    if height == HEIGHTS[-1]:
-        return 128, 64 if half else 32, 8, 3
-    if packed:
-        return 64, 128 if half else 64, 4, 4 if height < HEIGHTS[-2] else 3
-    if height == HEIGHTS[-2]:
-        return 64, 64 if half else 32, 4, 4 if half else 3
-    return 64, 128 if half else 32, 4, 3
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

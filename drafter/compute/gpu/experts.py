@@ -1,6 +1,6 @@
 """A layer's routed experts on a GPU, in four launches whose grids follow from the number of rows alone.
 
-    expert ids ──▶ tiles of pairs by expert                              expert_tiles.py
+    expert ids ──▶ tiles of pairs by expert                              expert_pairs.py
     x ──▶ gate, up and activation of each pair ──▶ down of each pair     expert_products.py, mxfp4.py
       ──▶ a row's pairs times their weights, added up                    expert_products.py
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from ....cluster.errors import CheckpointError
 from ..experts import ExpertWeights
 from ..mxfp4 import MXFP4
+from .expert_pairs import list_tiles
 from .expert_products import add_up, multiply_tiles
-from .expert_tiles import INVARIANT_HEIGHT, list_tiles, tile_height
+from .expert_tiles import INVARIANT_HEIGHT, tile_height
 from .mxfp4 import MOST_EXPONENT
 
 
