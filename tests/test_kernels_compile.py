@@ -236,7 +236,7 @@ def _experts(
     dtype: str = "bf16",
     packed: bool = False,
 ) -> Variant:
-    """A product of tiles of pairs: of gate and up with an activation, else of down; packed ones have biases."""
+    """A product of tiles of pairs, of gate and up with an activation, else of down; packed have biases."""
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     cut = cut_weight(height, torch_dtype, packed=packed)
     words = {2: "i32", 4: "i64"}[torch_dtype.itemsize]
