@@ -1,9 +1,9 @@
 """Tensor parallelism: which part of the weights a rank holds, and the layers that put parts together.
 
 Heads, the MLP's inner size and the vocabulary are split over ranks; norms, routers and hidden states are
-whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V heads
-are repeated when there are fewer than ranks. One rank is the same code with collectives that do nothing. The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named
-here.
+whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V
+heads are repeated when there are fewer than ranks. One rank is the same code with collectives that do nothing.
+The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named here.
 
 Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank (padded).
 """
@@ -109,10 +109,8 @@ class Sharding:
                 return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
             case "expert":
                 return None if self.splits_experts(layer) else self.experts(layer)
-            case "expert_inner":
-                return self._expert_rows(1, layer)
-            case "expert_pairs":
-                return self._expert_rows(2, layer)
+            case "expert_inner" | "expert_pairs" | "expert_inner_blocks":
+                return self._of_experts(axis, layer)
             case _:
                 return None
 
@@ -127,14 +125,10 @@ class Sharding:
         assert routed is not None, "a layer with experts"
         return _splits(routed, self.world_size)
 
-    def expert_inner(self, layer: int) -> slice | None:
-        """This rank's part of the experts' inner states; None has them whole."""
-        return self._expert_rows(1, layer)
-
-    def _expert_rows(self, per_state: int, layer: int) -> slice | None:
+    def _of_experts(self, axis: Axis, layer: int) -> slice | None:
         if not self.splits_experts(layer):
             return None
-        return _part(per_state * self.spec.axis_size("expert_inner", layer), self.rank, self.world_size)
+        return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
 
 
 def _check_layer(layer: LayerSpec, world_size: int) -> None:

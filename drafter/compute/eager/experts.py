@@ -18,15 +18,16 @@ _STEEPNESS = 1.702  # of gpt-oss's sigmoid
 class TorchExperts:
     """`experts.Experts`: expert by expert, each over the rows that chose it."""
 
-    __slots__ = ("_weights",)
+    __slots__ = ("_down_EHI", "_gate_up_EIH", "_weights")
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
+        self._gate_up_EIH, self._down_EHI = weights.unpacked()
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         outputs_NkH = x_NH.new_zeros((*expert_ids_Nk.shape, x_NH.shape[1]), dtype=torch.float32)
         first = self._weights.first_expert
-        for expert in range(len(self._weights.gate_up)):
+        for expert in range(len(self._gate_up_EIH)):
             rows_M, places_M = (expert_ids_Nk == first + expert).nonzero(as_tuple=True)
             if len(rows_M):
                 outputs_NkH[rows_M, places_M] = self._expert(expert, x_NH[rows_M]).float()
@@ -37,9 +38,9 @@ class TorchExperts:
         bias_I, bias_H = (
             None if bias is None else bias[expert] for bias in (weights.gate_up_bias_EI, weights.down_bias_EH)
         )
-        gate_up_MI = F.linear(x_MH, weights.gate_up[expert], bias_I)
+        gate_up_MI = F.linear(x_MH, self._gate_up_EIH[expert], bias_I)
         inner_MI = expert_gate(gate_up_MI, weights.activation, weights.limit)
-        return F.linear(inner_MI, weights.down[expert], bias_H)
+        return F.linear(inner_MI, self._down_EHI[expert], bias_H)
 
 
 def expert_gate(gate_up_MI: Tensor, activation: ExpertActivation, limit: float | None) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
-from ..experts import Experts, ExpertWeights
+from ..eager.routing import TorchRoute
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
@@ -123,6 +124,7 @@ class TritonBackend(OperatorBackend):
     """
 
     attention_batch = staticmethod(rows_from_host)
+    packed_experts = True
 
     def __init__(
         self,
@@ -154,9 +156,6 @@ class TritonBackend(OperatorBackend):
             return other
         return ChosenProjection(OwnProjection(weight_PLRH, bias_O, self._sums), other, self._choice)
 
-    def experts(self, weights: ExpertWeights) -> Experts:
-        return TritonExperts(weights, one_height=self._batch_invariant)
-
     def begin(self, rows: PlacedRows) -> _Pass:
         return _Pass(rows, self._attend)
 
@@ -166,6 +165,12 @@ class TritonBackend(OperatorBackend):
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TritonExperts(weights, one_height=self._batch_invariant)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
