@@ -33,11 +33,11 @@ class TritonExperts:
     __slots__ = ("_one_height", "_weights")
 
     def __init__(self, weights: ExpertWeights, *, one_height: bool = False) -> None:
-        for packed in (weights.gate_up, weights.down):
-            if isinstance(packed, MXFP4):
-                _check_scales(packed)
-            else:
-                assert packed.is_contiguous(), "rows of all experts lie one behind the other"
+        for weight in (weights.gate_up, weights.down):
+            if isinstance(weight, MXFP4):
+                _check_scales(weight)
+            parts = (weight.blocks_EOBJ, weight.scales_EOB) if isinstance(weight, MXFP4) else (weight,)
+            assert all(part.is_contiguous() for part in parts), "rows of all experts lie one behind the other"
         self._weights, self._one_height = weights, one_height
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
