@@ -258,6 +258,35 @@ def _experts(
     return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, wgmma=True, side_by_side=most)
 
 
+def _choose_experts(
+    experts: int,
+    places: int,
+    *,
+    score: str = "softmax",
+    choose_first: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    correction: bool = False,
+) -> Variant:
+    signature = _pointers(bf16="logits_ptr", i32="ids_ptr", fp32="weights_ptr")
+    signature |= {"scale": "fp32", "row_stride": "i32:16"}
+    signature |= _pointers(fp32="correction_ptr") if correction else {}
+    constexprs = {
+        "EXPERTS": experts,
+        "LANES": experts,
+        "CHOSEN": places,
+        "CHOSEN_LANES": places,
+        "SIGMOID": score == "sigmoid",
+        "CHOOSE_FIRST": choose_first,
+        "RENORMALIZE": True,
+        "GROUPS": groups,
+        "TOP_GROUPS": top_groups,
+        "PDL": True,
+        "expert_scale_ptr": None,
+    } | ({} if correction else {"correction_ptr": None})
+    return Variant("_choose", signature, constexprs, 1)
+
+
 def _list_tiles(experts: int, height: int) -> Variant:
     signature = _pointers(i32="ids_ptr pairs_ptr experts_ptr count_ptr") | {"num_pairs": "i32"}
     bins = 1 << experts.bit_length()
@@ -385,6 +414,11 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
+    ],
+    "compute.gpu.routing": [
+        _choose_experts(128, 8),  # Qwen3-30B-A3B
+        _choose_experts(128, 4, choose_first=True),  # gpt-oss
+        _choose_experts(256, 8, score="sigmoid", groups=8, top_groups=4, correction=True),  # DeepSeek-V3
     ],
     "compute.gpu.expert_pairs": [_list_tiles(128, 16), _list_tiles(512, 64)],
     "compute.gpu.expert_products": [

@@ -16,13 +16,17 @@ from devices import DEVICE, HALVES, ON_GPU, watch_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.eager import routing
+from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.experts import expert_gate, weighted_sum
-from manta.drafter.compute.experts import ExpertActivation, ExpertWeights
+from manta.drafter.compute.experts import ExpertActivation, ExpertWeights, Router, RouterWeights
 from manta.drafter.compute.gpu.backend import TritonBackend
 from manta.drafter.compute.gpu.expert_pairs import ExpertTiles, list_tiles
 from manta.drafter.compute.gpu.expert_products import multiply_tiles
 from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, INVARIANT_HEIGHT, most_tiles, tile_height
 from manta.drafter.compute.gpu.mxfp4 import MOST_EXPONENT
+from manta.drafter.compute.gpu.routing import choose
+from manta.drafter.compute.layers import RMSNorm
 from manta.drafter.compute.mxfp4 import MXFP4
 from torch import Tensor
 
@@ -82,6 +86,46 @@ def test_a_grid_has_room_for_every_choice_and_for_none_more(counts: list[int], h
 def test_tiles_grow_with_the_pairs_of_an_expert():
     heights = [tile_height(pairs, 128) for pairs in (8, 1024, 1032, 2048, 4096, 65536)]
     assert heights == [16, 16, 32, 32, 64, 128]
+
+
+RULES = {
+    "softmax": Router(num_experts=160, top_k=8, score="softmax"),
+    "not renormalized": Router(num_experts=12, top_k=3, score="softmax", renormalize=False),
+    "choice first": Router(num_experts=32, top_k=4, score="softmax", choose_first=True),
+    "sigmoid": Router(num_experts=16, top_k=4, score="sigmoid", correction=True, scale=2.8),
+    "groups": Router(num_experts=24, top_k=3, score="sigmoid", correction=True, groups=4, top_groups=2),
+    "scaled experts": Router(num_experts=8, top_k=2, score="softmax", expert_scale=True),
+    "all": Router(num_experts=5, top_k=5, score="softmax"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: Router, dtype: torch.dtype):
+    """Of equals, too: some rows' logits are a few whole numbers, or zeros."""
+    logits_NE = torch.randn(12, rule.num_experts)
+    logits_NE[2:5].round_()
+    logits_NE[5] = 0
+    logits_NE = logits_NE.to(dtype)
+    correction_E = 0.3 * torch.randn(rule.num_experts) if rule.correction else None
+    expert_scale_E = torch.rand(rule.num_experts) if rule.expert_scale else None
+    ids_Nk, weights_Nk = choose(logits_NE, rule, correction_E, expert_scale_E)
+    expected = routing.choose(logits_NE, rule, correction_E, expert_scale_E)
+    assert torch.equal(ids_Nk, expected[0]) and ids_Nk.dtype is torch.int32
+    torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-5, atol=1e-7)
+    alone = choose(logits_NE[7:8], rule, correction_E, expert_scale_E)
+    assert torch.equal(alone[0][0], ids_Nk[7]) and torch.equal(alone[1][0], weights_Nk[7])
+
+
+def test_a_router_may_look_at_the_raw_residual_with_a_norm_of_its_own():
+    rule = Router(num_experts=8, top_k=2, score="softmax", normed_input=True)
+    norm = RMSNorm(torch.rand(32) + 0.5, 1e-6)
+    weights = RouterWeights(rule=rule, weight_EH=torch.randn(8, 32), norm=norm)
+    normed_NH, residual_NH = torch.randn(3, 32), torch.randn(3, 32)
+    ids_Nk, weights_Nk = TritonBackend(DEVICE).route(weights)(normed_NH, residual_NH)
+    expected = TorchBackend().route(weights)(normed_NH, residual_NH)
+    assert torch.equal(ids_Nk, expected[0])
+    torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-4, atol=1e-6)
 
 
 class Layer:

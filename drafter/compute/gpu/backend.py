@@ -3,9 +3,9 @@
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
 products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
 PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Routed experts are
-four more (`experts.py`), behind their router's few PyTorch operators. Per pass and kind of layers: one lists
-attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
-all. Chosen at load (`actors/targets/loading/operators.py`).
+a product and a choice (`routing.py`), then four launches (`experts.py`). Per pass and kind of layers: one
+lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it all. Chosen at
+load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
 K kv heads; of a weight P parts and R rows of a block.
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
-from ..eager.routing import TorchRoute
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
@@ -40,6 +39,7 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
+from .routing import TritonRoute
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
@@ -167,7 +167,7 @@ class TritonBackend(OperatorBackend):
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
-        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+        return TritonRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
         return TritonExperts(weights, one_height=self._batch_invariant)

@@ -5,7 +5,7 @@
       ──▶ a row's pairs times their weights, added up                    expert_products.py
 
 Nothing asks the host for a value, and each expert's weights are read once for as many rows as a tile holds.
-Made by `backend.py`; the choice of experts comes from a router (`eager/routing.py`).
+Made by `backend.py`; the choice of experts is `routing.py`'s.
 
 Legend: N rows, k experts chosen per row, H hidden.
 """
