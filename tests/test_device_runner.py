@@ -30,9 +30,14 @@ from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.logprobs import StepLogprobs
 from manta.cluster.plan import StepResult
+from manta.drafter.compute.gpu import experts
+from manta.drafter.compute.gpu.expert_pairs import ExpertTiles
+from manta.drafter.compute.mxfp4 import MXFP4
 from steps import GREEDY, Steps, open_runner, settings
+from test_gpt_oss import publish
 from test_lossless import KNOBS, tokens_of
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from torch import Tensor
 from waits import counting_waits
 
 # Few and short, for the interpreter takes seconds for a step: two without filters, one with all of them.
@@ -72,6 +77,24 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
         attention_backend=backend,
         **settings,
     )
+
+
+def test_packed_experts_are_multiplied_packed_and_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss as it is published; PyTorch's kernels take its experts dequantised."""
+    target = publish(make_tiny_target(tmp_path / "saved", "gpt_oss", seed=5), tmp_path / "published")
+    params = [replace(KNOBS["greedy"], max_tokens=2)] * len(CASES)
+    expected, _ = generate(target, None, "torch", params)
+    multiply, found = experts.multiply_tiles, set[type]()
+
+    def watched(x: Tensor, weights: Tensor | MXFP4, tiles: ExpertTiles, **more: Any) -> Tensor:
+        found.add(type(weights))
+        return multiply(x, weights, tiles, **more)
+
+    monkeypatch.setattr(experts, "multiply_tiles", watched)
+    assert generate(target, None, "triton", params)[0] == expected
+    assert found == {MXFP4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, cut_weight
 from manta.drafter.compute.gpu.product_tiles import plan_product
 from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles
 
@@ -233,6 +234,80 @@ def _product(
     return Variant("_multiply", given, constexprs, 4, stages, wgmma, side_by_side=3)
 
 
+def _experts(
+    outputs: int,
+    inputs: int,
+    height: int,
+    *,
+    activation: str | None = None,
+    dtype: str = "bf16",
+    packed: bool = False,
+) -> Variant:
+    """A product of tiles of pairs, of gate and up with an activation, else of down; packed have biases."""
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    cut = cut_weight(height, torch_dtype, packed=packed)
+    words = {2: "i32", 4: "i64"}[torch_dtype.itemsize]
+    given = {"x_ptr": f"*{words if packed else dtype}:16", "weight_ptr": f"*{'u8' if packed else dtype}:16"}
+    given |= {"scale_ptr": "*u8:16", "bias_ptr": f"*{dtype}:16"} if packed else {}
+    given |= {"y_ptr": f"*{dtype}:16"} | _pointers(i32="pairs_ptr experts_ptr count_ptr")
+    given |= {"limit": "fp32", "num_pairs": "i32", "x_stride": "i32:16"}
+    constexprs = {
+        "PLACES": 8 if activation else 1,
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "ACTIVATION": activation,
+        "HEIGHT": height,
+        "COLUMNS": cut.columns,
+        "STEP": cut.step,
+        "PDL": True,
+    } | ({} if packed else {"scale_ptr": None, "bias_ptr": None})
+    most = 1 if height == HEIGHTS[-1] else 3
+    return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, wgmma=True, side_by_side=most)
+
+
+def _choose_experts(
+    experts: int,
+    places: int,
+    *,
+    score: str = "softmax",
+    choose_first: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    correction: bool = False,
+) -> Variant:
+    signature = _pointers(bf16="logits_ptr", i32="ids_ptr", fp32="weights_ptr")
+    signature |= {"scale": "fp32", "row_stride": "i32:16"}
+    signature |= _pointers(fp32="correction_ptr") if correction else {}
+    constexprs = {
+        "EXPERTS": experts,
+        "LANES": experts,
+        "CHOSEN": places,
+        "CHOSEN_LANES": places,
+        "SIGMOID": score == "sigmoid",
+        "CHOOSE_FIRST": choose_first,
+        "RENORMALIZE": True,
+        "GROUPS": groups,
+        "TOP_GROUPS": top_groups,
+        "PDL": True,
+        "expert_scale_ptr": None,
+    } | ({} if correction else {"correction_ptr": None})
+    return Variant("_choose", signature, constexprs, 1)
+
+
+def _list_tiles(experts: int, height: int) -> Variant:
+    signature = _pointers(i32="ids_ptr pairs_ptr experts_ptr count_ptr") | {"num_pairs": "i32"}
+    bins = 1 << experts.bit_length()
+    constexprs = {"FIRST": 0, "EXPERTS": experts, "BINS": bins, "HEIGHT": height, "CHUNK": 1024, "PDL": True}
+    return Variant("_list_tiles", signature, constexprs)
+
+
+def _add_up(width: int, places: int, dtype: str = "bf16") -> Variant:
+    signature = {"outputs_ptr": f"*{dtype}:16", "y_ptr": f"*{dtype}:16"}
+    signature |= _pointers(i32="ids_ptr", fp32="weights_ptr")
+    constexprs = {"FIRST": 0, "EXPERTS": 128, "PLACES": places, "WIDTH": width, "BLOCK": 1024, "PDL": True}
+    return Variant("_add_up", signature, constexprs)
+
+
 def _gate(inner: int, dtype: str = "bf16", *, gelu: bool = False) -> Variant:
     signature = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16") | {"row_stride": "i32:16"}
     return Variant("_gate_mul", signature, {"INNER": inner, "BLOCK": 1024, "GELU": gelu, "PDL": True})
@@ -349,6 +424,25 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
+    ],
+    "compute.gpu.routing": [
+        _choose_experts(128, 8),  # Qwen3-30B-A3B
+        _choose_experts(128, 4, choose_first=True),  # gpt-oss
+        _choose_experts(256, 8, score="sigmoid", groups=8, top_groups=4, correction=True),  # DeepSeek-V3
+    ],
+    "compute.gpu.expert_pairs": [_list_tiles(128, 16), _list_tiles(512, 64)],
+    "compute.gpu.expert_products": [
+        _experts(1536, 2048, 16, activation="silu"),  # Qwen3-30B-A3B: gate and up of a verified block
+        _experts(2048, 768, 16),  # down
+        _experts(1536, 2048, 64, activation="silu"),
+        _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
+        _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True),  # gpt-oss
+        _experts(2880, 2880, 64, packed=True),
+        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True),
+        _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
+        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True, dtype="fp32"),
+        _add_up(2048, 8),
+        _add_up(2880, 4),
     ],
     "compute.gpu.write_kv": [
         _write(32, 8, 128, 4),  # Qwen3-8B

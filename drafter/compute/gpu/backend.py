@@ -2,9 +2,10 @@
 
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
 products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
-PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind
-of layers: one lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
-all. Chosen at load (`actors/targets/loading/operators.py`).
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Routed experts are
+a product and a choice (`routing.py`), then four launches (`experts.py`). Per pass and kind of layers: one
+lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it all. Chosen at
+load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
 K kv heads; of a weight P parts and R rows of a block.
@@ -30,14 +31,13 @@ from ..backend import (
     StackSpec,
 )
 from ..blocks import OperatorBackend
-from ..eager.experts import TorchExperts
-from ..eager.routing import TorchRoute
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
 from .attention import verify_attention
 from .choice import MeasuredChoice
+from .experts import TritonExperts
 from .norms import add_rms_norm, rms_norm
 from .product_tiles import ProductWorkspace
 from .projections import (
@@ -48,6 +48,7 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
+from .routing import TritonRoute
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
@@ -111,7 +112,7 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
-_KNOWN = frozenset(get_args(Feature)) - {"routed experts", "values of another size than keys"}
+_KNOWN = frozenset(get_args(Feature)) - {"values of another size than keys"}
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -135,6 +136,7 @@ class TritonBackend(OperatorBackend):
     """
 
     attention_batch = staticmethod(rows_from_host)
+    packed_experts = True
 
     def __init__(
         self,
@@ -177,10 +179,10 @@ class TritonBackend(OperatorBackend):
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
-        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+        return TritonRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return TorchExperts(weights)
+        return TritonExperts(weights, one_height=self._batch_invariant)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
