@@ -39,9 +39,31 @@ _GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+# Of a head's 8 pairs one is in between, and there the ends of the ramp, not rounded, show.
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
 FAMILIES = {
     "qwen3": TinyFamily(
         transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": True}
+    ),
+    "qwen3_moe": TinyFamily(
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     ),
     "llama": TinyFamily(
         transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}
@@ -58,6 +80,17 @@ FAMILIES = {
             "sliding_window": 9,
             "sliding_window_pattern": 2,
             "rope_parameters": _GEMMA3_ROPES,
+        },
+    ),
+    "gpt_oss": TinyFamily(
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 0.3,
+            "rope_parameters": _GPT_OSS_YARN,
         },
     ),
 }

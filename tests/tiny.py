@@ -48,8 +48,8 @@ def make_tiny_target(
     keys |= {"bos_token_id": None, "pad_token_id": None}
     model = tiny.model(tiny.config(**keys))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # defaults of 0 and 1 hide errors
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):  # defaults of 0 and 1 hide errors
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
@@ -80,6 +80,7 @@ def make_tiny_drafter(
     head_dim: int = 16,
     sliding_window: int | None = None,
     second: bool = False,
+    rope_scaling: dict | None = None,
 ) -> Path:
     """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id.
 
@@ -100,6 +101,7 @@ def make_tiny_drafter(
         "head_dim": head_dim,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
+        "rope_scaling": rope_scaling,
         "max_position_embeddings": 512,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -3,9 +3,9 @@
 Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
 one, so that a backend may compute them in one launch with what comes before, or with what comes behind.
 
-    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --gate,up--> act, product --down--> (x'', norm x'')
+    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --MLP (`mlps.py`)--> (x'', norm x'')
 
-Legend: N rows, H hidden, I inner size, m taps; P parts, L layers, R rows of a block of a weight.
+Legend: N rows, H hidden, m taps; P parts, L layers, R rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from .backend import AttentionShape, BlockWeights, Normed, Operators, PlacedRows
 from .convolved import ConvolvedBlock, ConvolvedStack
 from .kv_cache import PagedKVCache
 from .layers import Linear, RMSNorm, linear_of_blocks
+from .mlps import make_mlp
 
 
 class OperatorBackend:
     """The part of `backend.Backend` that is the same for all backends whose passes Python drives."""
+
+    packed_experts = False
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
@@ -77,11 +80,12 @@ class BlockStack:
 
 
 class _Block:
-    __slots__ = ("_attention", "_operators", "_weights")
+    __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 
     def __init__(self, operators: Operators, shape: AttentionShape, weights: BlockWeights) -> None:
         self._operators = operators
         self._attention = operators.attention(shape)
+        self._mlp = make_mlp(operators, weights)
         self._weights = weights
 
     def __call__(
@@ -100,8 +104,7 @@ class _Block:
         x_NH, normed_NH = operators.residual_norm(
             weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
         )
-        inner_NI = operators.gated(weights.gate_up, normed_NH, weights.activation)
-        return operators.residual_norm(weights.down, inner_NI, x_NH, next_norm, weights.mlp_out_norm)
+        return self._mlp(normed_NH, x_NH, next_norm)
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .backend import ConvolvedBlock, Operators, PlacedRows
+from .backend import ConvolvedBlock, DenseMLP, Operators, PlacedRows
 from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 
@@ -56,5 +56,7 @@ class ConvolvedStack:
         u_NH = ops.norm(weights.mlp_norm, x_NH)
         before, after = convolution.dynamic(u_NH)
         u_NH = ops.convolve(u_NH, before, convolution.base_STH[0], owners_N)
-        fed_NH = weights.down(ops.gated(weights.gate_up, u_NH, weights.activation))
+        mlp = weights.mlp
+        assert isinstance(mlp, DenseMLP), "drafters have no experts"
+        fed_NH = mlp.down(ops.gated(mlp.gate_up, u_NH, mlp.activation))
         return ops.convolve(fed_NH, after, convolution.base_STH[1], owners_N, x_NH)

@@ -21,6 +21,7 @@ from ..compute.backend import (
     BlockWeights,
     Convolution,
     ConvolvedBlock,
+    DenseMLP,
     PlacedRows,
     Projection,
 )
@@ -118,8 +119,9 @@ def make_block(
         qkv=qkv,
         o=backend.linear(weights[f"{at}self_attn.o_proj.weight"], weights.get(f"{at}self_attn.o_proj.bias")),
         mlp_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
-        gate_up=backend.linear(gate_up_IH),
-        down=backend.linear(weights[f"{at}mlp.down_proj.weight"]),
+        mlp=DenseMLP(
+            gate_up=backend.linear(gate_up_IH), down=backend.linear(weights[f"{at}mlp.down_proj.weight"])
+        ),
     )
     return shape, parts
 

@@ -22,6 +22,7 @@ from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.compute.layers import RMSNorm
 from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
+from .mlps import make_mlp
 from .parallel import Communicator, VocabEmbedding, VocabHead, row_linear
 from .weights import TargetWeights
 
@@ -144,8 +145,6 @@ def _block(
         o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
         attention_out_norm=norm(parts.attention_out_norm_H),
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
-        gate_up=backend.linear(parts.gate_up_IH, parts.gate_up_bias_I),
-        activation=spec.mlp.activation,
-        down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
+        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps, parts.qkv_OH.dtype),
         mlp_out_norm=norm(parts.mlp_out_norm_H),
     )
