@@ -61,13 +61,23 @@ class Pair:
     oracle: Oracle
 
 
-def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> Pair:
+def load_pair(
+    folder: Path,
+    config: dict,
+    dtype: torch.dtype = torch.float32,
+    own: torch.Tensor | None = None,
+) -> Pair:
+    """Args:
+    own: embedding and head [2, V, H] of the drafter's files, if they have them.
+    """
     generator = torch.Generator().manual_seed(5)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
     nested = config.get("dflash_config", {})
     mask = torch.randn(HIDDEN, generator=generator) if nested.get("mask_token_id", 0) >= VOCAB else None
     tensors = checkpoints.random_tensors(config)
+    if own is not None:
+        tensors |= {"embed_tokens.weight": own[0].clone(), "lm_head.weight": own[1].clone()}
     checkpoints.write(folder, config, tensors, mask)
     lends = LentWeights(embedding.to(dtype), Linear(head.to(dtype)))
     return Pair(
