@@ -25,7 +25,7 @@ GEMMA: frozenset[Feature] = frozenset(
         "scaled residuals",
     }
 )
-ALL_FEATURES: frozenset[Feature] = GEMMA | {"attention sinks"}
+ALL_FEATURES: frozenset[Feature] = GEMMA | {"attention sinks", "convolutions around attention and MLP"}
 CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 GPU = replace(CPU, device=torch.device("cuda"))
 

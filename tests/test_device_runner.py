@@ -114,6 +114,19 @@ def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
     assert stats.num_drafts > 0
 
 
+def test_a_dflash2_drafter_drafts_what_the_host_s_does(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Its layers slide, too; as many of its drafts stand, of each request."""
+    drafter = make_tiny_drafter(tmp_path, sliding_window=20, second=True)
+    hot = [replace(p, temperature=4.0, max_tokens=5) for p in PARAMS[1:]]
+    found: list[list[tuple[list[int], list[int]]]] = []
+    for backend in ("triton", "torch"):
+        with opened(tiny_qwen3, drafter, backend) as llm:
+            answers = llm.generate([{"prompt_token_ids": case} for case in CASES[1:]], hot)
+        found.append([(o.outputs[0].token_ids, o.metrics.acceptance_histogram) for o in answers])
+    assert found[0] == found[1]
+    assert sum(count for _, counts in found[0] for count in counts[1:]) > 0
+
+
 def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) -> None:
     expected, _ = generate(tiny_llama, None, "torch")
     ahead = {"async_scheduling": True, "num_pages": 3, "max_num_batched_tokens": 18}

@@ -61,13 +61,23 @@ class Pair:
     oracle: Oracle
 
 
-def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> Pair:
+def load_pair(
+    folder: Path,
+    config: dict,
+    dtype: torch.dtype = torch.float32,
+    own: torch.Tensor | None = None,
+) -> Pair:
+    """Args:
+    own: embedding and head [2, V, H] of the drafter's files, if they have them.
+    """
     generator = torch.Generator().manual_seed(5)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
     nested = config.get("dflash_config", {})
     mask = torch.randn(HIDDEN, generator=generator) if nested.get("mask_token_id", 0) >= VOCAB else None
     tensors = checkpoints.random_tensors(config)
+    if own is not None:
+        tensors |= {"embed_tokens.weight": own[0].clone(), "lm_head.weight": own[1].clone()}
     checkpoints.write(folder, config, tensors, mask)
     lends = LentWeights(embedding.to(dtype), Linear(head.to(dtype)))
     return Pair(
@@ -78,7 +88,13 @@ def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) ->
 class Requests:
     """Requests at scattered pages whose context has been written: `lengths` tokens each, then an anchor."""
 
-    def __init__(self, drafter: DFlashDrafter, lengths: list[int], taps: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        lengths: list[int],
+        taps: list[torch.Tensor],
+        params: list[SlotSampling] | None = None,
+    ) -> None:
         rng = np.random.default_rng(1)
         self.lengths = lengths
         self.anchors = [int(a) for a in rng.integers(0, 80, len(lengths))]
@@ -87,7 +103,8 @@ class Requests:
         self.proposer.cache.kv.normal_()  # what earlier requests left behind
         order = iter(rng.permutation(NUM_PAGES).tolist())
         pages = [(s, i, next(order)) for s, n in enumerate(lengths) for i in range(-(-(n + 16) // PAGE_SIZE))]
-        self.states.apply(plan_of([], [], [], [], pages=pages, samples=[]))
+        admitted = [AdmittedRequest(s, str(s), i32([]), p) for s, p in enumerate(params or ())]
+        self.states.apply(plan_of([], [], [], [], admitted=admitted, pages=pages, samples=[]))
         for slot, (length, anchor) in enumerate(zip(lengths, self.anchors, strict=True)):
             self.states.token_ids[slot, length] = anchor
             for begin, end in ((0, length // 2), (length // 2, length)):
@@ -98,10 +115,13 @@ class Requests:
         plan = plan_of([slot], [begin], [len(taps)], [0], samples=[False])
         self.proposer.inject(taps, self.states.lay_out_rows(plan))
 
+    def plan(self, drafts: list[int]) -> SchedulerOutput:
+        """A step of so many drafts each."""
+        return plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
+
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
         """Logits per request for so many drafts each."""
-        who = [r for r, k in enumerate(drafts) if k]
-        plan = plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
+        who, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
         block = self.states.lay_out_block(plan, self.proposer.drafter.config.mask_token_id)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
         parts = iter(logits.split([drafts[r] for r in who]))
@@ -205,9 +225,9 @@ class KeepsWeights(TorchBackend):
         self.matrices.append(weight_OH)
         return super().linear(weight_OH, bias_O)
 
-    def linear_of_blocks(self, weight_PLRH: torch.Tensor) -> Projection:
+    def linear_of_blocks(self, weight_PLRH: torch.Tensor, bias_O: torch.Tensor | None = None) -> Projection:
         self.blocks.append(weight_PLRH)
-        return super().linear_of_blocks(weight_PLRH)
+        return super().linear_of_blocks(weight_PLRH, bias_O)
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 1, 0)], ids=["one page group", "two"])

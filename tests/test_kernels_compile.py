@@ -140,6 +140,29 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
     return Variant("_apply", signature, constexprs | {"CHUNK": 1024}, 4)
 
 
+def _walk(dtype: str, *, filters: bool) -> Variant:
+    """16 candidates of a row, codebooks of rank 256."""
+    signature = _SETTINGS | _pointers(i64="positions ids token_ids seeds chosen", i32="cu_rows", fp32="z")
+    signature |= dict.fromkeys(("gates", "predecessors", "successors"), f"*{dtype}:16")
+    constexprs = {"FILTERS": filters, "RANK": 256, "TOP_K": 16, "RANKS": 256, "PLACES": 16}
+    return Variant("_walk", signature, constexprs)
+
+
+def _forbid(dtype: str) -> Variant:
+    signature = _pointers(i32="slots min_lengths stop_ids", i64="positions") | {"logits": f"*{dtype}:16"}
+    signature |= dict.fromkeys(("row_stride", "vocab_size", "vocab_start"), "i32")
+    return Variant("_forbid_early_stops", signature, {"NUM_STOP_IDS": 128}, 1)
+
+
+def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
+    """Two taps, a kernel for 16 channels."""
+    given = ("x", "dynamic", "base", "y", *(("residual",) if residual else ()))
+    signature = dict.fromkeys(given, f"*{dtype}:16") | {"owners": "*i32", "num_rows": "i32"}
+    signature |= {"row_stride": "i32:16", "tap_stride": "i32:16"}
+    constexprs = {"HIDDEN": hidden, "GROUP": 16, "TAPS": 2, "ROWS": 4, "COLUMNS": 256, "PDL": True}
+    return Variant("_convolve", signature, constexprs | ({} if residual else {"residual": None}))
+
+
 def _mask(dtype: str) -> Variant:
     """Chunks of Qwen3's vocabulary."""
     signature = {"logits": f"*{dtype}:16", "row_stride": "i32:16", "num_words": "i32", "vocab_size": "i32:16"}
@@ -359,6 +382,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _apply_rules("bf16", drafts=False),
         _apply_rules("fp32", drafts=True),
     ],
+    "step.device.selection": [
+        _walk("bf16", filters=False),  # Muse-Glimmer's, Qwen3.8's
+        _walk("bf16", filters=True),
+        _walk("fp32", filters=True),
+        _forbid("bf16"),
+    ],
     "step.device.masks": [_mask("bf16"), _mask("fp32")],
     "step.device.rows": [
         _lay_out(is_block=True),
@@ -410,6 +439,11 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(3840, 16, weight="fp32"),  # Gemma 3
         _norm(3840, 16, weight="fp32", add=False),
         _norm(5376, 16, weight="fp32", scaled=True),  # Gemma 4
+    ],
+    "compute.gpu.convolution": [
+        _convolve(6656, residual=False),
+        _convolve(6656, residual=True),
+        _convolve(5120, residual=True, dtype="fp32"),
     ],
     "compute.gpu.activations": [
         _gate(dim, dtype, gelu=gelu)

@@ -81,10 +81,10 @@ class Keys:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
-    """Of a target with two kinds of layers and a drafter with a window: `first` few steps, then many."""
+    """Of a target with two kinds of layers and a DFlash2 drafter with a window: `first`, then many steps."""
     folder, keys = tmp_path_factory.mktemp("variants"), Keys()
     target = make_tiny_target(folder / "target", "gemma3")
-    drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7)
+    drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7, second=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: keys.take(kernel, *a, **k))
         # What a kernel would have written is read by PyTorch's operators between them.
@@ -116,6 +116,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
 
 def test_what_changes_from_step_to_step_is_no_part_of_a_key(keys: Keys):
     assert {"_attend", "_lay_out_rows", "_choose", "_write_words"} <= keys.found.keys()
+    assert {"_convolve", "_forbid_early_stops", "_walk"} <= keys.found.keys()
     assert keys.wavering() <= OF_A_MODEL
 
 

@@ -9,7 +9,8 @@
     StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
-size, F head dim of values, G page groups; P parts and R rows of a block of a weight.
+size, F head dim of values, G page groups; P parts and R rows of a block of a weight; S sides (in, out), T
+taps and C groups of channels of a convolution.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ Feature = Literal[
     "gate behind attention",
     "norm of whole queries and keys",
     "attention sinks",
+    "convolutions around attention and MLP",
     "routed experts",
     "layers whose heads differ",
     "values of another size than keys",
@@ -200,6 +202,35 @@ class BlockWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """DFlash2's, around one sublayer: `eager/convolution.py` says what it means.
+
+    Attributes:
+        kernels: H -> S * T * C, what each row adds to the base kernels.
+        base_STH: in the model's dtype.
+    """
+
+    kernels: Projection
+    base_STH: Tensor
+
+    def dynamic(self, normed_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows' own kernels [N, T, C] of both sides."""
+        sides, taps, _ = self.base_STH.shape
+        before, after = self.kernels(normed_NH).unflatten(-1, (sides, taps, -1)).unbind(1)
+        return before, after
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedBlock:
+    """A block's plain parts and the convolutions around them (`convolved.py`)."""
+
+    shape: AttentionShape
+    weights: BlockWeights
+    around_attention: Convolution
+    around_mlp: Convolution
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedRows:
     """The rows of a pass and their places.
 
@@ -213,6 +244,10 @@ class PlacedRows:
     positions_N: Tensor
     kv_slots: tuple[Tensor, ...]
     batches: tuple[Any, ...]
+
+    def owners(self) -> Tensor:
+        """Of a drafter's block: integers [N], the same in neighbouring rows if these are of one request."""
+        raise NotImplementedError("only a step's rows know whose they are")
 
 
 class Attention(Protocol):
@@ -269,8 +304,8 @@ class Backend(Protocol):
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...
 
-    def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
-        """The product with a weight of P * L * R outputs whose blocks of R rows may lie apart; read where
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        """The product with a weight of O = P * L * R outputs whose blocks of R rows may lie apart; read where
         they lie, but by backends that lay out weights anew anyway."""
         ...
 
@@ -289,6 +324,10 @@ class Backend(Protocol):
         tap_ids: Sequence[int] = (),
     ) -> Stack:
         """The blocks in order and the norm behind the last; taps are 0-based, in the drafter's order."""
+        ...
+
+    def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> Stack:
+        """The same of blocks with convolutions."""
         ...
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
@@ -328,6 +367,18 @@ class Operators(Protocol):
 
     def gated(self, gate_up: Projection, normed_NH: Normed, activation: Activation) -> Tensor:
         """activation(first half) * second half of the product."""
+        ...
+
+    def convolve(
+        self,
+        x_NH: Tensor,
+        dynamic_NTC: Tensor,
+        base_TH: Tensor,
+        owners_N: Tensor,
+        residual_NH: Tensor | None = None,
+        /,
+    ) -> Tensor:
+        """As `eager.convolution.convolve`."""
         ...
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:

@@ -21,10 +21,11 @@ from ..compute.tensors import TensorFolder
 from .config import DrafterConfig
 from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
+from .parts import SELECTOR
 
 
 def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a drafter must have."""
+    """Every tensor that a drafter must have, by its name in z-lab's and Speculators' files."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -32,21 +33,37 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
-    per_layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
-        "self_attn.q_norm": (dim,),
-        "self_attn.k_norm": (dim,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+    per_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "self_attn.q_norm.weight": (dim,),
+        "self_attn.k_norm.weight": (dim,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.attention_bias:
+        rows = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
+        per_layer |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in rows.items()}
+    if config.attention_sinks:
+        per_layer["self_attn.attention_sink_bias"] = (config.num_heads,)
+    if (size := config.convolutions) is not None:
+        kernels = 2 * size.num_taps * (hidden // size.group_size)
+        for name in ("attention_conv", "mlp_conv"):
+            per_layer[f"{name}.base_kernel"] = (2, size.num_taps, hidden)
+            per_layer[f"{name}.kernel_projection.weight"] = (kernels, hidden)
     for i in range(config.num_layers):
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in per_layer.items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in per_layer.items()}
+    if (selector := config.selector) is not None:
+        shapes |= {
+            f"{SELECTOR}.predecessor_codebook": (config.vocab_size, selector.rank),
+            f"{SELECTOR}.successor_codebook": (config.vocab_size, selector.rank),
+            f"{SELECTOR}.hidden_projection.weight": (selector.rank, hidden),
+        }
     if config.maps_vocabulary:
         shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
     return shapes
@@ -58,7 +75,7 @@ def check_drafter(path: str | Path, target: TargetFacts) -> DrafterConfig:
     config.check_fits(target)
     folder = TensorFolder(path)
     for name, shape in drafter_shapes(config, target).items():
-        folder.check(name, shape)
+        folder.check(_in_file(name, config), shape)
     for name, rows in (
         ("embed_tokens.weight", target.vocab_size),
         ("lm_head.weight", config.draft_vocab_size),
@@ -79,7 +96,7 @@ def load_drafter(
     *,
     input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
-    """Check and load a drafter (z-lab or Speculators format).
+    """Check and load a drafter of any format.
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
@@ -88,9 +105,9 @@ def load_drafter(
     """
     config = _scaled_like(check_drafter(path, target), target, dtype, input_embedding_scale)
     folder = TensorFolder(path)
-    optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
-    names = [*drafter_shapes(config, target), *(name for name in optional if name in folder.shapes)]
-    weights = {name: folder.get(name) for name in dict.fromkeys(names)}
+    own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in folder.shapes]
+    names = dict.fromkeys([*drafter_shapes(config, target), *own])
+    weights = {name: folder.get(_in_file(name, config)) for name in names}
     if config.maps_vocabulary:
         _check_map(weights["d2t"], target, str(path))
     weights = {
@@ -111,6 +128,14 @@ def _scaled_like(
     if scale is None:
         scale = float(torch.tensor(target.embed_scale, dtype=dtype))
     return replace(config, input_embedding_scale=scale)
+
+
+def _in_file(name: str, config: DrafterConfig) -> str:
+    return _OF_ASSISTANT.get(name, name) if config.layout == "assistant" else name
+
+
+# transformers' names, where they are others.
+_OF_ASSISTANT = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:

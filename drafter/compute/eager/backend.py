@@ -15,6 +15,7 @@ from ..kv_cache import PagedKVCache
 from ..layers import Activation, HeadNorm, RMSNorm, gate
 from ..rope import RotaryEmbedding, Rotation
 from .attention import AttentionBatch, paged_attention
+from .convolution import convolve
 from .experts import TorchExperts
 from .routing import TorchRoute
 
@@ -44,6 +45,7 @@ class TorchBackend(OperatorBackend):
     """PyTorch's own operators; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
+    convolve = staticmethod(convolve)
 
     def begin(self, rows: PlacedRows) -> _TorchPass:
         return _TorchPass(rows)

@@ -37,6 +37,7 @@ from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
 from .attention import verify_attention
 from .choice import MeasuredChoice
+from .convolution import convolve
 from .experts import TritonExperts
 from .norms import add_rms_norm, rms_norm
 from .product_tiles import ProductWorkspace
@@ -152,8 +153,8 @@ class TritonBackend(OperatorBackend):
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
         return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
 
-    def linear_of_blocks(self, weight_PLRH: Tensor) -> LayerProjection:
-        return self._projection(weight_PLRH, None, lambda: linear_of_blocks(weight_PLRH))
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        return self._projection(weight_PLRH, bias_O, lambda: linear_of_blocks(weight_PLRH, bias_O))
 
     def _projection(
         self,
@@ -206,6 +207,8 @@ class TritonBackend(OperatorBackend):
     def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
         assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
         return gate_up.gated(normed_NH, activation)
+
+    convolve = staticmethod(convolve)
 
     def as_tensor(self, normed_NH: Tensor | PendingNorm) -> Tensor:
         return as_tensor(normed_NH)

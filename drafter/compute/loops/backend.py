@@ -13,6 +13,7 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..eager.attention import AttentionBatch, paged_attention
+from ..eager.convolution import convolve
 from ..eager.routing import TorchRoute
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
@@ -33,6 +34,7 @@ class CpuBackend(OperatorBackend):
     """Compiled loops for fp32 and bf16; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
+    convolve = staticmethod(convolve)
 
     def begin(self, rows: PlacedRows) -> PlacedRows:
         return rows
