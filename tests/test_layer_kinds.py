@@ -17,7 +17,7 @@ import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.page_groups import LayerPlace
-from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.compiled.backend import CompiledBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu.backend import TritonBackend
@@ -125,6 +125,7 @@ class Model:
             rope=None if rich and layer == UNTURNED else self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
+            sinks_Q=torch.randn(HEADS, generator=self._random).to(self.device) if rich else None,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
@@ -134,9 +135,11 @@ class Model:
             o=linear(HIDDEN, HEADS * HEAD_DIM),
             attention_out_norm=self._norm(HIDDEN) if rich else None,
             mlp_norm=self._norm(HIDDEN),
-            gate_up=linear(2 * INNER, HIDDEN),
-            activation="gelu_tanh" if rich else "silu",
-            down=linear(HIDDEN, INNER),
+            mlp=DenseMLP(
+                gate_up=linear(2 * INNER, HIDDEN),
+                activation="gelu_tanh" if rich else "silu",
+                down=linear(HIDDEN, INNER),
+            ),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
         )
         return shape, weights
@@ -224,7 +227,7 @@ def test_all_that_a_block_may_have_is_what_pytorch_s_operators_make_of_it(name: 
         if model.dtype is torch.float32:
             assert error.max() < 2e-5 * size.max()
         else:
-            assert error.max() < 0.03 * size.max() and error.mean() < 0.02 * size.mean()
+            assert error.max() < 0.04 * size.max() and error.mean() < 0.02 * size.mean()
 
 
 @pytest.mark.parametrize("layers", [[0, 2], [2], [1]], ids=["of group 1", "its second", "of group 0"])

@@ -4,7 +4,8 @@ Shapes are checked against config.json from the files' headers before any weight
 transforms are the family's (`ModelSpec.tensors`). Called by `loading/rank.py`; consumed layer by layer by
 `decoder.py`, so that plain weights are gone once a layer is packed.
 
-Legend: H hidden, O outputs of a rank, I inner size of a rank, D head dim, U vocabulary rows of a rank.
+Legend: H hidden, O outputs of a rank, I inner size of a rank, D head dim, Q query heads of a rank, U
+vocabulary rows of a rank.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _HEADS = ("", "language_model.")
 class LayerWeights:
     """One block. Query, key and value rows stand in this order; gate rows before up rows.
 
-    Biases, norms and gates are None where the family has none; biases of o and down are None but on rank 0.
-    Norms of queries and keys are those of a head or of all this rank's heads.
+    Biases, norms, gates and sinks are None where the family has none; biases of o and down are None but on
+    rank 0. Norms of queries and keys are those of a head or of all this rank's heads.
     """
 
     attention_norm_H: Tensor
@@ -46,6 +47,7 @@ class LayerWeights:
     o_bias_H: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks_Q: Tensor | None
     gate_up_IH: Tensor
     gate_up_bias_I: Tensor | None
     down_HI: Tensor
@@ -112,6 +114,7 @@ class TargetWeights:
             o_bias_H=single("o_bias"),
             q_norm=single("q_norm"),
             k_norm=single("k_norm"),
+            sinks_Q=single("sinks"),
             gate_up_IH=torch.cat([self._part(part, index) for part in ("gate", "up")]),
             gate_up_bias_I=joined("gate_bias", "up_bias"),
             down_HI=self._part("down", index),

@@ -14,12 +14,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..backend import (
+    Attention,
+    AttentionShape,
+    ContextWriter,
+    Feature,
+    Machine,
+    PlacedRows,
+    Projection,
+    StackSpec,
+)
 from ..blocks import OperatorBackend
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
@@ -53,7 +62,14 @@ class PagedAttention(Protocol):
         ...
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: Any, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: Any,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
         ...
@@ -80,19 +96,29 @@ class SplitAttention:
         return list_work(kind, rows, self._workspaces[kind.head_dim])
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: PagedRows, prepared: WorkList, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKD: Tensor,
+        rows: PagedRows,
+        prepared: WorkList,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
+        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale, sinks_Q=sinks_Q)
+
+
+_KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
+    """What this machine or a model lacks for Triton's kernels."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
     if odd:
         return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
-    return None
+    return spec.lacking(_KNOWN)
 
 
 class TritonBackend(OperatorBackend):
@@ -219,7 +245,7 @@ class _TritonAttention:
         )
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NJD[:, : shape.num_heads]
-        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale)
+        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale, shape.sinks_Q)
 
 
 class _TritonContextWriter:

@@ -84,7 +84,14 @@ class _CpuAttention:
         )
         q_NQD = qkv_NO.view(len(qkv_NO), -1, shape.head_dim)[:, : shape.num_heads]
         return paged_attention(
-            q_NQD, cache, layer, step.batches[group], shape.scale, causal=shape.causal, window=shape.window
+            q_NQD,
+            cache,
+            layer,
+            step.batches[group],
+            shape.scale,
+            causal=shape.causal,
+            window=shape.window,
+            sinks_Q=shape.sinks_Q,
         )
 
 
