@@ -56,6 +56,17 @@ FAMILIES = {
     "qwen3": TinyFamily(
         transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": True}
     ),
+    "qwen3_moe": TinyFamily(
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
     "llama": TinyFamily(
         transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}
     ),

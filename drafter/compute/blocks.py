@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from .backend import AttentionShape, BlockWeights, Normed, Operators, PlacedRows, Projection, Stack
-from .eager.experts import TorchExperts
-from .eager.routing import TorchRoute
-from .experts import Experts, ExpertWeights, Route, RouterWeights
 from .kv_cache import PagedKVCache
 from .layers import Linear, RMSNorm, linear_of_blocks
 from .mlps import make_mlp
@@ -33,12 +30,6 @@ class OperatorBackend:
 
     def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
         return linear_of_blocks(weight_PLRH)
-
-    def route(self, weights: RouterWeights) -> Route:
-        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
-
-    def experts(self, weights: ExpertWeights) -> Experts:
-        return TorchExperts(weights)
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:
         return normed_NH

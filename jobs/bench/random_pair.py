@@ -143,11 +143,11 @@ class RandomTensors:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(shape, fill, dtype=self._dtype, device=self._device)
         tensor = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
-        return tensor.mul_(shape[1] ** -0.5)
+        return tensor.mul_(shape[-1] ** -0.5)
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
         whole = self.get(name)
-        return whole[rows] if dim == 0 else whole[:, rows]
+        return whole[(*[slice(None)] * dim, rows)]
 
 
 class RandomModels:

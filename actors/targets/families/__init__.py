@@ -12,12 +12,13 @@ from pathlib import Path
 
 from ....drafter.compute.config_json import Json, read_json, text_config, wrong
 from ..model.spec import ModelSpec
-from . import gemma3, llama, mistral, muse_glimmer, qwen2, qwen3
+from . import gemma3, llama, mistral, muse_glimmer, qwen2, qwen3, qwen3_moe
 
 Reader = Callable[[Json, str], ModelSpec]
 
 FAMILIES: Mapping[str, Reader] = {
     "Qwen3ForCausalLM": qwen3.read,
+    "Qwen3MoeForCausalLM": qwen3_moe.read,
     "Qwen2ForCausalLM": qwen2.read,
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,

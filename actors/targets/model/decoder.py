@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ....cluster.page_groups import LayerPlace
-from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
+from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.compute.layers import RMSNorm, scaled_logits
 from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
+from .mlps import make_mlp
 from .parallel import Communicator, VocabEmbedding, VocabHead, row_linear
 from .row_norm import RowNorm
 from .weights import TargetWeights
@@ -157,7 +158,6 @@ def _block(
     eps, sharding, spec = weights.spec.rms_norm_eps, weights.sharding, weights.spec.layers[layer]
     parts, mixer = weights.layer(layer), spec.mixer
     out_eps = eps if weights.spec.out_norm_eps is None else weights.spec.out_norm_eps
-    assert spec.dense is not None and spec.routed is None, "routed MLPs are not loaded yet"
 
     def out_norm(weight_H: Tensor | None) -> RMSNorm | None:
         return None if weight_H is None else RMSNorm(weight_H, out_eps)
@@ -187,10 +187,6 @@ def _block(
         o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
         attention_out_norm=out_norm(parts.attention_out_norm_H),
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
-        mlp=DenseMLP(
-            gate_up=backend.linear(parts.gate_up_IH, parts.gate_up_bias_I),
-            activation=spec.dense.activation,
-            down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
-        ),
+        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps),
         mlp_out_norm=out_norm(parts.mlp_out_norm_H),
     )

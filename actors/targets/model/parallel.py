@@ -1,9 +1,9 @@
 """Tensor parallelism: which part of the weights a rank holds, and the layers that put parts together.
 
 Heads, the MLP's inner size and the vocabulary are split over ranks; norms, routers and hidden states are
-whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V heads
-are repeated when there are fewer than ranks. One rank is the same code with collectives that do nothing. The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named
-here.
+whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V
+heads are repeated when there are fewer than ranks. One rank is the same code with collectives that do nothing.
+The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named here.
 
 Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank (padded).
 """
@@ -126,10 +126,6 @@ class Sharding:
         routed = self.spec.layers[layer].routed
         assert routed is not None, "a layer with experts"
         return _splits(routed, self.world_size)
-
-    def expert_inner(self, layer: int) -> slice | None:
-        """This rank's part of the experts' inner states; None has them whole."""
-        return self._expert_rows(1, layer)
 
     def _expert_rows(self, per_state: int, layer: int) -> slice | None:
         if not self.splits_experts(layer):

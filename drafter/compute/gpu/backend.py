@@ -30,6 +30,9 @@ from ..backend import (
     StackSpec,
 )
 from ..blocks import OperatorBackend
+from ..eager.experts import TorchExperts
+from ..eager.routing import TorchRoute
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
@@ -172,6 +175,12 @@ class TritonBackend(OperatorBackend):
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
