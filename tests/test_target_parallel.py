@@ -14,7 +14,7 @@ from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank import load_runner
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.mlp_weights import DenseTensors
+from manta.actors.targets.model.mlp_weights import DenseTensors, MlpTensors, RoutedTensors
 from manta.actors.targets.model.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
@@ -113,6 +113,14 @@ def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
         assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
 
 
+def matrices(mlp: MlpTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [.., 2 I, H] and down [.., H, I] of a dense MLP, or of all routed experts."""
+    if isinstance(mlp, DenseTensors):
+        return mlp.gate_up_IH, mlp.down_HI
+    assert isinstance(mlp, RoutedTensors)
+    return mlp.experts.gate_up, mlp.experts.down
+
+
 def test_ranks_read_only_their_slices(target: Path) -> None:
     config = read_model(target)
     cpu = torch.device("cpu")
@@ -120,13 +128,12 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
     whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
     first, second, all_of = parts[0].layer(1), parts[1].layer(1), whole.layer(1)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
-    mlps = [layer.mlp for layer in (first, second, all_of)]
-    one, two, both = [mlp for mlp in mlps if isinstance(mlp, DenseTensors)]
-    assert torch.equal(torch.cat((one.down_HI, two.down_HI), dim=1), both.down_HI)
+    one, two, both = (matrices(layer.mlp) for layer in (first, second, all_of))
+    assert torch.equal(torch.cat((one[1], two[1]), dim=-1), both[1])
     q, k, v = all_of.qkv_OH.split((64, 32, 32))
     assert torch.equal(second.qkv_OH, torch.cat((q[32:], k[16:], v[16:])))
-    gate, up = both.gate_up_IH.chunk(2)
-    assert torch.equal(one.gate_up_IH, torch.cat((gate[:48], up[:48])))
+    gate, up = (part.chunk(2, dim=-2)[0] for part in both[0].chunk(2, dim=-2))
+    assert torch.equal(one[0], torch.cat((gate, up), dim=-2))
     rows = torch.cat((parts[0].head(), parts[1].head()))
     assert torch.equal(rows[: config.vocab_size], whole.head())
     assert not rows[config.vocab_size :].any()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Qwen3Config
 TINY_VOCAB = 128
 TINY_BLOCK = 16
 TINY_TAPS = (0, 1, 2)
+_NOISY_BUFFERS = ("layer_scalar", "e_score_correction_bias")
 
 
 def make_tiny_target(
@@ -47,9 +48,10 @@ def make_tiny_target(
     keys |= {"bos_token_id": None, "pad_token_id": None}
     model = tiny.model(tiny.config(**keys))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # defaults of 0 and 1 hide errors
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(_NOISY_BUFFERS)]
+        for tensor in (*model.parameters(), *buffers):
+            if tensor.dim() == 1:  # defaults of 0 and 1 hide errors
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
