@@ -113,4 +113,16 @@ FAMILIES = {
         },
         lean=True,
     ),
+    "minimax_m2": TinyFamily(
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+            "rms_norm_eps": 1e-2,
+        },
+        lean=True,
+    ),
 }

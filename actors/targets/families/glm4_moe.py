@@ -2,8 +2,8 @@
 
     x += o(attention(norm x));  x += shared(u) + sum over the chosen of  w_e expert_e(u),   u = norm x
 
-The layers behind the last that predict several tokens (`num_nextn_predict_layers`) are not read: drafts are the
-drafter's.
+Layers behind the last that predict further tokens (`num_nextn_predict_layers`) are not read: that is the
+drafter's part.
 
 Sources: transformers' modeling_glm4_moe.py and configuration_glm4_moe.py.
 """

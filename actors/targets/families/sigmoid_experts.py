@@ -1,6 +1,6 @@
 """What GLM-4.x and MiMo share: DeepSeek-V3's routed experts, their keys and the names of their tensors.
 
-    s = sigmoid(W u) in fp32;  the top k of s + correction, of the best groups;  weights s / (sum + 1e-20) * scale
+    s = sigmoid(W u) in fp32;  the top k of s + correction, of the best groups;  weights s / sum s * scale
 
 Sources: transformers' modeling_glm4_moe.py and modeling_mimo_v2_flash.py.
 """

@@ -48,6 +48,7 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
+from .row_squares import row_squares
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
@@ -184,6 +185,9 @@ class TritonBackend(OperatorBackend):
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
+
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        return row_squares(x_NO, widths)
 
     def residual_norm(
         self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
