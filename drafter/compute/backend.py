@@ -332,6 +332,11 @@ class Backend(Protocol):
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        """Sums of squares, fp32 [N, 2], of the first elements of each row and of those behind them: what a
+        norm of whole queries and keys begins with. A row's bits do not depend on other rows."""
+        ...
+
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter: ...
 
 

@@ -224,6 +224,8 @@ class ModelSpec:
         tensors: part -> where it is; parts that a layer has not got are not looked for, and of several
             `EXPERT_FORMS` the checkpoint has one.
         dtype: of the checkpoint.
+        fp8_block: rows and columns that share a scale, where the checkpoint holds matrices in FP8; they are
+            computed with in `dtype`.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
     """
 
@@ -242,6 +244,7 @@ class ModelSpec:
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
     dtype: CheckpointDType
+    fp8_block: tuple[int, int] | None = None
     eos_token_ids: tuple[int, ...]
 
     @property

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
+from ....drafter.compute.fp8_blocks import Fp8Folder
 from ....drafter.compute.tensors import TensorFolder
 from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .parallel import Sharding
@@ -82,7 +83,7 @@ class TargetWeights:
         device: torch.device,
     ) -> None:
         self._dtype, self._device = dtype, device
-        self._tensors = open_checkpoint(source, spec) if isinstance(source, Path) else source
+        self._tensors = open_checkpoint(source, spec, dtype) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
         self.spec, self.sharding = _as_stored(spec, self._tensors.shapes, self._prefixes), sharding
 
@@ -204,9 +205,13 @@ _PRECISE = frozenset({"router_correction", "expert_scale"})  # kept in fp32: the
 _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm"})  # rows of heads that are rotated
 
 
-def open_checkpoint(folder: Path, spec: ModelSpec) -> TensorFolder:
-    """Open the files and check that every tensor is there in its shape, without reading one."""
-    tensors = TensorFolder(folder)
+def open_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> TensorFolder:
+    """Open the files and check that every tensor is there in its shape, without reading one.
+
+    Args:
+        dtype: to compute in.
+    """
+    tensors = Fp8Folder(folder, spec.fp8_block, dtype) if spec.fp8_block else TensorFolder(folder)
     prefixes = _prefixes(tensors.shapes)
     spec = _as_stored(spec, tensors.shapes, prefixes)
     for name, shape in target_shapes(spec, prefixes).items():
@@ -245,8 +250,8 @@ def target_shapes(
     return {
         _full_name(rule, layer, prefixes, expert): tuple(spec.axis_size(axis, layer) for axis in rule.axes)
         for rule, layer in rules
-        for expert in range(spec.axis_size("expert", layer) if "{expert}" in rule.name else 1)
         if rule.constant is None
+        for expert in range(spec.axis_size("expert", layer) if "{expert}" in rule.name else 1)
     }
 
 

@@ -50,6 +50,7 @@ from .projections import (
     as_tensor,
 )
 from .routing import TritonRoute
+from .row_squares import row_squares
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
@@ -187,6 +188,9 @@ class TritonBackend(OperatorBackend):
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
+
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        return row_squares(x_NO, widths)
 
     def residual_norm(
         self,
