@@ -16,7 +16,8 @@ from torch import Tensor
 from ...cluster.errors import CheckpointError
 from ...cluster.page_groups import LayerPlace
 from ..compute.backend import Backend
-from ..compute.tensors import TensorFolder
+from ..compute.config_json import Json
+from ..compute.tensors import TensorFolder, TensorSource
 from .config import DrafterConfig
 from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
@@ -51,9 +52,13 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
     return shapes
 
 
-def check_drafter(path: str | Path, target: TargetFacts) -> DrafterConfig:
-    """Read the configuration, and refuse what cannot work, without reading a weight."""
-    config = DrafterConfig.load(path)
+def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> DrafterConfig:
+    """Read the configuration, and refuse what cannot work, without reading a weight.
+
+    Args:
+        overrides: keys of config.json that get other values.
+    """
+    config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
     folder = TensorFolder(path)
     for name, shape in drafter_shapes(config, target).items():
@@ -75,26 +80,41 @@ def load_drafter(
     device: torch.device | str,
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
+    overrides: Json | None = None,
 ) -> DFlashDrafter:
     """Check and load a drafter (z-lab or Speculators format).
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
         backend, places: as in `DFlashDrafter`.
+        overrides: as in `check_drafter`.
     """
-    config = check_drafter(path, target)
-    folder = TensorFolder(path)
+    config = check_drafter(path, target, overrides)
+    return make_drafter(config, TensorFolder(path), target, lends, dtype, device, backend, places)
+
+
+def make_drafter(
+    config: DrafterConfig,
+    tensors: TensorSource,
+    target: TargetFacts,
+    lends: TargetLends,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend | None = None,
+    places: Sequence[LayerPlace] = (),
+) -> DFlashDrafter:
+    """The same from tensors that have the shapes of `drafter_shapes`."""
     optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
-    names = [*drafter_shapes(config, target), *(name for name in optional if name in folder.shapes)]
-    weights = {name: folder.get(name) for name in dict.fromkeys(names)}
+    names = [*drafter_shapes(config, target), *(name for name in optional if name in tensors.shapes)]
+    weights = {name: tensors.get(name) for name in dict.fromkeys(names)}
     if config.maps_vocabulary:
-        _check_map(weights["d2t"], target, str(path))
+        _check_map(weights["d2t"], target, config.file)
     weights = {
         name: tensor.to(device) if name == "d2t" else tensor.to(device=device, dtype=dtype)
         for name, tensor in weights.items()
     }
     if config.mask_embedding:
-        weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
+        weights["mask_embedding"] = _mask_embedding(config).to(device=device, dtype=dtype)
     positions = target.max_model_len + config.block_size
     return DFlashDrafter(config, weights, lends, positions, backend, places)
 
@@ -108,8 +128,8 @@ def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
         )
 
 
-def _mask_embedding(folder: Path, config: DrafterConfig) -> Tensor:
-    file = folder / "mask_embedding.pt"
+def _mask_embedding(config: DrafterConfig) -> Tensor:
+    file = Path(config.file).with_name("mask_embedding.pt")
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..compute.backend import StackSpec
-from ..compute.config_json import Json, parse, read_json, wrong
+from ..compute.config_json import Json, overridden, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from .features import TargetFacts
 from .formats import BLOCK_SIZE, Backbone, Kind, Speculators, ZLab
@@ -85,13 +85,24 @@ class DrafterConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @classmethod
-    def load(cls, path: str | Path) -> DrafterConfig:
-        """Read `config.json` of a folder; CheckpointError says what is missing or not supported."""
+    def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
+        """Read `config.json` of a folder; CheckpointError says what is missing or not supported.
+
+        Args:
+            overrides: keys that get other values.
+        """
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
-        if "speculators_model_type" in raw:
-            return _read_speculators(raw, file)
-        return _read_z_lab(raw, file, mask_embedding=(folder / "mask_embedding.pt").exists())
+        mask_embedding = (folder / "mask_embedding.pt").exists()
+
+        def read(raw: Json) -> DrafterConfig:
+            if "speculators_model_type" in raw:
+                return _read_speculators(raw, file)
+            return _read_z_lab(raw, file, mask_embedding=mask_embedding)
+
+        if not overrides:
+            return read(raw)
+        return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> StackSpec:
         """What it asks of a backend."""

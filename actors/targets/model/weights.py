@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
-from ....drafter.compute.tensors import TensorFolder
+from ....drafter.compute.tensors import TensorFolder, TensorSource
 from .parallel import Sharding
 from .spec import ModelSpec, TensorRule
 
@@ -48,19 +47,6 @@ class LayerWeights:
     gate_up_bias_I: Tensor | None
     down_HI: Tensor
     down_bias_H: Tensor | None
-
-
-class TensorSource(Protocol):
-    """Tensors by their names in a checkpoint: a `TensorFolder`, or something that makes them up."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def get(self, name: str) -> Tensor: ...
-
-    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a matrix or vector along `dim`."""
-        ...
 
 
 class TargetWeights:
