@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.compiled.backend import CompiledBackend
 from manta.drafter.compute.compiled.heads import BLOCK
 from manta.drafter.compute.compiled.products import PackedLinear
@@ -155,8 +155,9 @@ class Model:
             parts = {
                 name: backend.linear(w[name], w[f"{name}_bias"]) for name in ("qkv", "o", "gate_up", "down")
             }
+            mlp = DenseMLP(gate_up=parts.pop("gate_up"), down=parts.pop("down"))
             norms = {name: RMSNorm(w[name], EPS) for name in ("attention_norm", "mlp_norm")}
-            blocks.append((shape, BlockWeights(**parts, **norms)))
+            blocks.append((shape, BlockWeights(**parts, mlp=mlp, **norms)))
         return backend.stack(blocks, RMSNorm(self.final.to(dtype), EPS), (1, 0))
 
     def _placed(self, backend: Backend, who: list[int]) -> PlacedRows:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.page_groups import LayerPlace
-from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.compiled.backend import CompiledBackend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu.backend import TritonBackend
@@ -130,9 +130,11 @@ class Model:
             o=linear(HIDDEN, HEADS * HEAD_DIM),
             attention_out_norm=self._norm(HIDDEN) if rich else None,
             mlp_norm=self._norm(HIDDEN),
-            gate_up=linear(2 * INNER, HIDDEN),
-            activation="gelu_tanh" if rich else "silu",
-            down=linear(HIDDEN, INNER),
+            mlp=DenseMLP(
+                gate_up=linear(2 * INNER, HIDDEN),
+                activation="gelu_tanh" if rich else "silu",
+                down=linear(HIDDEN, INNER),
+            ),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
         )
         return shape, weights

@@ -21,13 +21,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from .experts import Experts, ExpertWeights, Route, RouterWeights
 from .kv_cache import PagedKVCache
 from .layers import Activation, RMSNorm
 from .rope import RotaryEmbedding
 
 # What not every backend computes, in the words of its refusal.
 Feature = Literal[
-    "norms behind attention and MLP", "GELU", "norm weights in fp32", "layers that rotate differently"
+    "norms behind attention and MLP",
+    "GELU",
+    "norm weights in fp32",
+    "layers that rotate differently",
+    "routed experts",
 ]
 
 
@@ -113,13 +118,55 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseMLP:
+    """down(activation(first half) * second half of gate_up x); gate and up are one product."""
+
+    gate_up: Projection
+    activation: Activation = "silu"
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """A few of many experts for each row, and perhaps one that all rows share.
+
+    Attributes:
+        route: chooses.
+        shared: its result is this rank's part, as the experts' are.
+        shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: it counts whole.
+        all_reduce: sums the ranks' parts, in place; None where one rank has everything.
+    """
+
+    route: Route
+    experts: Experts
+    shared: DenseMLP | None = None
+    shared_gate: Projection | None = None
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A dense MLP and a routed one of the same residual, each normed behind, and added.
+
+    Attributes:
+        routed_norm: before the experts; the dense one's is the block's `mlp_norm`.
+    """
+
+    dense: DenseMLP
+    dense_out_norm: RMSNorm
+    routed_norm: RMSNorm
+    routed: Routed
+    routed_out_norm: RMSNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """The products and norms of a block; q, k and v are one product, gate and up another.
+    """The products and norms of a block; q, k and v are one product.
 
     Attributes:
         attention_norm, mlp_norm: before attention and MLP.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
-        activation: of the gate.
+        mlp: what is behind attention.
     """
 
     attention_norm: RMSNorm
@@ -127,9 +174,7 @@ class BlockWeights:
     o: Projection
     attention_out_norm: RMSNorm | None = None
     mlp_norm: RMSNorm
-    gate_up: Projection
-    activation: Activation = "silu"
-    down: Projection
+    mlp: DenseMLP | Routed | Beside
     mlp_out_norm: RMSNorm | None = None
 
 
@@ -199,6 +244,14 @@ class Backend(Protocol):
     def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
         """The product with a weight of P * L * R outputs whose blocks of R rows may lie apart; read where
         they lie, but by backends that lay out weights anew anyway."""
+        ...
+
+    def route(self, weights: RouterWeights) -> Route:
+        """A layer's router, made once, at load."""
+        ...
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        """A rank's experts of a layer, laid out once, at load."""
         ...
 
     def stack(

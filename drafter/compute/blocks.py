@@ -3,9 +3,9 @@
 Residual and norm travel together: a block takes the residual and its norm, and returns both for the next
 one, so that a backend may compute them in one launch with what comes before, or with what comes behind.
 
-    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --gate,up--> act, product --down--> (x'', norm x'')
+    (x, norm x) --q,k,v--> attention --o--> (x', norm x') --MLP (`mlps.py`)--> (x'', norm x'')
 
-Legend: N rows, H hidden, I inner size, m taps; P parts, L layers, R rows of a block of a weight.
+Legend: N rows, H hidden, m taps; P parts, L layers, R rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from .backend import AttentionShape, BlockWeights, Normed, Operators, PlacedRows, Projection, Stack
 from .kv_cache import PagedKVCache
 from .layers import Linear, RMSNorm, linear_of_blocks
+from .mlps import make_mlp
 
 
 class OperatorBackend:
@@ -71,11 +72,12 @@ class BlockStack:
 
 
 class _Block:
-    __slots__ = ("_attention", "_operators", "_weights")
+    __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 
     def __init__(self, operators: Operators, shape: AttentionShape, weights: BlockWeights) -> None:
         self._operators = operators
         self._attention = operators.attention(shape)
+        self._mlp = make_mlp(operators, weights)
         self._weights = weights
 
     def __call__(
@@ -94,8 +96,7 @@ class _Block:
         x_NH, normed_NH = operators.residual_norm(
             weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
         )
-        inner_NI = operators.gated(weights.gate_up, normed_NH, weights.activation)
-        return operators.residual_norm(weights.down, inner_NI, x_NH, next_norm, weights.mlp_out_norm)
+        return self._mlp(normed_NH, x_NH, next_norm)
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backend import AttentionShape, Backend, BlockWeights, PlacedRows, Stack
+from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, Stack
 from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 from .rope import RopeConfig, RotaryEmbedding
@@ -82,8 +82,7 @@ class _Trial:
             qkv=linear((_HEADS + 2 * _KV_HEADS) * dim, _HIDDEN),
             o=linear(_HIDDEN, _HEADS * dim),
             mlp_norm=norm(_HIDDEN),
-            gate_up=linear(2 * _INNER, _HIDDEN),
-            down=linear(_HIDDEN, _INNER),
+            mlp=DenseMLP(gate_up=linear(2 * _INNER, _HIDDEN), down=linear(_HIDDEN, _INNER)),
         )
         return self._backend.stack([(shape, weights)], norm(_HIDDEN))
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...cluster.page_groups import LayerPlace
-from ..compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from ..compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
 from ..compute.layers import RMSNorm
@@ -235,8 +235,9 @@ def _block(
         qkv=backend.linear(qkv_OH),
         o=backend.linear(weights[f"{at}self_attn.o_proj.weight"]),
         mlp_norm=RMSNorm(weights[f"{at}post_attention_layernorm.weight"], eps),
-        gate_up=backend.linear(gate_up_IH),
-        down=backend.linear(weights[f"{at}mlp.down_proj.weight"]),
+        mlp=DenseMLP(
+            gate_up=backend.linear(gate_up_IH), down=backend.linear(weights[f"{at}mlp.down_proj.weight"])
+        ),
     )
     return shape, parts
 

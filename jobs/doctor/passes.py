@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...drafter.compute.backend import AttentionShape, BlockWeights, Stack
+from ...drafter.compute.backend import AttentionShape, BlockWeights, DenseMLP, Stack
 from ...drafter.compute.layers import RMSNorm
 from . import references
 from .findings import off_by
@@ -140,8 +140,7 @@ class _RandomModel:
             qkv=linear(layer.qkv_OH),
             o=linear(layer.o_HO),
             mlp_norm=self._norm(layer.mlp_norm_H),
-            gate_up=linear(layer.gate_up_OH),
-            down=linear(layer.down_HI),
+            mlp=DenseMLP(gate_up=linear(layer.gate_up_OH), down=linear(layer.down_HI)),
         )
 
     def exact(self, x_NH: Tensor, context_T2LKD: Tensor | None = None) -> Tensor:

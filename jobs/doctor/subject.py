@@ -133,7 +133,9 @@ class Subject:
         self.backend = _open(place, candidate, dtype)
         self.eps = place.shape.target.rms_norm_eps
         self.hidden = place.shape.target.hidden_size
-        self.inner = place.shape.target.layers[0].mlp.inner_size
+        dense = place.shape.target.layers[0].dense
+        assert dense is not None, "shapes of dense pairs"
+        self.inner = dense.inner_size
         self.attention: Attention = place.shape.target.layers[0].mixer
         self._random = torch.Generator(place.device).manual_seed(0)
 

@@ -97,11 +97,13 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _target_shape(spec: ModelSpec) -> Dense:
-    mixer = spec.layers[0].mixer  # heads and sizes are those of all layers
+    mixer, dense = spec.layers[0].mixer, spec.layers[0].dense  # heads and sizes are those of all layers
+    if dense is None or any(layer.routed for layer in spec.layers):
+        raise ConfigError("model: layouts of models with routed experts are not planned.", param="model")
     return Dense(
         layers=spec.num_layers,
         hidden=spec.hidden_size,
-        inter=spec.layers[0].mlp.inner_size,
+        inter=dense.inner_size,
         heads=mixer.num_heads,
         kv_heads=mixer.num_kv_heads,
         head_dim=mixer.head_dim,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.page_groups import LayerPlace
-from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
+from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.compute.layers import RMSNorm
@@ -122,6 +122,7 @@ def _block(
 ) -> tuple[AttentionShape, BlockWeights]:
     eps, sharding, spec = weights.spec.rms_norm_eps, weights.sharding, weights.spec.layers[layer]
     parts, mixer = weights.layer(layer), spec.mixer
+    assert spec.dense is not None and spec.routed is None, "routed MLPs are not loaded yet"
 
     def norm(weight_H: Tensor | None) -> RMSNorm | None:
         return None if weight_H is None else RMSNorm(weight_H, eps)
@@ -143,8 +144,10 @@ def _block(
         o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
         attention_out_norm=norm(parts.attention_out_norm_H),
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
-        gate_up=backend.linear(parts.gate_up_IH, parts.gate_up_bias_I),
-        activation=spec.mlp.activation,
-        down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
+        mlp=DenseMLP(
+            gate_up=backend.linear(parts.gate_up_IH, parts.gate_up_bias_I),
+            activation=spec.dense.activation,
+            down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
+        ),
         mlp_out_norm=norm(parts.mlp_out_norm_H),
     )

@@ -1,9 +1,9 @@
 """Tensor parallelism: which part of the weights a rank holds, and the layers that put parts together.
 
-Heads, the MLP's inner size and the vocabulary are split over ranks; norms and hidden states are whole
-everywhere. K/V heads are repeated when there are fewer than ranks. One rank is the same code with collectives
-that do nothing. The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named
-here.
+Heads, the MLP's inner size and the vocabulary are split over ranks; norms, routers and hidden states are
+whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V
+heads are repeated when there are fewer than ranks. One rank is the same code with collectives that do nothing.
+The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named here.
 
 Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank (padded).
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....cluster.errors import ConfigError
 from ....drafter.compute.backend import Backend, Projection
-from .spec import Axis, LayerSpec, ModelSpec
+from .spec import Axis, LayerSpec, ModelSpec, RoutedMLP
 
 
 class Communicator(Protocol):
@@ -101,22 +101,62 @@ class Sharding:
                 return _scaled(self.heads(layer), spec.mixer.head_dim)
             case "kv":
                 return _scaled(self.kv_heads(layer), spec.mixer.head_dim)
-            case "inner":
-                return _part(spec.mlp.inner_size, self.rank, self.world_size)
             case "vocab":
                 return self.vocab
+            case "inner" | "shared":
+                return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
+            case "expert":
+                return None if self.splits_experts(layer) else self.experts(layer)
+            case "expert_inner":
+                return self._expert_rows(1, layer)
+            case "expert_pairs":
+                return self._expert_rows(2, layer)
             case _:
                 return None
 
+    def experts(self, layer: int) -> slice:
+        """The experts that this rank has, or has a part of."""
+        count = self.spec.axis_size("expert", layer)
+        return slice(0, count) if self.splits_experts(layer) else _part(count, self.rank, self.world_size)
+
+    def splits_experts(self, layer: int) -> bool:
+        """Whether a rank has a part of every expert; else it has whole ones."""
+        routed = self.spec.layers[layer].routed
+        assert routed is not None, "a layer with experts"
+        return _splits(routed, self.world_size)
+
+    def expert_inner(self, layer: int) -> slice | None:
+        """This rank's part of the experts' inner states; None has them whole."""
+        return self._expert_rows(1, layer)
+
+    def _expert_rows(self, per_state: int, layer: int) -> slice | None:
+        if not self.splits_experts(layer):
+            return None
+        return _part(per_state * self.spec.axis_size("expert_inner", layer), self.rank, self.world_size)
+
 
 def _check_layer(layer: LayerSpec, world_size: int) -> None:
-    mixer, mlp = layer.mixer, layer.mlp
+    mixer, dense, routed = layer.mixer, layer.dense, layer.routed
     _check_divides("num_attention_heads", mixer.num_heads, world_size)
-    _check_divides("intermediate_size", mlp.inner_size, world_size)
+    if dense is not None:
+        _check_divides("intermediate_size", dense.inner_size, world_size)
+    if routed is not None:
+        _check_routed(routed, world_size)
     if world_size <= mixer.num_kv_heads:
         _check_divides("num_key_value_heads", mixer.num_kv_heads, world_size)
     elif world_size % mixer.num_kv_heads:
         raise _does_not_divide("num_key_value_heads", mixer.num_kv_heads, world_size)
+
+
+def _check_routed(mlp: RoutedMLP, world_size: int) -> None:
+    if mlp.shared is not None:
+        _check_divides("shared expert's inner size", mlp.shared.inner_size, world_size)
+    if not _splits(mlp, world_size):
+        _check_divides("number of experts", mlp.router.num_experts, world_size)
+
+
+def _splits(mlp: RoutedMLP, world_size: int) -> bool:
+    return mlp.inner_size % (world_size * mlp.inner_multiple) == 0
 
 
 def _length(part: slice) -> int:

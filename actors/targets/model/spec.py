@@ -1,27 +1,47 @@
 """What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
 
-Plain values, known before a weight is read. A family that needs what is not here yet (experts, latent caches,
+Plain values, known before a weight is read. A family that needs what is not here yet (latent caches,
 recurrent states, sinks, caps) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention
-                                    └ mlp: GatedMLP
+                                    └ mlp: GatedMLP | RoutedMLP | BesideMLP
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
 from ....drafter.compute.backend import Feature, StackSpec
+from ....drafter.compute.experts import ExpertActivation, Router
 from ....drafter.compute.layers import Activation
 from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
-# Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, not the rest.
-Axis = Literal["hidden", "q", "kv", "inner", "head", "vocab"]
+# Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, and of experts
+# either their inner states or the experts; not the rest. "inner" is a dense MLP's, "shared" that of the
+# expert that all rows share, "experts" the router's, whole; "expert_gate_up" are an expert's gate rows, then
+# its up rows, "expert_pairs" the same rows taking turns; "one" is one.
+Axis = Literal[
+    "hidden",
+    "q",
+    "kv",
+    "inner",
+    "head",
+    "vocab",
+    "experts",
+    "expert",
+    "expert_inner",
+    "expert_gate_up",
+    "expert_pairs",
+    "shared",
+    "one",
+]
+# The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all.
+EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), ("experts_gate_up", "experts_down"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +77,71 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedMLP:
+    """The weighted sum of the experts that a router chooses for a row, each a gated MLP.
+
+    Attributes:
+        inner_size: of an expert.
+        limit: of the activation `swiglu_clamped`.
+        bias: of the experts' products.
+        shared: an expert that every row has; of its own size.
+        shared_gate: the shared expert is weighed by sigmoid(w x).
+        inner_multiple: what a rank's part of the inner size must be a multiple of (a quantisation's block).
+    """
+
+    router: Router
+    inner_size: int
+    activation: ExpertActivation = "silu"
+    limit: float | None = None
+    bias: bool = False
+    shared: GatedMLP | None = None
+    shared_gate: bool = False
+    inner_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideMLP:
+    """norm(dense(mlp_norm x)) + norm'(routed(norm'' x)): both of one residual (Gemma 4's experts)."""
+
+    dense: GatedMLP
+    routed: RoutedMLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One block: x += mixer(norm x), then x += mlp(norm x); `sandwich` norms what is added, too."""
 
     mixer: Attention
-    mlp: GatedMLP
+    mlp: GatedMLP | RoutedMLP | BesideMLP
     sandwich: bool = False
+
+    @property
+    def dense(self) -> GatedMLP | None:
+        """The MLP that every row passes whole; the expert that all rows share is none."""
+        match self.mlp:
+            case GatedMLP():
+                return self.mlp
+            case RoutedMLP():
+                return None
+            case BesideMLP():
+                return self.mlp.dense
+
+    @property
+    def routed(self) -> RoutedMLP | None:
+        match self.mlp:
+            case GatedMLP():
+                return None
+            case RoutedMLP():
+                return self.mlp
+            case BesideMLP():
+                return self.mlp.routed
+
+    @property
+    def inner_sizes(self) -> frozenset[int]:
+        """Of its MLPs' inner states."""
+        dense, routed = self.dense, self.routed
+        mlps = [dense, routed, None if routed is None else routed.shared]
+        return frozenset(mlp.inner_size for mlp in mlps if mlp is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +149,11 @@ class TensorRule:
     """Where a part of the model is in a checkpoint, and how a rank takes it.
 
     Attributes:
-        name: with {layer} for the layer's number; behind the checkpoint's own prefix (`weights.py`).
+        name: with {layer} for the layer's number, and {expert} where each expert has a tensor; behind the
+            checkpoint's own prefix (`weights.py`).
         axes: its dimensions: they say its shape, and which slice is a rank's.
-        transform: of the rank's slice, at load; what it returns in fp32 stays fp32.
+        transform: of the rank's slice, at load, of one expert's where each has a tensor; what it returns in
+            fp32 stays fp32.
         first_rank: given to rank 0 alone, since the ranks' results are summed.
         beside_body: named beside the body (the head), not inside it.
     """
@@ -93,7 +174,8 @@ class ModelSpec:
         embed_scale: of the embedding, as the first block gets it; the drafter borrows it without.
         tied_head: the head is the embedding.
         offset_norms: norm weights are stored without the 1 that they are added to.
-        tensors: part -> where it is; parts that a layer has not got are not looked for.
+        tensors: part -> where it is; parts that a layer has not got are not looked for, and of several
+            `EXPERT_FORMS` the checkpoint has one.
         dtype: of the checkpoint.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
     """
@@ -130,7 +212,10 @@ class ModelSpec:
         features: set[Feature] = set()
         if any(layer.sandwich for layer in self.layers):
             features.add("norms behind attention and MLP")
-        if any(layer.mlp.activation != "silu" for layer in self.layers):
+        if any(layer.routed for layer in self.layers):
+            features.add("routed experts")
+        mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
+        if any(mlp.activation == "gelu_tanh" for mlp in mlps):
             features.add("GELU")
         if self.offset_norms:
             features.add("norm weights in fp32")
@@ -138,7 +223,7 @@ class ModelSpec:
             features.add("layers that rotate differently")
         return StackSpec(
             name="target",
-            sizes=frozenset({self.hidden_size, *(layer.mlp.inner_size for layer in self.layers)}),
+            sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
             head_dims=frozenset(layer.mixer.head_dim for layer in self.layers),
             features=frozenset(features),
         )
@@ -148,24 +233,75 @@ class ModelSpec:
         spec = self.layers[layer]
         biases = [f"{name}_bias" for name in "qkv" if spec.mixer.bias]
         biases += ["o_bias"] * spec.mixer.out_bias
-        biases += [f"{name}_bias" for name in ("gate", "up", "down") if spec.mlp.bias]
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         norms += ["q_norm", "k_norm"] * spec.mixer.qk_norm
-        return [*norms, *"qkvo", "gate", "up", "down", *biases]
+        return [*norms, *"qkvo", *biases, *self._mlp_parts(spec)]
+
+    def _mlp_parts(self, layer: LayerSpec) -> list[str]:
+        parts: list[str] = []
+        if layer.dense is not None:
+            parts += ["gate", "up", "down"]
+            parts += ["gate_bias", "up_bias", "down_bias"] * layer.dense.bias
+        if isinstance(layer.mlp, BesideMLP):
+            parts += ["dense_out_norm", "routed_norm", "routed_out_norm"]
+        if layer.routed is not None:
+            parts += self._routed_parts(layer.routed)
+        return parts
+
+    def _routed_parts(self, mlp: RoutedMLP) -> list[str]:
+        rule = mlp.router
+        parts = ["router"] + ["router_bias"] * rule.bias + ["router_correction"] * rule.correction
+        parts += ["router_norm"] * rule.normed_input + ["expert_scale"] * rule.expert_scale
+        parts += self.expert_forms[0]
+        parts += ["experts_gate_up_bias", "experts_down_bias"] * mlp.bias
+        if mlp.shared is not None:
+            parts += ["shared_gate", "shared_up", "shared_down"] + ["shared_weight"] * mlp.shared_gate
+        return parts
+
+    @property
+    def expert_forms(self) -> list[tuple[str, ...]]:
+        """Those of `EXPERT_FORMS` that the family knows names for."""
+        return [form for form in EXPERT_FORMS if self.tensors.keys() >= set(form)]
+
+    def in_form(self, form: tuple[str, ...]) -> ModelSpec:
+        """This model, as a checkpoint that holds its experts so."""
+        others = {part for other in self.expert_forms if other != form for part in other}
+        tensors = {part: rule for part, rule in self.tensors.items() if part not in others}
+        return replace(self, tensors=tensors)
 
     def axis_size(self, axis: Axis, layer: int) -> int:
         """Of a dimension, whole."""
-        mixer, mlp = self.layers[layer].mixer, self.layers[layer].mlp
+        mixer = self.layers[layer].mixer
         match axis:
+            case "one":
+                return 1
             case "hidden":
                 return self.hidden_size
             case "q":
                 return mixer.num_heads * mixer.head_dim
             case "kv":
                 return mixer.num_kv_heads * mixer.head_dim
-            case "inner":
-                return mlp.inner_size
             case "head":
                 return mixer.head_dim
             case "vocab":
                 return self.vocab_size
+            case _:
+                return _mlp_axis_size(axis, self.layers[layer])
+
+
+def _mlp_axis_size(axis: Axis, layer: LayerSpec) -> int:
+    if axis == "inner":
+        assert layer.dense is not None, "a part of dense MLPs"
+        return layer.dense.inner_size
+    routed = layer.routed
+    assert routed is not None, "a part of routed MLPs"
+    match axis:
+        case "experts" | "expert":
+            return routed.router.num_experts
+        case "expert_inner":
+            return routed.inner_size
+        case "expert_gate_up" | "expert_pairs":
+            return 2 * routed.inner_size
+        case _:
+            assert axis == "shared" and routed.shared is not None, "a part of the shared expert"
+            return routed.shared.inner_size

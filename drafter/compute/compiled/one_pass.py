@@ -24,7 +24,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ..backend import AttentionShape, BlockWeights, PlacedRows, Projection
+from ..backend import AttentionShape, BlockWeights, DenseMLP, PlacedRows, Projection
 from ..kv_cache import PagedKVCache
 from ..layers import RMSNorm
 from ..loops.elements import Task, elements, pointer, records
@@ -105,7 +105,7 @@ class CompiledStack:
             tap = tap_ids.index(i) if i in tap_ids else -1
             self._layers[i] = self._layer(layer_shape, parts, norms[i + 1], tap)
         self._cache: PagedKVCache | None = None  # whose places the layers have
-        self._inner = _packed(blocks[0][1].gate_up).out_features // 2
+        self._inner = _packed(_dense(blocks[0][1]).gate_up).out_features // 2
         heads = 2 * (shape.num_heads + shape.num_kv_heads)  # q, k, v; and what attention makes of them
         self._row_bytes = 2 * (heads * shape.head_dim + self._inner)
         self._work_1 = torch.empty(0, dtype=torch.uint8)
@@ -117,7 +117,8 @@ class CompiledStack:
         self, shape: AttentionShape, parts: BlockWeights, next_norm: RMSNorm, tap: int
     ) -> tuple[int, ...]:
         """A record of _LAYER."""
-        gate_up = _packed(parts.gate_up)
+        mlp = _dense(parts)
+        gate_up = _packed(mlp.gate_up)
         gate_up_bias = gate_up.bias_O
         if gate_up_bias is not None:
             gate_up_bias = gate_up_bias.view(2, -1, 16).transpose(0, 1).contiguous()
@@ -130,7 +131,7 @@ class CompiledStack:
             self._address(parts.mlp_norm.weight_H),
             self._address(halves_taking_turns(gate_up.tiles)),
             self._address(gate_up_bias),
-            *self._linear(parts.down),
+            *self._linear(mlp.down),
             self._address(next_norm.weight_H),
             tap,
             0,
@@ -216,6 +217,11 @@ def _of_all_layers(shape: AttentionShape) -> tuple[object, ...]:
     """What a pass has once."""
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     return *sizes, shape.eps, shape.scale, id(shape.rope)
+
+
+def _dense(parts: BlockWeights) -> DenseMLP:
+    assert isinstance(parts.mlp, DenseMLP), "refused by `why_not`"
+    return parts.mlp
 
 
 def _packed(projection: Projection) -> PackedLinear:

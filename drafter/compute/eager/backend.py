@@ -9,10 +9,13 @@ from torch import Tensor
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, HeadNorm, RMSNorm, gate
 from ..rope import RotaryEmbedding, Rotation
 from .attention import AttentionBatch, paged_attention
+from .experts import TorchExperts
+from .routing import TorchRoute
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -49,6 +52,12 @@ class TorchBackend(OperatorBackend):
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TorchContextWriter(k_norm_LD, eps, num_kv_heads)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return norm(x_NH)

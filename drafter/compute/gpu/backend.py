@@ -14,13 +14,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
+from ..backend import (
+    Attention,
+    AttentionShape,
+    ContextWriter,
+    Feature,
+    Machine,
+    PlacedRows,
+    Projection,
+    StackSpec,
+)
 from ..blocks import OperatorBackend
+from ..eager.experts import TorchExperts
+from ..eager.routing import TorchRoute
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
@@ -85,14 +97,17 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
 
 
+_KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
+
+
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
+    """What this machine or a model lacks for Triton's kernels."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
     if odd:
         return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
-    return None
+    return spec.lacking(_KNOWN)
 
 
 class TritonBackend(OperatorBackend):
@@ -146,6 +161,12 @@ class TritonBackend(OperatorBackend):
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)

@@ -13,6 +13,9 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..eager.attention import AttentionBatch, paged_attention
+from ..eager.experts import TorchExperts
+from ..eager.routing import TorchRoute
+from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, RMSNorm
 from ..rope import RotaryEmbedding
@@ -39,6 +42,12 @@ class CpuBackend(OperatorBackend):
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
+
+    def route(self, weights: RouterWeights) -> Route:
+        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        return TorchExperts(weights)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)

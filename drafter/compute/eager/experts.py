@@ -1,0 +1,60 @@
+"""Experts in PyTorch's operators: what every other form of them means. Not fast, and it asks the host.
+
+Legend: N rows, E experts of this rank, k chosen per row, M rows that chose an expert, H hidden, I inner size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..experts import ExpertActivation, ExpertWeights
+from ..layers import gate
+
+_STEEPNESS = 1.702  # of gpt-oss's sigmoid
+
+
+class TorchExperts:
+    """`experts.Experts`: expert by expert, each over the rows that chose it."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        outputs_NkH = x_NH.new_zeros((*expert_ids_Nk.shape, x_NH.shape[1]), dtype=torch.float32)
+        first = self._weights.first_expert
+        for expert in range(len(self._weights.gate_up)):
+            rows_M, places_M = (expert_ids_Nk == first + expert).nonzero(as_tuple=True)
+            if len(rows_M):
+                outputs_NkH[rows_M, places_M] = self._expert(expert, x_NH[rows_M]).float()
+        return weighted_sum(outputs_NkH, weights_Nk).to(x_NH.dtype)
+
+    def _expert(self, expert: int, x_MH: Tensor) -> Tensor:
+        weights = self._weights
+        bias_I, bias_H = (
+            None if bias is None else bias[expert] for bias in (weights.gate_up_bias_EI, weights.down_bias_EH)
+        )
+        gate_up_MI = F.linear(x_MH, weights.gate_up[expert], bias_I)
+        inner_MI = expert_gate(gate_up_MI, weights.activation, weights.limit)
+        return F.linear(inner_MI, weights.down[expert], bias_H)
+
+
+def expert_gate(gate_up_MI: Tensor, activation: ExpertActivation, limit: float | None) -> Tensor:
+    """An expert's inner product of [gate, up], [M, I]; see `experts.ExpertActivation`."""
+    if activation != "swiglu_clamped":
+        return gate(gate_up_MI, activation)
+    assert limit is not None, "a clamp has a limit"
+    gate_MI, up_MI = gate_up_MI.float().chunk(2, dim=-1)
+    gate_MI, up_MI = gate_MI.clamp(max=limit), up_MI.clamp(-limit, limit)
+    return ((up_MI + 1.0) * gate_MI * torch.sigmoid(_STEEPNESS * gate_MI)).to(gate_up_MI.dtype)
+
+
+def weighted_sum(outputs_NkH: Tensor, weights_Nk: Tensor) -> Tensor:
+    """A row's outputs times their weights, added one after the other in the order of k: fp32 [N, H]."""
+    total_NH = outputs_NkH[:, 0] * weights_Nk[:, :1]
+    for place in range(1, outputs_NkH.shape[1]):
+        total_NH = total_NH + outputs_NkH[:, place] * weights_Nk[:, place : place + 1]
+    return total_NH
