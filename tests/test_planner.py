@@ -175,7 +175,12 @@ def test_too_long_a_sequence_is_refused_with_the_length_that_fits(folders: Path)
 
 def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
     pair = read(folders, "gemma-3-27b-it").pair
-    full = replace(pair, target=replace(pair.target, windows=()))
+    full = replace(
+        pair,
+        target=replace(
+            pair.target, layers=tuple(replace(layer, window=None) for layer in pair.target.layers)
+        ),
+    )
     demand = Demand(max_model_len=131072, context=32768)
     sliding, seeing_all = (find_room(p, H200, Layout(1, None, 1), demand) for p in (pair, full))
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
