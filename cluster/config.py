@@ -36,6 +36,8 @@ class SpeculativeConfig:
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
         hf_overrides: as the engine's, for the drafter's config.json.
+        input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
+            says, or else as the target scales its own. A wrong one costs acceptance, never a token.
     """
 
     model: str
@@ -44,12 +46,14 @@ class SpeculativeConfig:
     placement: DrafterPlacement = "colocated"
     adaptive: bool = True
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
+    input_embedding_scale: float | None = None
 
     def __post_init__(self) -> None:
         _is_mapping("speculative_config.hf_overrides", self.hf_overrides, "{block_size: 8}")
         one_of("speculative_config.method", self.method, ("dflash",))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
+        _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +203,13 @@ def _is_mapping(name: str, value: object, example: str) -> None:
     """From YAML comes anything."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r} must be a mapping, as {example}.", param=name)
+
+
+def _positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a positive number.", param=name)
 
 
 def _at_least(name: str, value: object, least: int) -> None:

@@ -41,6 +41,8 @@ def _layer(layer: LayerSpec, itemsize: int) -> LayerShape:
         window=mixer.window,
         inter=0 if dense is None else dense.inner_size,
         experts=_experts(layer, itemsize),
+        keys_are_values=mixer.k_is_v,
+        gated=mixer.gate,
     )
 
 

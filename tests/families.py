@@ -7,6 +7,7 @@ hidden size whose root is no round number where the embedding is scaled by it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,23 @@ class TinyFamily:
 
     Attributes:
         changes: keys of the configuration; None leaves a common key out.
+        lean: whether the short grid of losslessness has but one cell of each kind for it.
     """
 
-    config: type[transformers.PretrainedConfig]
+    config: Callable[..., transformers.PretrainedConfig]
     model: type[transformers.PreTrainedModel]
     changes: dict[str, Any] = field(default_factory=dict)
+    lean: bool = False
+
+
+def _muse_glimmer(**text: Any) -> transformers.PretrainedConfig:
+    """Its text part, beside an eye that nothing looks through."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"pos_emb_height": 2, "pos_emb_width": 2, "max_position_embeddings": 4}
+    ends = {key: text.pop(key) for key in ("tie_word_embeddings", "dtype")}
+    return transformers.MuseGlimmerConfig(
+        text_config=text, vision_config=vision, out_hidden_size=64, projector_hidden_size=16, **ends
+    )
 
 
 _LLAMA3 = {
@@ -43,6 +56,17 @@ FAMILIES = {
     "qwen3": TinyFamily(
         transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": True}
     ),
+    "qwen3_moe": TinyFamily(
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
     "llama": TinyFamily(
         transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}
     ),
@@ -59,5 +83,33 @@ FAMILIES = {
             "sliding_window_pattern": 2,
             "rope_parameters": _GEMMA3_ROPES,
         },
+    ),
+    "gemma4": TinyFamily(
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            "hidden_size": 72,
+            "tie_word_embeddings": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "final_logit_softcapping": 2.0,  # small: logits of a tiny model feel no cap of 30
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "muse_glimmer": TinyFamily(
+        _muse_glimmer,
+        transformers.MuseGlimmerForConditionalGeneration,
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "layer_rope_theta": [5e5, 0] * 2,
+            "post_norm_eps": 0.01,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        lean=True,
     ),
 }

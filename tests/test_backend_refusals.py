@@ -21,6 +21,8 @@ GEMMA: frozenset[Feature] = frozenset(
         "GELU",
         "norm weights in fp32",
         "layers that rotate differently",
+        "normed values",
+        "scaled residuals",
     }
 )
 CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)

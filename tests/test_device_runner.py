@@ -6,7 +6,6 @@ bring the tokens that PyTorch's kernels bring, one by one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from families import FAMILIES
 from manta import SamplingParams
 from manta.actors.llm import LLM
 from manta.actors.outputs import RequestOutput
+from manta.actors.targets.families import read_model
 from manta.actors.targets.runners.device import DeviceRunner
 from manta.actors.targets.runners.graphs import StepKinds
 from manta.actors.targets.runners.host import StepRunner
@@ -78,10 +78,11 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
 def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
     """Of every family; where its layers slide, the drafter's first one does, too: pages are given back."""
     target = make_tiny_target(tmp_path / "target", family, seed=5)
-    keys = json.loads((target / "config.json").read_text())
-    slides = bool(keys.get("sliding_window"))
+    spec = read_model(target)
     drafter = make_tiny_drafter(
-        tmp_path / "drafter", hidden_size=keys["hidden_size"], sliding_window=7 if slides else None
+        tmp_path / "drafter",
+        hidden_size=spec.hidden_size,
+        sliding_window=7 if any(spec.windows) else None,
     )
     expected, _ = generate(target, None, "torch")
     got, stats = generate(target, drafter, "triton")

@@ -108,8 +108,8 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
     weights = TargetWeights(folder, spec, Sharding(spec, 0, 1), torch.bfloat16, CPU)
     stored = load_file(folder / "model.safetensors")["model.layers.1.input_layernorm.weight"]
     layer = weights.layer(1)
-    assert torch.equal(layer.attention_norm_H, 1.0 + stored) and layer.q_norm_D is not None
-    assert layer.q_norm_D.dtype is torch.float32 and layer.qkv_OH.dtype is torch.bfloat16
+    assert torch.equal(layer.attention_norm_H, 1.0 + stored) and layer.q_norm is not None
+    assert layer.q_norm.dtype is torch.float32 and layer.qkv_OH.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

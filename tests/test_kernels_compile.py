@@ -166,13 +166,20 @@ def _work(*, split_keys: int, run_splits: int) -> Variant:
 
 
 def _norm(
-    width: int, warps: int, *, add: bool = True, dtype: str = "bf16", weight: str | None = None
+    width: int,
+    warps: int,
+    *,
+    add: bool = True,
+    dtype: str = "bf16",
+    weight: str | None = None,
+    scaled: bool = False,
 ) -> Variant:
     given = ("x_ptr", "y_ptr", "weight_ptr", "sum_ptr", "normed_ptr")
-    absent = () if add else ("y_ptr", "sum_ptr")
+    absent = (() if add else ("y_ptr", "sum_ptr")) + (() if scaled else ("scalar",))
     signature = {name: f"*{dtype}:16" for name in given if name not in absent}
     signature |= {"weight_ptr": f"*{weight or dtype}:16"}
     signature |= {"x_stride": "i32:16", "y_stride": "i32:16", "eps": "fp32"}
+    signature |= {"scalar": "fp32"} if scaled else {}
     block = 1 << (width - 1).bit_length()
     constexprs = {"WIDTH": width, "BLOCK": block, "PDL": True} | dict.fromkeys(absent)
     return Variant("_rms_norm", signature, constexprs, warps)
@@ -238,6 +245,7 @@ def _write(
     group: int,
     *,
     normed: bool = True,
+    v_norm: bool = False,
     dtype: str = "bf16",
     weight: str | None = None,
 ) -> Variant:
@@ -245,7 +253,8 @@ def _write(
     given = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_ptr", "v_ptr")
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
-    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group, "PDL": True}
+    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group}
+    constexprs |= {"V_NORM": v_norm, "PDL": True}
     return Variant("_norm_rotate_write", signature, constexprs | ({} if normed else dict.fromkeys(norms)), 1)
 
 
@@ -325,6 +334,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(8192, 16, dtype="fp32"),
         _norm(3840, 16, weight="fp32"),  # Gemma 3
         _norm(3840, 16, weight="fp32", add=False),
+        _norm(5376, 16, weight="fp32", scaled=True),  # Gemma 4
     ],
     "compute.gpu.activations": [
         _gate(dim, dtype, gelu=gelu)
@@ -346,6 +356,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(8, 1, 64, 8),
         _write(16, 4, 256, 2, dtype="fp32"),
         _write(16, 8, 256, 2, weight="fp32"),  # Gemma 3
+        _write(32, 16, 256, 2, weight="fp32", v_norm=True),  # Gemma 4
         _write_context(5, 8, 128, 4),
     ],
 }

@@ -1,4 +1,5 @@
-"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, activations.
+"""Stacks whose layers differ, on every backend: page groups, windows, rotations, scales, norms, gates and
+activations.
 
 A layer of a stack must compute what it computes alone, over a cache of its own; and what a backend makes of
 all that a block may have is what PyTorch's operators make of it.
@@ -35,6 +36,7 @@ LONG = 2  # which is computed alone
 PLACES = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
 WINDOWS = (20, None, 20)  # of the layers: those of a group have one
 GROUP_WINDOWS = (None, 20)
+UNTURNED, GATED = 1, 2  # of layers that may have all: one does not rotate, one has a gate
 
 
 CPU = torch.device("cpu")
@@ -120,13 +122,16 @@ class Model:
             q_norm_D=self._norm(HEAD_DIM).weight_H,
             k_norm_D=self._norm(HEAD_DIM).weight_H,
             eps=EPS,
-            rope=self.ropes[layer],
+            rope=None if rich and layer == UNTURNED else self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
+            v_norm=rich and layer == GATED,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
             qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            qkv_norm=(lambda qkv_NO: qkv_NO.mul_(0.7)) if rich and layer != GATED else None,
+            attention_gate=linear(HEADS * HEAD_DIM, HIDDEN) if rich and layer == GATED else None,
             o=linear(HIDDEN, HEADS * HEAD_DIM),
             attention_out_norm=self._norm(HIDDEN) if rich else None,
             mlp_norm=self._norm(HIDDEN),
@@ -136,6 +141,7 @@ class Model:
                 down=linear(HIDDEN, INNER),
             ),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
+            scalar=0.7 if rich and layer == GATED else None,
         )
         return shape, weights
 

@@ -16,7 +16,7 @@ from manta.actors.targets.model.weights import TargetWeights
 from manta.drafter.compute.layers import RMSNorm
 from manta.drafter.step.states import RequestStates
 from steps import Steps
-from tiny import TINY_VOCAB, make_tiny_target
+from tiny import TINY_VOCAB, make_tiny_target, transformers_model
 
 NUM_SLOTS, MAX_LEN = 4, 128
 TAPS = (2, 0, 3)
@@ -94,10 +94,7 @@ class Requests:
 
 @torch.no_grad()
 def oracle(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    out = model(torch.tensor([tokens]), output_hidden_states=True)
+    out = transformers_model(folder)(torch.tensor([tokens]), output_hidden_states=True)
     return out.logits[0], tuple(h[0] for h in out.hidden_states)
 
 

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from families import FAMILIES
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 
 TINY_VOCAB = 128
 TINY_BLOCK = 16
 TINY_TAPS = (0, 1, 2)
+_NOISY_BUFFERS = ("layer_scalar", "e_score_correction_bias")
 
 
 def make_tiny_target(
@@ -46,12 +48,19 @@ def make_tiny_target(
     keys |= {"bos_token_id": None, "pad_token_id": None}
     model = tiny.model(tiny.config(**keys))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # defaults of 0 and 1 hide errors
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(_NOISY_BUFFERS)]
+        for tensor in (*model.parameters(), *buffers):
+            if tensor.dim() == 1:  # defaults of 0 and 1 hide errors
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
+
+
+def transformers_model(folder: Path, **how: object) -> PreTrainedModel:
+    """What transformers makes of a checkpoint folder; its Auto classes do not know all that have eyes."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **how)
 
 
 def tiny_training_config() -> Qwen3Config:

@@ -32,6 +32,11 @@ Feature = Literal[
     "GELU",
     "norm weights in fp32",
     "layers that rotate differently",
+    "normed values",
+    "scaled residuals",
+    "layers without rotation",
+    "gate behind attention",
+    "norm of whole queries and keys",
     "routed experts",
 ]
 
@@ -92,8 +97,9 @@ class AttentionShape:
 
     Attributes:
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
+        v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         eps: of these norms.
-        rope: of queries and keys.
+        rope: of queries and keys; None rotates nothing.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
     """
@@ -104,10 +110,11 @@ class AttentionShape:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
-    rope: RotaryEmbedding
+    rope: RotaryEmbedding | None
     scale: float
     causal: bool = True
     window: int | None = None
+    v_norm: bool = False
 
     def head_norm(self) -> Tensor | None:
         """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
@@ -165,17 +172,24 @@ class BlockWeights:
 
     Attributes:
         attention_norm, mlp_norm: before attention and MLP.
+        qkv_norm: of the product [N, O] before heads are told apart, which it may overwrite; None where the
+            model has none.
+        attention_gate: product whose sigmoid multiplies what is attended; None likewise.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
         mlp: what is behind attention.
+        scalar: multiplies the whole residual behind the block (Gemma 4); None leaves it as it is.
     """
 
     attention_norm: RMSNorm
     qkv: Projection
+    qkv_norm: Callable[[Tensor], Tensor] | None = None
+    attention_gate: Projection | None = None
     o: Projection
     attention_out_norm: RMSNorm | None = None
     mlp_norm: RMSNorm
     mlp: DenseMLP | Routed | Beside
     mlp_out_norm: RMSNorm | None = None
+    scalar: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +296,19 @@ class Operators(Protocol):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Normed]:
         """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
 
         Args:
             out_norm: norms project(x) before it is added.
+            scalar: multiplies the sum, which is rounded before and after.
         """
         ...
 

@@ -92,7 +92,12 @@ class _Block:
             next_norm: the next block's first norm, or the model's last norm.
         """
         weights, operators = self._weights, self._operators
-        attended = self._attention(weights.qkv(normed_NH), step, cache, layer)
+        qkv_NO = weights.qkv(normed_NH)
+        if weights.qkv_norm is not None:
+            qkv_NO = weights.qkv_norm(qkv_NO)
+        attended = self._attention(qkv_NO, step, cache, layer)
+        if weights.attention_gate is not None:
+            attended = attended * weights.attention_gate(normed_NH).sigmoid_()
         x_NH, normed_NH = operators.residual_norm(
             weights.o, attended, x_NH, weights.mlp_norm, weights.attention_out_norm
         )

@@ -122,6 +122,13 @@ class HeadNorm:
         return F.rms_norm(x_NJD, self._shape, None, self._eps).mul_(self._weight_JD)
 
 
+def scaled_logits(z_XV: Tensor, multiplier: float, cap: float | None) -> Tensor:
+    """A head's product as its model wants it: cap tanh(multiplier z / cap); None caps nothing."""
+    if multiplier != 1.0:
+        z_XV = z_XV * multiplier
+    return z_XV if cap is None else torch.tanh(z_XV / cap).mul_(cap)
+
+
 def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
     """A gated MLP's inner product: activation(first half) * second half of the last dimension."""
     gate_NI, up_NI = gate_up_NI.chunk(2, dim=-1)

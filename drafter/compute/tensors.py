@@ -22,7 +22,7 @@ class TensorSource(Protocol):
     def get(self, name: str) -> Tensor: ...
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a matrix or vector along `dim`."""
+        """Part of a tensor along `dim`."""
         ...
 
 
@@ -92,6 +92,6 @@ class TensorFolder:
             raise CheckpointError(f"{file}: {name} cannot be read ({error}); download again.") from None
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a matrix or vector along `dim`; only these bytes are read."""
+        """Part of a tensor along `dim`; only these bytes are read."""
         view = self._open[self._file_of[name]].get_slice(name)
-        return view[rows] if dim == 0 else view[:, rows]
+        return view[(*[slice(None)] * dim, rows)]

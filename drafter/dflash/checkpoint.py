@@ -8,6 +8,7 @@ drafter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -80,7 +81,9 @@ def load_drafter(
     device: torch.device | str,
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
+    *,
     overrides: Json | None = None,
+    input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
     """Check and load a drafter (z-lab or Speculators format).
 
@@ -88,9 +91,11 @@ def load_drafter(
         lends: the target's embedding and head, used where the checkpoint has none of its own.
         backend, places: as in `DFlashDrafter`.
         overrides: as in `check_drafter`.
+        input_embedding_scale: in the place of the checkpoint's.
     """
-    config = check_drafter(path, target, overrides)
-    return make_drafter(config, TensorFolder(path), target, lends, dtype, device, backend, places)
+    config, tensors = check_drafter(path, target, overrides), TensorFolder(path)
+    place = (target, lends, dtype, device, backend, places)
+    return make_drafter(config, tensors, *place, input_embedding_scale=input_embedding_scale)
 
 
 def make_drafter(
@@ -102,8 +107,11 @@ def make_drafter(
     device: torch.device | str,
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
+    *,
+    input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
     """The same from tensors that have the shapes of `drafter_shapes`."""
+    config = _scaled_like(config, target, dtype, input_embedding_scale)
     optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
     names = [*drafter_shapes(config, target), *(name for name in optional if name in tensors.shapes)]
     weights = {name: tensors.get(name) for name in dict.fromkeys(names)}
@@ -117,6 +125,16 @@ def make_drafter(
         weights["mask_embedding"] = _mask_embedding(config).to(device=device, dtype=dtype)
     positions = target.max_model_len + config.block_size
     return DFlashDrafter(config, weights, lends, positions, backend, places)
+
+
+def _scaled_like(
+    config: DrafterConfig, target: TargetFacts, dtype: torch.dtype, wanted: float | None
+) -> DrafterConfig:
+    """With a factor of input rows: the wanted one, else its own, else the target's, rounded as there."""
+    scale = config.input_embedding_scale if wanted is None else wanted
+    if scale is None:
+        scale = float(torch.tensor(target.embed_scale, dtype=dtype))
+    return replace(config, input_embedding_scale=scale)
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:

@@ -42,7 +42,8 @@ class DrafterConfig:
         target_hidden_size: of a tapped state; None if the file does not say.
         num_target_layers: of the target it was made for; None if the file does not say.
         mask_embedding: whether a file replaces the mask token's embedding row.
-        input_embedding_scale, output_multiplier, logit_softcap: 1, 1, None where absent.
+        input_embedding_scale: factor of its input rows; None where absent: the target's, of its own.
+        output_multiplier, logit_softcap: 1, None where absent.
     """
 
     file: str
@@ -63,7 +64,7 @@ class DrafterConfig:
     target_hidden_size: int | None
     num_target_layers: int | None
     mask_embedding: bool
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
 
@@ -211,6 +212,7 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
         target_hidden_size=top.target_hidden_size,
         num_target_layers=None,
         mask_embedding=False,
+        input_embedding_scale=1.0,  # as vLLM, which runs this format, lends them
     )
 
 

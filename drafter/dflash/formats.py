@@ -77,7 +77,7 @@ class DFlash(HfConfig):
     causal: bool | None = None
     use_swa: bool = False
     swa_window_size: Count | None = None
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
     attention_value_scale: Literal[1] = Field(1, description="absent or 1: not yet supported")

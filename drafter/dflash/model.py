@@ -24,7 +24,7 @@ from ...cluster.page_groups import LayerPlace
 from ..compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
-from ..compute.layers import RMSNorm
+from ..compute.layers import RMSNorm, scaled_logits
 from ..compute.rope import RotaryEmbedding
 from ..step.rows import StepRows
 from .config import DrafterConfig, DraftLayer
@@ -80,9 +80,11 @@ class DFlashDrafter:
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
+        scale = config.input_embedding_scale
+        self._embed_scale = 1.0 if scale is None else scale
         self._mask_H: Tensor | None = None  # where it is no row of the embedding
         if "mask_embedding" in weights:
-            self._mask_H = weights["mask_embedding"] * config.input_embedding_scale
+            self._mask_H = weights["mask_embedding"] * self._embed_scale
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's context."""
@@ -123,8 +125,7 @@ class DFlashDrafter:
             rows_NH = self._embedding_VH.index_select(0, token_ids_N)
         else:
             rows_NH = self._lends.embed(token_ids_N).to(self.dtype)
-        scale = self.config.input_embedding_scale
-        return rows_NH if scale == 1.0 else rows_NH * scale
+        return rows_NH if self._embed_scale == 1.0 else rows_NH * self._embed_scale
 
     @property
     def is_split(self) -> bool:
@@ -147,12 +148,7 @@ class DFlashDrafter:
 
     def _scaled(self, z_XV: Tensor) -> Tensor:
         """As the configuration wants the head's output."""
-        config = self.config
-        if config.output_multiplier != 1.0:
-            z_XV = z_XV * config.output_multiplier
-        if config.logit_softcap is not None:
-            z_XV = config.logit_softcap * torch.tanh(z_XV / config.logit_softcap)
-        return z_XV
+        return scaled_logits(z_XV, self.config.output_multiplier, self.config.logit_softcap)
 
 
 class ContextFeatures:

@@ -106,6 +106,11 @@ class LoopDrafter(nn.Module):
         self.load_state_dict(weights, assign=True)  # the rotation's frequencies stay fp32
         self._embedding_VH = _or(own["embed_tokens.weight"], target.get_input_embeddings())
         self._head_VH = _or(own["lm_head.weight"], target.get_output_embeddings())
+        scale = config.input_embedding_scale
+        if scale is None:  # as the target scales its own
+            scale = getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0)
+            scale = float(torch.tensor(scale, dtype=target.dtype))
+        self._embed_scale = scale
         self._d2t_V = own["d2t"]
         self._mask_H = _cast(_mask_embedding(folder), target) if config.mask_embedding else None
 
@@ -138,7 +143,7 @@ class LoopDrafter(nn.Module):
         if mask_H is None:
             mask_H = self._embedding_VH[self.config.mask_token_id]
         rows = torch.stack((anchor_H, *[mask_H] * num_drafts))[None]
-        return rows * self.config.input_embedding_scale
+        return rows * self._embed_scale
 
     def _head(self, y: Tensor) -> Tensor:
         z = functional.linear(y, self._head_VH) * self.config.output_multiplier

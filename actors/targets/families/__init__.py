@@ -12,17 +12,23 @@ from pathlib import Path
 
 from ....drafter.compute.config_json import Json, overridden, read_json, text_config, wrong
 from ..model.spec import ModelSpec
-from . import gemma3, llama, mistral, qwen2, qwen3
+from . import gemma3, gemma4, llama, mistral, muse_glimmer, qwen2, qwen3, qwen3_moe
 
 Reader = Callable[[Json, str], ModelSpec]
 
 FAMILIES: Mapping[str, Reader] = {
     "Qwen3ForCausalLM": qwen3.read,
+    "Qwen3MoeForCausalLM": qwen3_moe.read,
     "Qwen2ForCausalLM": qwen2.read,
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
     "Gemma3ForCausalLM": gemma3.read,
     "Gemma3ForConditionalGeneration": gemma3.read,
+    "Gemma4ForCausalLM": gemma4.read,
+    "Gemma4ForConditionalGeneration": gemma4.read,
+    "Gemma4UnifiedForCausalLM": gemma4.read_unified,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.read_unified,
+    "MuseGlimmerForConditionalGeneration": muse_glimmer.read,
 }
 
 

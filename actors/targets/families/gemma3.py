@@ -52,16 +52,19 @@ def _norm(name: str, rule: TensorRule) -> TensorRule:
 
 
 _AT = "layers.{layer}."
-_NORMS = {
-    "final_norm": _norm("norm.weight", TENSORS["final_norm"]),
+# Of a block: what Muse-Glimmer stores likewise.
+SANDWICH_NORMS: Mapping[str, TensorRule] = {
     "attention_norm": _norm(_AT + "input_layernorm.weight", TENSORS["attention_norm"]),
     "attention_out_norm": _norm(_AT + "post_attention_layernorm.weight", TENSORS["attention_norm"]),
     "mlp_norm": _norm(_AT + "pre_feedforward_layernorm.weight", TENSORS["attention_norm"]),
     "mlp_out_norm": _norm(_AT + "post_feedforward_layernorm.weight", TENSORS["attention_norm"]),
+}
+_NORMS = {
+    "final_norm": _norm("norm.weight", TENSORS["final_norm"]),
     "q_norm": _norm(_AT + "self_attn.q_norm.weight", TENSORS["q_norm"]),
     "k_norm": _norm(_AT + "self_attn.k_norm.weight", TENSORS["k_norm"]),
 }
-_TENSORS: Mapping[str, TensorRule] = {**TENSORS, **_NORMS}
+_TENSORS: Mapping[str, TensorRule] = {**TENSORS, **SANDWICH_NORMS, **_NORMS}
 
 
 def read(raw: Json, file: str) -> ModelSpec:
@@ -81,7 +84,7 @@ def read(raw: Json, file: str) -> ModelSpec:
         for kind in config.types(file, derived)
     ]
     scale = config.hidden_size**0.5
-    return model_of(config, tuple(layers), _TENSORS, embed_scale=scale, offset_norms=True)
+    return model_of(config, tuple(layers), _TENSORS, embed_scale=scale, fp32_norms=True)
 
 
 def _attention(raw: Json, file: str, config: Gemma3Config, kind: str) -> Attention:

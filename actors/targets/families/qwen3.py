@@ -14,7 +14,11 @@ class Qwen3Config(QwenConfig):
 
 
 def read(raw: Json, file: str) -> ModelSpec:
-    config = parse(Qwen3Config, raw, file)
+    return read_dense_qwen3(raw, file, parse(Qwen3Config, raw, file))
+
+
+def read_dense_qwen3(raw: Json, file: str, config: Qwen3Config) -> ModelSpec:
+    """The model whose layers all have dense MLPs."""
     bias = config.attention_bias
     return read_plain(
         raw,

@@ -16,7 +16,6 @@ from ....cluster.config import EngineConfig
 from ....cluster.errors import CheckpointError, ConfigError
 from ....cluster.page_groups import PagePlan, plan_pages
 from ....drafter.compute.backend import Machine, StackSpec
-from ....drafter.compute.config_json import Json
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.features import TargetFacts
@@ -70,12 +69,6 @@ class LoadPlan:
     @property
     def tap_ids(self) -> tuple[int, ...]:
         return self.drafter.target_layer_ids if self.drafter else ()
-
-    @property
-    def drafter_overrides(self) -> Json | None:
-        """Of its config.json."""
-        spec = self.config.speculative_config
-        return None if spec is None else spec.hf_overrides
 
     @property
     def split(self) -> bool:
@@ -135,7 +128,9 @@ def plan_models(
         target=target,
         drafter_folder=drafter_folder,
         drafter=drafter,
-        facts=TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, max_model_len),
+        facts=TargetFacts(
+            target.hidden_size, target.num_layers, target.vocab_size, max_model_len, target.embed_scale
+        ),
         device=device,
         dtype=dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),

@@ -77,12 +77,17 @@ class Checkpoints:
         return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device)
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
-        assert plan.drafter is not None and plan.drafter_folder is not None, "only drafters are asked for"
+        spec = plan.config.speculative_config
+        assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
+            "only a plan with a drafter asks for one"
+        )
         place = (plan.facts, lends, plan.dtype, plan.device, backend, plan.pages.drafter)
+        scale = spec.input_embedding_scale
         if not _reads(plan):
             tensors = _random(plan, drafter_shapes(plan.drafter, plan.facts))
-            return make_drafter(plan.drafter, tensors, *place)
-        return load_drafter(plan.drafter_folder, *place, overrides=plan.drafter_overrides)
+            return make_drafter(plan.drafter, tensors, *place, input_embedding_scale=scale)
+        folder, overrides = plan.drafter_folder, spec.hf_overrides
+        return load_drafter(folder, *place, overrides=overrides, input_embedding_scale=scale)
 
 
 def _reads(plan: LoadPlan) -> bool:
@@ -218,7 +223,7 @@ class _Rank:
         self.grammars = make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
-            self._drafter = models.drafter(plan, self._model, backend)
+            self._drafter = models.drafter(plan, self._model.lends, backend)
 
     def affordable_pages(self) -> tuple[int, ...]:
         """Pages of each pool that every rank can afford: page ids are the same everywhere."""

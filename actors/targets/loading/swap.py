@@ -55,7 +55,7 @@ class DrafterExchange:
             self._remote.load(plan)
         else:
             target = self._runner.model
-            self._drafter = Checkpoints().drafter(plan, target, target.backend)
+            self._drafter = Checkpoints().drafter(plan, target.lends, target.backend)
         self._next = plan
 
     @torch.inference_mode()

@@ -2,9 +2,9 @@
 
 Stateless: requests' K/V are in the cache it is given. Its blocks are a backend's
 (`drafter/compute/backend.py`), over products that are split between ranks. Called by the runners; the drafter
-borrows its embedding and head.
+borrows its embedding and head (`Decoder.lends`), without what the target makes of them.
 
-    token ids --embedding, scale--> x --blocks, some tapped behind them--> norm --head--> logits
+    token ids --embedding, scale or norm--> x --blocks, some tapped behind them--> norm --head, cap--> logits
 
 Legend: N rows, X sampled rows, H hidden, m taps, V vocabulary.
 """
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from ....cluster.page_groups import LayerPlace
-from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
+from ....drafter.compute.backend import AttentionShape, Backend, BlockWeights, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.compute.layers import RMSNorm
+from ....drafter.compute.layers import RMSNorm, scaled_logits
 from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
+from .mlps import make_mlp
 from .parallel import Communicator, VocabEmbedding, VocabHead, row_linear
+from .row_norm import RowNorm
 from .weights import TargetWeights
 
 
@@ -38,6 +40,7 @@ class Decoder:
 
     Attributes:
         backend: of its passes, and of a drafter's beside it.
+        lends: what a drafter works with.
     """
 
     def __init__(
@@ -60,12 +63,20 @@ class Decoder:
         # As the model's own code does: the scale has the weights' dtype.
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         head_UH = embedding_UH if spec.tied_head else weights.head()
-        self._embedding = VocabEmbedding(embedding_UH, sharding, communicator)
         self.backend = backend = backend or TorchBackend()
-        self._head = VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator)
+        self._embed_norm: RMSNorm | None = None
+        if spec.embed_norm:
+            self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
+        self.lends = LentEnds(
+            VocabEmbedding(embedding_UH, sharding, communicator),
+            VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator),
+            is_split=sharding.world_size > 1,
+        )
         ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them
 
-        def rope_of(config: RopeConfig) -> RotaryEmbedding:
+        def rope_of(config: RopeConfig | None) -> RotaryEmbedding | None:
+            if config is None:
+                return None
             for known, rope in ropes:
                 if known == config:
                     return rope
@@ -86,22 +97,22 @@ class Decoder:
             self.places, num_pages, page_size, heads, self.spec.head_dim, self.dtype, self.device
         )
 
-    def embed(self, token_ids_N: Tensor) -> Tensor:
-        """Input embeddings [N, H], not scaled."""
-        return self._embedding(token_ids_N)
-
     @property
     def is_split(self) -> bool:
         """Whether ranks have parts of the head."""
-        return self._sharding.world_size > 1
+        return self.lends.is_split
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """The head [N, V] on states that are normed already."""
-        return self._head(hidden_NH)
+        """The target's logits [N, V] of states that are normed already."""
+        return self._scaled(self.lends.logits(hidden_NH))
 
     def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
-        """The head over this rank's part of the vocabulary, and the first token id of that part."""
-        return self._head.local(hidden_NH)
+        """The same over this rank's part of the vocabulary, and the first token id of that part."""
+        logits_NU, first_id = self.lends.local_logits(hidden_NH)
+        return self._scaled(logits_NU), first_id
+
+    def _scaled(self, logits_NV: Tensor) -> Tensor:
+        return scaled_logits(logits_NV, self.spec.logit_multiplier, self.spec.logit_cap)
 
     def forward(
         self, token_ids_N: Tensor, rows: PlacedRows, cache: PagedKVCache
@@ -111,43 +122,72 @@ class Decoder:
         Returns:
             normed hidden states [N, H]; taps [N, m, H], or None without taps.
         """
-        x_NH = self._embedding(token_ids_N)
+        x_NH = self.lends.embed(token_ids_N)
         if self._embed_scale != 1.0:
             x_NH = x_NH * self._embed_scale
+        if self._embed_norm is not None:
+            x_NH = self.backend.norm(self._embed_norm, x_NH)
         return self._stack(x_NH, rows, cache)
 
 
+class LentEnds:
+    """`features.TargetLends` of a target in this process: its ends as they are stored."""
+
+    __slots__ = ("_embedding", "_head", "is_split")
+
+    def __init__(self, embedding: VocabEmbedding, head: VocabHead, *, is_split: bool) -> None:
+        self._embedding, self._head, self.is_split = embedding, head, is_split
+
+    def embed(self, token_ids_N: Tensor) -> Tensor:
+        return self._embedding(token_ids_N)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        return self._head(hidden_NH)
+
+    def local_logits(self, hidden_NH: Tensor) -> tuple[Tensor, int]:
+        return self._head.local(hidden_NH)
+
+
 def _block(
-    weights: TargetWeights, layer: int, rope: RotaryEmbedding, communicator: Communicator, backend: Backend
+    weights: TargetWeights,
+    layer: int,
+    rope: RotaryEmbedding | None,
+    communicator: Communicator,
+    backend: Backend,
 ) -> tuple[AttentionShape, BlockWeights]:
     eps, sharding, spec = weights.spec.rms_norm_eps, weights.sharding, weights.spec.layers[layer]
     parts, mixer = weights.layer(layer), spec.mixer
-    assert spec.dense is not None and spec.routed is None, "routed MLPs are not loaded yet"
+    out_eps = eps if weights.spec.out_norm_eps is None else weights.spec.out_norm_eps
 
-    def norm(weight_H: Tensor | None) -> RMSNorm | None:
-        return None if weight_H is None else RMSNorm(weight_H, eps)
+    def out_norm(weight_H: Tensor | None) -> RMSNorm | None:
+        return None if weight_H is None else RMSNorm(weight_H, out_eps)
 
+    row_norm = gate = None
+    if mixer.row_norm and parts.q_norm is not None and parts.k_norm is not None:
+        row_norm = RowNorm(parts.q_norm, parts.k_norm, eps, sharding, layer, communicator)
+    if parts.attention_gate_OH is not None:
+        gate = backend.linear(parts.attention_gate_OH)
     shape = AttentionShape(
         num_heads=sharding.num_heads(layer),
         num_kv_heads=sharding.num_kv_heads(layer),
         head_dim=mixer.head_dim,
-        q_norm_D=parts.q_norm_D,
-        k_norm_D=parts.k_norm_D,
+        q_norm_D=parts.q_norm if mixer.qk_norm else None,
+        k_norm_D=parts.k_norm if mixer.qk_norm else None,
         eps=eps,
         rope=rope,
         scale=mixer.scale,
         window=mixer.window,
+        v_norm=mixer.v_norm,
     )
     return shape, BlockWeights(
         attention_norm=RMSNorm(parts.attention_norm_H, eps),
         qkv=backend.linear(parts.qkv_OH, parts.qkv_bias_O),
+        qkv_norm=row_norm,
+        attention_gate=gate,
         o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
-        attention_out_norm=norm(parts.attention_out_norm_H),
+        attention_out_norm=out_norm(parts.attention_out_norm_H),
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
-        mlp=DenseMLP(
-            gate_up=backend.linear(parts.gate_up_IH, parts.gate_up_bias_I),
-            activation=spec.dense.activation,
-            down=row_linear(parts.down_HI, parts.down_bias_H, communicator, backend),
-        ),
-        mlp_out_norm=norm(parts.mlp_out_norm_H),
+        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps),
+        mlp_out_norm=out_norm(parts.mlp_out_norm_H),
+        scalar=None if parts.scalar_1 is None else parts.scalar_1.item(),
     )

@@ -125,10 +125,6 @@ class Sharding:
         assert routed is not None, "a layer with experts"
         return _splits(routed, self.world_size)
 
-    def expert_inner(self, layer: int) -> slice | None:
-        """This rank's part of the experts' inner states; None has them whole."""
-        return self._expert_rows(1, layer)
-
     def _expert_rows(self, per_state: int, layer: int) -> slice | None:
         if not self.splits_experts(layer):
             return None

@@ -1,7 +1,7 @@
 """What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
 
 Plain values, known before a weight is read. A family that needs what is not here yet (latent caches,
-recurrent states, sinks, caps) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
+recurrent states, sinks) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention
                                     └ mlp: GatedMLP | RoutedMLP | BesideMLP
@@ -51,18 +51,27 @@ class Attention:
     Attributes:
         head_dim: of queries, keys and values.
         scale: of scores.
+        rope: None rotates nothing.
         window: how many tokens back a row sees, itself included; None sees all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
+        v_norm: values are RMS-normed per head, too, without a weight.
+        k_is_v: values are the keys before their norm and rotation: one projection makes both.
+        row_norm: both are RMS-normed over all their heads together, before they are told apart.
+        gate: what is attended is multiplied by sigmoid(gate x), x as the queries get it.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     scale: float
     window: int | None = None
     qk_norm: bool = False
+    v_norm: bool = False
+    k_is_v: bool = False
+    row_norm: bool = False
+    gate: bool = False
     bias: bool = False
     out_bias: bool = False
 
@@ -109,11 +118,17 @@ class BesideMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One block: x += mixer(norm x), then x += mlp(norm x); `sandwich` norms what is added, too."""
+    """One block: x += mixer(norm x), then x += mlp(norm x).
+
+    Attributes:
+        sandwich: what is added is normed, too.
+        scalar: x is multiplied by a number of the layer behind all that.
+    """
 
     mixer: Attention
     mlp: GatedMLP | RoutedMLP | BesideMLP
     sandwich: bool = False
+    scalar: bool = False
 
     @property
     def dense(self) -> GatedMLP | None:
@@ -156,10 +171,12 @@ class TensorRule:
             fp32 stays fp32.
         first_rank: given to rank 0 alone, since the ranks' results are summed.
         beside_body: named beside the body (the head), not inside it.
+        constant: no checkpoint holds it (`name` is empty): all its elements are this, in fp32.
     """
 
     name: str
     axes: tuple[Axis, ...]
+    constant: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
     first_rank: bool = False
     beside_body: bool = False
@@ -171,9 +188,13 @@ class ModelSpec:
 
     Attributes:
         architecture: Hugging Face's class name.
+        out_norm_eps: of the norms of what a block adds; None: `rms_norm_eps`, like all others.
         embed_scale: of the embedding, as the first block gets it; the drafter borrows it without.
+        embed_norm: the embedding is RMS-normed, without a weight, as the first block gets it; likewise.
         tied_head: the head is the embedding.
-        offset_norms: norm weights are stored without the 1 that they are added to.
+        logit_multiplier, logit_cap: of the target's logits, in this order: cap tanh(multiplier z / cap), None
+            caps nothing; the drafter borrows the head without.
+        fp32_norms: norms' weights stay in fp32, whatever the dtype.
         tensors: part -> where it is; parts that a layer has not got are not looked for, and of several
             `EXPERT_FORMS` the checkpoint has one.
         dtype: of the checkpoint.
@@ -185,9 +206,13 @@ class ModelSpec:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
+    out_norm_eps: float | None = None
     embed_scale: float = 1.0
+    embed_norm: bool = False
     tied_head: bool
-    offset_norms: bool = False
+    logit_multiplier: float = 1.0
+    logit_cap: float | None = None
+    fp32_norms: bool = False
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
     dtype: CheckpointDType
@@ -217,10 +242,20 @@ class ModelSpec:
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         if any(mlp.activation == "gelu_tanh" for mlp in mlps):
             features.add("GELU")
-        if self.offset_norms:
+        if self.fp32_norms:
             features.add("norm weights in fp32")
+        if any(layer.mixer.v_norm for layer in self.layers):
+            features.add("normed values")
+        if any(layer.scalar for layer in self.layers):
+            features.add("scaled residuals")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
+        if any(layer.mixer.rope is None for layer in self.layers):
+            features.add("layers without rotation")
+        if any(layer.mixer.gate for layer in self.layers):
+            features.add("gate behind attention")
+        if any(layer.mixer.row_norm for layer in self.layers):
+            features.add("norm of whole queries and keys")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -231,11 +266,18 @@ class ModelSpec:
     def layer_parts(self, layer: int) -> list[str]:
         """The parts of a layer, in the words of `tensors`."""
         spec = self.layers[layer]
-        biases = [f"{name}_bias" for name in "qkv" if spec.mixer.bias]
+        qkv = self.qkv_parts(layer)
+        biases = [f"{name}_bias" for name in qkv if spec.mixer.bias]
         biases += ["o_bias"] * spec.mixer.out_bias
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
-        norms += ["q_norm", "k_norm"] * spec.mixer.qk_norm
-        return [*norms, *"qkvo", *biases, *self._mlp_parts(spec)]
+        norms += ["q_norm", "k_norm"] * (spec.mixer.qk_norm or spec.mixer.row_norm)
+        gates = ["attention_gate"] * spec.mixer.gate
+        scalars = ["scalar"] * spec.scalar
+        return [*norms, *qkv, "o", *gates, *biases, *self._mlp_parts(spec), *scalars]
+
+    def qkv_parts(self, layer: int) -> tuple[str, str, str]:
+        """Of queries, keys and values; `k_as_v` reads the keys' rows once more."""
+        return "q", "k", "k_as_v" if self.layers[layer].mixer.k_is_v else "v"
 
     def _mlp_parts(self, layer: LayerSpec) -> list[str]:
         parts: list[str] = []
@@ -285,6 +327,8 @@ class ModelSpec:
                 return mixer.head_dim
             case "vocab":
                 return self.vocab_size
+            case "one":
+                return 1
             case _:
                 return _mlp_axis_size(axis, self.layers[layer])
 

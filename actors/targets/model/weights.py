@@ -4,12 +4,12 @@ Shapes are checked against config.json from the files' headers before any weight
 transforms are the family's (`ModelSpec.tensors`). Called by `loading/rank.py`; consumed layer by layer by
 `decoder.py`, so that plain weights are gone once a layer is packed.
 
-Legend: H hidden, O outputs of a rank, I inner size of a rank, D head dim, U vocabulary rows of a rank.
+Legend: H hidden, O outputs of a rank, D head dim, U vocabulary rows of a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.tensors import TensorFolder, TensorSource
+from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .parallel import Sharding
 from .spec import ModelSpec, TensorRule
 
@@ -28,9 +29,10 @@ _HEADS = ("", "language_model.")
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One block. Query, key and value rows stand in this order; gate rows before up rows.
+    """One block. Query, key and value rows stand in this order.
 
-    Biases and norms are None where the family has none; biases of o and down are None but on rank 0.
+    Biases, norms and gates are None where the family has none; the bias of o is None but on rank 0. Norms of
+    queries and keys are those of a head or of all this rank's heads.
     """
 
     attention_norm_H: Tensor
@@ -39,14 +41,13 @@ class LayerWeights:
     mlp_out_norm_H: Tensor | None
     qkv_OH: Tensor
     qkv_bias_O: Tensor | None
+    attention_gate_OH: Tensor | None
     o_HO: Tensor
     o_bias_H: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    gate_up_IH: Tensor
-    gate_up_bias_I: Tensor | None
-    down_HI: Tensor
-    down_bias_H: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp: MlpTensors
+    scalar_1: Tensor | None
 
 
 class TargetWeights:
@@ -65,44 +66,52 @@ class TargetWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.spec, self.sharding = spec, sharding
         self._dtype, self._device = dtype, device
         self._tensors = open_checkpoint(source, spec) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
+        self.spec, self.sharding = _as_stored(spec, self._tensors.shapes, self._prefixes), sharding
 
     def layer(self, index: int) -> LayerWeights:
         """Read one block."""
-        there = frozenset(self.spec.layer_parts(index))
-
-        def joined(*parts: str) -> Tensor | None:
-            found = [self._part(part, index) for part in parts if part in there]
-            return torch.cat(found) if found else None
-
-        def single(part: str) -> Tensor | None:
-            rule = self.spec.tensors[part] if part in there else None
-            if rule is None or (rule.first_rank and self.sharding.rank):
-                return None
-            return self._part(part, index)
-
+        parts = _LayerParts(self, index)
         return LayerWeights(
-            attention_norm_H=self._part("attention_norm", index),
-            attention_out_norm_H=single("attention_out_norm"),
-            mlp_norm_H=self._part("mlp_norm", index),
-            mlp_out_norm_H=single("mlp_out_norm"),
-            qkv_OH=torch.cat([self._part(part, index) for part in "qkv"]),
-            qkv_bias_O=joined("q_bias", "k_bias", "v_bias"),
-            o_HO=self._part("o", index),
-            o_bias_H=single("o_bias"),
-            q_norm_D=single("q_norm"),
-            k_norm_D=single("k_norm"),
-            gate_up_IH=torch.cat([self._part(part, index) for part in ("gate", "up")]),
-            gate_up_bias_I=joined("gate_bias", "up_bias"),
-            down_HI=self._part("down", index),
-            down_bias_H=single("down_bias"),
+            attention_norm_H=parts.one("attention_norm"),
+            attention_out_norm_H=parts.maybe("attention_out_norm"),
+            mlp_norm_H=parts.one("mlp_norm"),
+            mlp_out_norm_H=parts.maybe("mlp_out_norm"),
+            qkv_OH=torch.cat([parts.one(part) for part in self.spec.qkv_parts(index)]),
+            qkv_bias_O=parts.joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
+            attention_gate_OH=parts.maybe("attention_gate"),
+            o_HO=parts.one("o"),
+            o_bias_H=parts.maybe("o_bias"),
+            q_norm=parts.maybe("q_norm"),
+            k_norm=parts.maybe("k_norm"),
+            mlp=self._mlp(parts, index),
+            scalar_1=parts.maybe("scalar"),
         )
 
+    def _mlp(self, parts: _LayerParts, index: int) -> MlpTensors:
+        layer, sharding = self.spec.layers[index], self.sharding
+        if layer.routed is None:
+            return read_dense(parts)
+        # Where ranks have parts of an expert, its bias is added by one of them.
+        has_down_bias = sharding.rank == 0 or not sharding.splits_experts(index)
+        routed = read_routed(
+            parts,
+            layer.routed,
+            self.spec.expert_forms[0],
+            sharding.experts(index),
+            has_down_bias=has_down_bias,
+            eps=self.spec.rms_norm_eps,
+        )
+        if layer.dense is None:
+            return routed
+        norms = (parts.one(f"{name}_norm") for name in ("dense_out", "routed", "routed_out"))
+        dense_out_norm_H, routed_norm_H, routed_out_norm_H = norms
+        return BesideTensors(read_dense(parts), dense_out_norm_H, routed, routed_norm_H, routed_out_norm_H)
+
     def final_norm(self) -> Tensor:
-        return self._part("final_norm")
+        return self.part("final_norm")
 
     def embedding(self) -> Tensor:
         """[U, H]; token ids beyond the vocabulary are zero rows."""
@@ -113,30 +122,66 @@ class TargetWeights:
         return self.embedding() if self.spec.tied_head else self._vocab("head")
 
     def _vocab(self, part: str) -> Tensor:
-        rows_UH = self._part(part)
+        rows_UH = self.part(part)
         missing = self.sharding.vocab_rows - len(rows_UH)
         return torch.nn.functional.pad(rows_UH, (0, 0, 0, missing)) if missing else rows_UH
 
-    def _part(self, part: str, layer: int = 0) -> Tensor:
-        """This rank's slice, on the device and in the dtype to compute in."""
+    def part(self, part: str, layer: int = 0, expert: int = 0) -> Tensor:
+        """This rank's slice of a part (`ModelSpec.tensors`), on the device, in the dtype to compute in."""
         rule = self.spec.tensors[part]
-        tensor = self._slice(rule, layer).to(self._device)
-        if part in _ROTATED:
-            tensor = self.spec.layers[layer].mixer.rope.arranged(tensor)
+        if rule.constant is not None:
+            sizes = [self.spec.axis_size(axis, layer) for axis in rule.axes]
+            return torch.full(sizes, rule.constant, device=self._device)
+        tensor = self._slice(rule, layer, expert).to(self._device)
+        rope = self.spec.layers[layer].mixer.rope
+        if part in _ROTATED and rope is not None:
+            tensor = rope.arranged(tensor)
         if rule.transform is not None:
             tensor = rule.transform(tensor)
             return tensor if tensor.dtype is torch.float32 else tensor.to(self._dtype)
-        return tensor.to(self._dtype)
+        return tensor.to(torch.float32 if part in _PRECISE else self._dtype)
 
-    def _slice(self, rule: TensorRule, layer: int) -> Tensor:
-        name = _full_name(rule, layer, self._prefixes)
+    def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
+        name = _full_name(rule, layer, self._prefixes, expert)
         for dim, axis in enumerate(rule.axes):
+            if axis == "expert_gate_up" and (mine := self.sharding.slice_of("expert_inner", layer)):
+                inner = self.spec.axis_size("expert_inner", layer)
+                halves = (mine, slice(inner + mine.start, inner + mine.stop))
+                return torch.cat([self._tensors.slice(name, half, dim) for half in halves], dim)
             mine = self.sharding.slice_of(axis, layer)
             if mine is not None and self._tensors.shapes[name][dim] != mine.stop - mine.start:
                 return self._tensors.slice(name, mine, dim)
         return self._tensors.get(name)
 
 
+class _LayerParts:
+    """`mlp_weights.LayerParts` of one layer."""
+
+    __slots__ = ("_layer", "_there", "_weights")
+
+    def __init__(self, weights: TargetWeights, layer: int) -> None:
+        self._weights, self._layer = weights, layer
+        self._there = frozenset(weights.spec.layer_parts(layer))
+
+    def one(self, part: str) -> Tensor:
+        return self._weights.part(part, self._layer)
+
+    def maybe(self, part: str) -> Tensor | None:
+        if part not in self._there:
+            return None
+        anothers = self._weights.spec.tensors[part].first_rank and self._weights.sharding.rank > 0
+        return None if anothers else self.one(part)
+
+    def joined(self, *parts: str) -> Tensor | None:
+        found = [self.one(part) for part in parts if part in self._there]
+        return torch.cat(found) if found else None
+
+    def of_each_expert(self, part: str) -> Iterator[Tensor]:
+        mine = self._weights.sharding.experts(self._layer)
+        return (self._weights.part(part, self._layer, expert) for expert in range(mine.start, mine.stop))
+
+
+_PRECISE = frozenset({"router_correction", "expert_scale"})  # kept in fp32: they decide who computes
 _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm"})  # rows of heads that are rotated
 
 
@@ -144,6 +189,7 @@ def open_checkpoint(folder: Path, spec: ModelSpec) -> TensorFolder:
     """Open the files and check that every tensor is there in its shape, without reading one."""
     tensors = TensorFolder(folder)
     prefixes = _prefixes(tensors.shapes)
+    spec = _as_stored(spec, tensors.shapes, prefixes)
     for name, shape in target_shapes(spec, prefixes).items():
         tensors.check(name, shape)
     _refuse_unasked(tensors, spec, prefixes)
@@ -152,7 +198,8 @@ def open_checkpoint(folder: Path, spec: ModelSpec) -> TensorFolder:
 
 def _refuse_unasked(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str, str]) -> None:
     """A bias or norm that is there though config.json says nothing of it would be left out in silence."""
-    unasked = set(spec.tensors) - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
+    stored = {part for part, rule in spec.tensors.items() if rule.constant is None}
+    unasked = stored - {"embedding", "final_norm", "head", *spec.layer_parts(0)}
     asked = {_full_name(spec.tensors[part], 0, prefixes) for part in spec.layer_parts(0)}
     for part in sorted(unasked):
         name = _full_name(spec.tensors[part], 0, prefixes)
@@ -167,7 +214,7 @@ def _refuse_unasked(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str,
 def target_shapes(
     spec: ModelSpec, prefixes: tuple[str, str] = (_BODIES[0], _HEADS[0])
 ) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a target must have.
+    """Every tensor that a target must have; of several forms of experts the usual.
 
     Args:
         prefixes: of body and head.
@@ -177,9 +224,23 @@ def target_shapes(
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
     rules = [(spec.tensors[part], layer) for part, layer in parts]
     return {
-        _full_name(rule, layer, prefixes): tuple(spec.axis_size(axis, layer) for axis in rule.axes)
+        _full_name(rule, layer, prefixes, expert): tuple(spec.axis_size(axis, layer) for axis in rule.axes)
         for rule, layer in rules
+        for expert in range(spec.axis_size("expert", layer) if "{expert}" in rule.name else 1)
+        if rule.constant is None
     }
+
+
+def _as_stored(
+    spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], prefixes: tuple[str, str]
+) -> ModelSpec:
+    """The model in the form of experts that a checkpoint has; in the usual one where it has none."""
+    layer = next((i for i, layer in enumerate(spec.layers) if layer.routed is not None), None)
+    if layer is None:
+        return spec
+    forms = spec.expert_forms
+    there = (form for form in forms if _full_name(spec.tensors[form[0]], layer, prefixes) in shapes)
+    return spec.in_form(next(there, forms[0]))
 
 
 def _prefixes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
@@ -189,6 +250,6 @@ def _prefixes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
     return body, head
 
 
-def _full_name(rule: TensorRule, layer: int, prefixes: tuple[str, str]) -> str:
+def _full_name(rule: TensorRule, layer: int, prefixes: tuple[str, str], expert: int = 0) -> str:
     body, head = prefixes
-    return (head if rule.beside_body else body) + rule.name.format(layer=layer)
+    return (head if rule.beside_body else body) + rule.name.format(layer=layer, expert=expert)

@@ -151,6 +151,7 @@ class CompiledStack:
 
     def _set_constants(self, first_norm: RMSNorm) -> None:
         p, shape, rope = self._pass[0], self._shape, self._shape.rope
+        assert rope is not None, "a model without rotation is refused"
         p["shares"] = self._shares.ctypes.data
         p["layers"], p["num_layers"] = self._layers.ctypes.data, len(self._layers)
         p["hidden"], p["inner"], p["num_taps"] = len(first_norm.weight_H), self._inner, self._num_taps

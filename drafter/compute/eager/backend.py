@@ -6,6 +6,7 @@ Legend: N rows, H hidden, O outputs, K kv heads, J = Q + 2 K, D head dim, L laye
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
@@ -63,9 +64,17 @@ class TorchBackend(OperatorBackend):
         return norm(x_NH)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_NH = project(x_NI, residual_NH) if out_norm is None else out_norm(project(x_NI)) + residual_NH
+        if scalar is not None:
+            x_NH = x_NH * scalar
         return x_NH, norm(x_NH)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
@@ -87,7 +96,13 @@ class _TorchAttention:
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         qk = qkv_NJD[:, : num_q + num_kv]
         normed = qk if self._head_norm is None else self._head_norm(qk)
-        step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        if shape.rope is not None:
+            step.rotation(shape.rope).rotate(normed, out_NJD=qk)
+        elif normed is not qk:
+            qk.copy_(normed)
+        if shape.v_norm:
+            v_NKD = qkv_NJD[:, num_q + num_kv :]
+            v_NKD.copy_(F.rms_norm(v_NKD, (shape.head_dim,), None, shape.eps))
         cache.write(layer, step.rows.kv_slots[group], qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
         return paged_attention(
             qkv_NJD[:, :num_q],

@@ -172,14 +172,20 @@ class TritonBackend(OperatorBackend):
         return rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor | PendingNorm]:
-        if out_norm is None and isinstance(project, LayerProjection):
+        if out_norm is None and scalar is None and isinstance(project, LayerProjection):
             return project.added(x_NI, residual_NH, norm)
         y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
-        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps)
+        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps, scalar)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
         assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
@@ -215,6 +221,7 @@ class _TritonAttention:
 
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
+        tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
         k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
         norm_rotate_write(
@@ -222,12 +229,12 @@ class _TritonAttention:
             shape.q_norm_D,
             shape.k_norm_D,
             shape.eps,
-            rope.cos_TD,
-            rope.sin_TD,
+            *tables,
             rows.positions_N,
             rows.kv_slots[group],
             k_PSKD,
             v_PSKD,
+            v_norm=shape.v_norm,
         )
         kind = AttentionKind(
             num_heads=shape.num_heads,

@@ -34,12 +34,14 @@ def norm_rotate_write(
     q_norm_D: Tensor | None,
     k_norm_D: Tensor | None,
     eps: float,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    cos_TD: Tensor | None,
+    sin_TD: Tensor | None,
     positions_N: Tensor,
     kv_slots_N: Tensor,
     k_PSKD: Tensor,
     v_PSKD: Tensor,
+    *,
+    v_norm: bool = False,
 ) -> None:
     """Norm and rotate q in place; norm and rotate k and write it, and v, into a layer's pages.
 
@@ -48,12 +50,14 @@ def norm_rotate_write(
     Args:
         qkv_NJD: J = Q + 2 K heads in the order q, k, v; rows may have any stride, a row is contiguous.
         q_norm_D: weight of the query heads' RMSNorm; None together with `k_norm_D` for models without.
-        cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read.
+        cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read. None
+            together with `sin_TD` rotates nothing.
         sin_TD: its signed sines: the halves are -sin and sin, only the second is read.
         positions_N: absolute positions, int32 or int64, each below T, also those of padding.
         kv_slots_N: page id * page size + offset, int32 or int64; unwanted rows carry the skip slot.
         k_PSKD: keys of one layer, a view of `PagedKVCache.kv`; written.
         v_PSKD: values likewise.
+        v_norm: values are RMS-normed, without a weight.
     """
     num_rows, num_heads, head_dim = qkv_NJD.shape
     num_kv = k_PSKD.shape[2]
@@ -62,7 +66,8 @@ def norm_rotate_write(
     assert (q_norm_D is None) == (k_norm_D is None), "q and k are both normed or neither"
     assert k_PSKD.shape == v_PSKD.shape and k_PSKD.stride() == v_PSKD.stride(), "v lies as k does"
     slot_stride = _slot_stride(k_PSKD)
-    _check_rows(qkv_NJD, cos_TD, sin_TD)
+    _check_rows(qkv_NJD)
+    _check_tables(head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, max(num_q, num_kv))
     num_groups = triton.cdiv(num_q, group) + 2 * triton.cdiv(num_kv, group)
     _norm_rotate_write[(num_rows, num_groups)](
@@ -82,6 +87,7 @@ def norm_rotate_write(
         NUM_KV=num_kv,
         HALF=head_dim // 2,
         GROUP=group,
+        V_NORM=v_norm,
         num_warps=1,
         **dependent_launch(qkv_NJD.device),
     )
@@ -111,7 +117,8 @@ def write_context(
     assert kv_NJD.shape[1:] == (2 * num_layers * num_kv, head_dim), "one key and value per layer and kv head"
     assert k_norm_LD.shape == (num_layers, head_dim) and k_norm_LD.is_contiguous(), "one norm per layer"
     assert kv_LPS2KD[0].is_contiguous(), "the pages of a layer lie as PagedKVCache makes them"
-    _check_rows(kv_NJD, cos_TD, sin_TD)
+    _check_rows(kv_NJD)
+    _check_tables(head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, num_kv)
     _write_context[(len(kv_NJD), num_layers, 2 * triton.cdiv(num_kv, group))](
         kv_NJD,
@@ -147,10 +154,16 @@ def _slot_stride(k_PSKD: Tensor) -> int:
     return slot_stride
 
 
-def _check_rows(heads_NJD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> None:
+def _check_rows(heads_NJD: Tensor) -> None:
     head_dim = heads_NJD.shape[2]
     assert head_dim >= 2 and head_dim & (head_dim - 1) == 0, "a head's dimension must be a power of two"
     assert heads_NJD.stride()[1:] == (head_dim, 1), "the heads of a row must be contiguous"
+
+
+def _check_tables(head_dim: int, cos_TD: Tensor | None, sin_TD: Tensor | None) -> None:
+    assert (cos_TD is None) == (sin_TD is None), "both tables or neither"
+    if cos_TD is None or sin_TD is None:
+        return
     assert cos_TD.shape == sin_TD.shape and cos_TD.shape[1] == head_dim, "tables are [T, D]"
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous(), "tables must be contiguous"
 
@@ -173,6 +186,7 @@ def _norm_rotate_write(
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    V_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_predecessor(PDL)
@@ -183,18 +197,19 @@ def _norm_rotate_write(
     q_ptr = qkv_ptr + row * row_stride
     fresh_k_ptr = q_ptr + NUM_Q * 2 * HALF
     fresh_v_ptr = fresh_k_ptr + NUM_KV * 2 * HALF
-    at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
     to = tl.load(slots_ptr + row).to(tl.int64) * slot_stride
-    cos_ptr += at
-    sin_ptr += at
+    if cos_ptr is not None:
+        at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
+        cos_ptr += at
+        sin_ptr += at
     if group < Q_GROUPS:
-        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, GROUP)
+        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, GROUP, False)
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
-        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP)
+        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP, False)
     else:
         group -= Q_GROUPS + KV_GROUPS
-        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, HALF, GROUP)
+        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, HALF, GROUP, V_NORM)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -225,10 +240,13 @@ def _write_context(
     k_ptr = pages_ptr + layer * layer_stride + tl.load(slots_ptr + row).to(tl.int64) * 2 * WIDTH
     if group < KV_GROUPS:
         norm_ptr = k_norm_ptr + layer * 2 * HALF
-        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr + at, sin_ptr + at, NUM_KV, HALF, GROUP)
+        cos_ptr += at
+        sin_ptr += at
+        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP, False)
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * WIDTH
-        _move(fresh_v_ptr, k_ptr + WIDTH, group - KV_GROUPS, None, eps, None, None, NUM_KV, HALF, GROUP)
+        group -= KV_GROUPS
+        _move(fresh_v_ptr, k_ptr + WIDTH, group, None, eps, None, None, NUM_KV, HALF, GROUP, False)
 
 
 @triton.jit
@@ -243,8 +261,12 @@ def _move(
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
+    PLAIN_NORM: tl.constexpr,
 ):
-    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written."""
+    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written.
+
+    PLAIN_NORM: normed without a weight.
+    """
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, HALF)
     inside_G1 = (heads_G < NUM_HEADS)[:, None]
@@ -253,6 +275,11 @@ def _move(
     high_GC = tl.load(from_ptr + offsets_GC + HALF, mask=inside_G1, other=0.0)
     if norm_ptr is not None:
         low_GC, high_GC = _norm(low_GC, high_GC, norm_ptr + columns_C, eps, HALF)
+    if PLAIN_NORM:
+        dtype = low_GC.dtype
+        low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
+        scale_G1 = _inverse_rms(low_GC, high_GC, eps, HALF)
+        low_GC, high_GC = (low_GC * scale_G1).to(dtype), (high_GC * scale_G1).to(dtype)
     if cos_ptr is not None:
         cos_C, sin_C = tl.load(cos_ptr + columns_C), tl.load(sin_ptr + HALF + columns_C)
         low_GC, high_GC = _rotate(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
@@ -266,13 +293,19 @@ def _norm(low_GC, high_GC, weight_ptrs_C, eps, HALF: tl.constexpr):
     dtype = low_GC.dtype
     inner: tl.constexpr = weight_ptrs_C.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
-    squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
-    scale_G1 = tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
+    scale_G1 = _inverse_rms(low_GC, high_GC, eps, HALF)
     weight_low_1C = tl.load(weight_ptrs_C).to(tl.float32)[None, :]
     weight_high_1C = tl.load(weight_ptrs_C + HALF).to(tl.float32)[None, :]
     low_GC = (low_GC * scale_G1).to(inner).to(tl.float32) * weight_low_1C
     high_GC = (high_GC * scale_G1).to(inner).to(tl.float32) * weight_high_1C
     return low_GC.to(dtype), high_GC.to(dtype)
+
+
+@triton.jit
+def _inverse_rms(low_GC, high_GC, eps, HALF: tl.constexpr):
+    """[G, 1], of heads in fp32."""
+    squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
+    return tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
 
 
 @triton.jit

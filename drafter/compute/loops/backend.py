@@ -53,13 +53,21 @@ class CpuBackend(OperatorBackend):
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_NH = (
             project(x_NI, residual_NH)
             if out_norm is None
             else self._add_normed(project, x_NI, out_norm, residual_NH)
         )
+        if scalar is not None:
+            x_NH.mul_(scalar)
         return x_NH, layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def _add_normed(
@@ -80,6 +88,8 @@ class _CpuAttention:
 
     def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
+        if shape.v_norm:
+            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.head_dim, shape.eps)
         layers.norm_rotate_write(
             qkv_NO,
             shape.num_heads,

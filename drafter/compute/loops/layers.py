@@ -51,7 +51,7 @@ def norm_rotate_write(
     num_kv_heads: int,
     norm_JD: Tensor | None,
     eps: float,
-    rope: RotaryEmbedding,
+    rope: RotaryEmbedding | None,
     positions_N: Tensor,
     slots_N: Tensor,
     kv_LS2KD: Tensor,
@@ -62,12 +62,13 @@ def norm_rotate_write(
         x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous.
         num_heads, num_kv_heads: Q and K.
         norm_JD: RMSNorm's weights of the heads of q and k, [Q + L * K, D]; None norms nothing.
+        rope: None rotates nothing.
         positions_N: absolute positions, int64.
         slots_N: where K and V go in every layer, int64.
         kv_LS2KD: the layers' K/V, contiguous.
     """
     num_layers, num_slots, _, _, head_dim = kv_LS2KD.shape
-    _norm_rotate_write(head_dim, norm_JD is not None)(
+    _norm_rotate_write(head_dim, norm_JD is not None, rope is not None)(
         x_NO.data_ptr(),
         len(x_NO),
         num_heads,
@@ -75,9 +76,9 @@ def norm_rotate_write(
         num_kv_heads,
         0 if norm_JD is None else norm_JD.data_ptr(),
         eps,
-        rope.cos_TD.data_ptr(),
-        rope.sin_TD.data_ptr(),
-        len(rope.cos_TD),
+        0 if rope is None else rope.cos_TD.data_ptr(),
+        0 if rope is None else rope.sin_TD.data_ptr(),
+        0 if rope is None else len(rope.cos_TD),
         positions_N.data_ptr(),
         slots_N.data_ptr(),
         kv_LS2KD.data_ptr(),
@@ -85,6 +86,16 @@ def norm_rotate_write(
         LIKE[x_NO.dtype],
         LIKE[x_NO.dtype if norm_JD is None else norm_JD.dtype],
     )
+
+
+def norm_values(x_NO: Tensor, num_kv_heads: int, head_dim: int, eps: float) -> None:
+    """RMS-norm the last heads of each row, without a weight and in place.
+
+    Args:
+        x_NO: rows of heads, contiguous; their last `num_kv_heads * head_dim` elements are values.
+    """
+    num_rows, width = x_NO.shape
+    _norm_values(x_NO.data_ptr(), num_rows, width, num_kv_heads, head_dim, eps, LIKE[x_NO.dtype])
 
 
 def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
@@ -115,8 +126,19 @@ def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
             y_NH[n, h] = rounded(float_of(x_NH[n, h]) * scale * float_of(weight_H[h]), like)
 
 
+@sums
+def _norm_values(x, num_rows, width, num_kv, head_dim, eps, like):
+    x_NO = carray(pointer(x, like), (num_rows, width))
+    for n in range(num_rows):
+        for k in range(num_kv):
+            begin = width - (num_kv - k) * head_dim
+            scale = _inverse_rms(x_NO[n, begin : begin + head_dim], eps)
+            for d in range(begin, begin + head_dim):
+                x_NO[n, d] = rounded(float_of(x_NO[n, d]) * scale, like)
+
+
 @cache
-def _norm_rotate_write(head_dim, has_norm):
+def _norm_rotate_write(head_dim, has_norm, rotates):
     """The kernel for one head dim: loops as short as a head are fast only where their length is known."""
     half = head_dim // 2
 
@@ -161,12 +183,16 @@ def _norm_rotate_write(head_dim, has_norm):
                 else:
                     for d in range(head_dim):
                         head_D[d] = float_of(x_NJD[n, j, d])
-                for d in range(half):
-                    swapped = head_D[d + half] * float_of(sin_TD[t, d])
-                    x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
-                for d in range(half, head_dim):
-                    swapped = head_D[d - half] * float_of(sin_TD[t, d])
-                    x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                if rotates:
+                    for d in range(half):
+                        swapped = head_D[d + half] * float_of(sin_TD[t, d])
+                        x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                    for d in range(half, head_dim):
+                        swapped = head_D[d - half] * float_of(sin_TD[t, d])
+                        x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                else:
+                    for d in range(head_dim):
+                        x_NJD[n, j, d] = rounded(head_D[d], like)
             for layer in range(num_layers):
                 for k in range(num_kv):
                     j = num_heads + layer * num_kv + k

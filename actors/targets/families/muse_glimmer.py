@@ -1,0 +1,108 @@
+"""Muse-Glimmer, text: gated attention, sandwich norms; every fourth layer sees all and rotates nothing.
+
+    x = rms(E[id]);  x += post(o(attention(norm x) * sigmoid(g norm x)))
+    x += post(down(silu(gate norm x) * up norm x))
+    logits = cap tanh(multiplier head(norm x) / cap)
+
+Norms of a block store w of 1 + w, the last one w; queries and keys are normed per head without a weight, and
+queries multiplied by a factor behind that: together they are head norms of constant weights here.
+
+Sources: transformers' modeling_muse_glimmer.py; the defaults are its configuration's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ....drafter.compute.config_json import Count, Json, parse, wrong
+from ....drafter.compute.rope import RopeConfig
+from ..model.spec import Attention, GatedMLP, LayerSpec, ModelSpec, TensorRule
+from .gemma3 import SANDWICH_NORMS
+from .plain import TENSORS, PlainConfig, model_of
+
+_PATTERN = 4  # counted from the last layer: one that sees all, three that slide
+
+Positive = Annotated[float, Field(gt=0, description="a positive number")]
+
+
+class MuseGlimmerConfig(PlainConfig):
+    """The text part of a Muse-Glimmer config.json."""
+
+    rms_norm_eps: float = 1e-5
+    hidden_activation: Literal["silu"] = "silu"
+    sliding_window: Count | None = 2048
+    attention_bias: bool = False
+    qk_scale_factor: float = 3.87
+    output_multiplier: float = 0.19611613513818404
+    post_norm_eps: float = 1e-8
+    final_logit_softcapping: Positive = 20.0
+    layer_rope_theta: tuple[float, ...] | None = None
+
+    def is_sighted(self, layer: int) -> bool:
+        """Whether a layer sees all and does not rotate, where config.json does not say."""
+        return (self.num_hidden_layers - 1 - layer) % _PATTERN == 0
+
+    def rotates(self, file: str, theta: float) -> tuple[bool, ...]:
+        """Of each layer; what rotates has one base."""
+        count = self.num_hidden_layers
+        thetas = self.layer_rope_theta
+        if thetas is None:
+            return tuple(not self.is_sighted(layer) for layer in range(count))
+        if len(thetas) != count or set(thetas) - {0, theta}:
+            raise wrong(
+                file,
+                "layer_rope_theta",
+                thetas,
+                f"one entry for each of num_hidden_layers ({count}): 0, or rope_theta ({theta:g})",
+            )
+        return tuple(theta != 0 for theta in thetas)
+
+
+def _tensors(config: MuseGlimmerConfig) -> Mapping[str, TensorRule]:
+    return {
+        **TENSORS,
+        **SANDWICH_NORMS,
+        "q_norm": TensorRule(name="", axes=("head",), constant=config.qk_scale_factor),
+        "k_norm": TensorRule(name="", axes=("head",), constant=1.0),
+    }
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    config = parse(MuseGlimmerConfig, raw, file)
+    count, size = config.num_hidden_layers, config.head_size(file)
+    derived = tuple(
+        "full_attention" if config.is_sighted(layer) else "sliding_attention" for layer in range(count)
+    )
+    rope = RopeConfig.read(raw, size, file)
+    layers = [
+        LayerSpec(
+            mixer=Attention(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.kv_heads(file),
+                head_dim=size,
+                rope=rope if rotates else None,
+                scale=size**-0.5,
+                window=config.window_of(kind, file),
+                qk_norm=True,
+                gate=True,
+                bias=config.attention_bias,
+                out_bias=config.attention_bias,
+            ),
+            mlp=GatedMLP(inner_size=config.intermediate_size),
+            sandwich=True,
+        )
+        for kind, rotates in zip(config.types(file, derived), config.rotates(file, rope.theta), strict=True)
+    ]
+    return model_of(
+        config,
+        tuple(layers),
+        _tensors(config),
+        out_norm_eps=config.post_norm_eps,
+        embed_norm=True,
+        logit_multiplier=config.output_multiplier,
+        logit_cap=config.final_logit_softcapping,
+        fp32_norms=True,
+    )

@@ -1,0 +1,142 @@
+"""The tensors of a layer's MLP, dense, routed or both, as a rank takes them; `weights.py` reads the parts.
+
+A routed MLP's experts stand in the checkpoint one by one, or in one tensor (`spec.EXPERT_FORMS`): here they are
+[E, 2 I, H] and [E, H, I] either way, of this rank's experts or of its part of each one's inner states.
+
+Legend: H hidden, I inner size of a rank, E experts of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ....drafter.compute.experts import ExpertWeights, RouterWeights
+from ....drafter.compute.layers import RMSNorm
+from .spec import RoutedMLP
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensors:
+    """Gate rows before up rows; the bias of down is None but on rank 0."""
+
+    gate_up_IH: Tensor
+    gate_up_bias_I: Tensor | None
+    down_HI: Tensor
+    down_bias_H: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTensors:
+    """`shared_weight_1H` makes the weight of the shared expert; None where it counts whole."""
+
+    router: RouterWeights
+    experts: ExpertWeights
+    shared: DenseTensors | None
+    shared_weight_1H: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BesideTensors:
+    """`routed_norm_H` is before the experts, the others behind the MLP that they are named for."""
+
+    dense: DenseTensors
+    dense_out_norm_H: Tensor
+    routed: RoutedTensors
+    routed_norm_H: Tensor
+    routed_out_norm_H: Tensor
+
+
+MlpTensors = DenseTensors | RoutedTensors | BesideTensors
+
+
+class LayerParts(Protocol):
+    """One layer's parts, in the words of `ModelSpec.tensors`: a rank's slices, on its device."""
+
+    def one(self, part: str) -> Tensor: ...
+
+    def maybe(self, part: str) -> Tensor | None:
+        """None where the layer has none, or where it is rank 0's alone."""
+        ...
+
+    def joined(self, *parts: str) -> Tensor | None:
+        """Along their first dimension; None where the layer has none."""
+        ...
+
+    def of_each_expert(self, part: str) -> Iterator[Tensor]:
+        """Of this rank's, in order."""
+        ...
+
+
+def read_dense(parts: LayerParts, prefix: str = "") -> DenseTensors:
+    """
+    Args:
+        prefix: of the names of parts: "", or "shared_".
+    """
+    gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
+    return DenseTensors(
+        gate_up_IH=torch.cat([parts.one(gate), parts.one(up)]),
+        gate_up_bias_I=parts.joined(f"{gate}_bias", f"{up}_bias"),
+        down_HI=parts.one(down),
+        down_bias_H=parts.maybe(f"{down}_bias"),
+    )
+
+
+def read_routed(
+    parts: LayerParts,
+    mlp: RoutedMLP,
+    form: tuple[str, ...],
+    experts: slice,
+    *,
+    has_down_bias: bool,
+    eps: float,
+) -> RoutedTensors:
+    """
+    Args:
+        form: how the checkpoint holds the experts: one of `EXPERT_FORMS`.
+        experts: that this rank has, or has a part of.
+        has_down_bias: else another rank's part of the sum has it.
+        eps: of the router's norm.
+    """
+    norm_H = parts.maybe("router_norm")
+    router = RouterWeights(
+        rule=mlp.router,
+        weight_EH=parts.one("router"),
+        bias_E=parts.maybe("router_bias"),
+        correction_E=parts.maybe("router_correction"),
+        expert_scale_E=parts.maybe("expert_scale"),
+        norm=None if norm_H is None else RMSNorm(norm_H, eps),
+    )
+    gate_up, down = _read_experts(parts, form, experts.stop - experts.start)
+    weights = ExpertWeights(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias_EI=parts.maybe("experts_gate_up_bias"),
+        down_bias_EH=parts.maybe("experts_down_bias") if has_down_bias else None,
+        activation=mlp.activation,
+        limit=mlp.limit,
+        first_expert=experts.start,
+    )
+    shared = None if mlp.shared is None else read_dense(parts, "shared_")
+    return RoutedTensors(router, weights, shared, parts.maybe("shared_weight"))
+
+
+def _read_experts(parts: LayerParts, form: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
+    """gate_up [E, 2 I, H] and down [E, H, I]."""
+    if form == ("experts_gate_up", "experts_down"):
+        return parts.one("experts_gate_up"), parts.one("experts_down")
+    gate_up, down = torch.empty(0), torch.empty(0)
+    of_each = (parts.of_each_expert(part) for part in form)
+    for i, (gate_IH, up_IH, down_HI) in enumerate(zip(*of_each, strict=True)):
+        if i == 0:  # room for all, once their sizes are known: no expert is held twice
+            inner, hidden = gate_IH.shape
+            gate_up, down = (
+                gate_IH.new_empty(count, 2 * inner, hidden),
+                gate_IH.new_empty(count, hidden, inner),
+            )
+        gate_up[i, : len(gate_IH)], gate_up[i, len(gate_IH) :], down[i] = gate_IH, up_IH, down_HI
+    return gate_up, down

@@ -1,0 +1,63 @@
+"""A layer's MLP out of its tensors: a backend's products, split between ranks, with one sum over them.
+
+Called by `decoder.py`, at load.
+"""
+
+from __future__ import annotations
+
+from ....drafter.compute.backend import Backend, Beside, DenseMLP, Routed
+from ....drafter.compute.layers import RMSNorm
+from .mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
+from .parallel import Communicator, row_linear
+from .spec import BesideMLP, GatedMLP, LayerSpec, RoutedMLP
+
+
+def make_mlp(
+    layer: LayerSpec, tensors: MlpTensors, communicator: Communicator, backend: Backend, eps: float
+) -> DenseMLP | Routed | Beside:
+    """
+    Args:
+        eps: of the norms of MLPs that stand side by side.
+    """
+    match layer.mlp, tensors:
+        case GatedMLP(), DenseTensors():
+            return _dense(layer.mlp, tensors, communicator, backend)
+        case RoutedMLP(), RoutedTensors():
+            return _routed(layer.mlp, tensors, communicator, backend)
+        case BesideMLP(), BesideTensors():
+            return Beside(
+                dense=_dense(layer.mlp.dense, tensors.dense, communicator, backend),
+                dense_out_norm=RMSNorm(tensors.dense_out_norm_H, eps),
+                routed_norm=RMSNorm(tensors.routed_norm_H, eps),
+                routed=_routed(layer.mlp.routed, tensors.routed, communicator, backend),
+                routed_out_norm=RMSNorm(tensors.routed_out_norm_H, eps),
+            )
+        case _:
+            raise AssertionError("read by the same specification")
+
+
+def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, backend: Backend) -> DenseMLP:
+    return DenseMLP(
+        gate_up=backend.linear(tensors.gate_up_IH, tensors.gate_up_bias_I),
+        activation=mlp.activation,
+        down=row_linear(tensors.down_HI, tensors.down_bias_H, communicator, backend),
+    )
+
+
+def _routed(mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend) -> Routed:
+    shared = tensors.shared
+    assert (mlp.shared is None) == (shared is None), "read by the same specification"
+    weight_1H = tensors.shared_weight_1H
+    return Routed(
+        route=backend.route(tensors.router),
+        experts=backend.experts(tensors.experts),
+        shared=None
+        if mlp.shared is None or shared is None
+        else DenseMLP(
+            gate_up=backend.linear(shared.gate_up_IH, shared.gate_up_bias_I),
+            activation=mlp.shared.activation,
+            down=backend.linear(shared.down_HI, shared.down_bias_H),  # summed with the experts' part
+        ),
+        shared_gate=None if weight_1H is None else backend.linear(weight_1H),
+        all_reduce=None if communicator.world_size == 1 else communicator.all_reduce,
+    )

@@ -1,0 +1,57 @@
+"""RMSNorm of a layer's whole queries, and of its whole keys, where ranks have parts of them.
+
+    scale of a row = 1 / sqrt(sum of its squares over all ranks' heads / (all heads * D) + eps)
+
+Not the norm of each head (`AttentionShape.q_norm_D`). Made by `decoder.py`; called by `blocks.py` on the
+product of queries, keys and values, before heads are told apart. One small sum over ranks a layer.
+
+Legend: N rows, O outputs of a rank's product, Q and K widths of its queries and of its keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .parallel import Communicator, Sharding
+
+
+class RowNorm:
+    """See the module's text.
+
+    Args:
+        q_norm_Q, k_norm_K: this rank's part of the weights.
+        eps: of both norms.
+        layer: whose heads `sharding` knows.
+    """
+
+    __slots__ = ("_communicator", "_eps", "_shares_2", "_weight_O", "_widths")
+
+    def __init__(
+        self,
+        q_norm_Q: Tensor,
+        k_norm_K: Tensor,
+        eps: float,
+        sharding: Sharding,
+        layer: int,
+        communicator: Communicator,
+    ) -> None:
+        self._weight_O = torch.cat((q_norm_Q, k_norm_K)).float()
+        self._widths = [len(q_norm_Q), len(k_norm_K)]
+        self._eps, self._communicator = eps, communicator
+        mixer, ranks = sharding.spec.layers[layer].mixer, sharding.world_size
+        # K/V heads that several ranks have are summed several times.
+        copies = (1, ranks * sharding.num_kv_heads(layer) // mixer.num_kv_heads)
+        sizes = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
+        shares = [1.0 / (size * copy) for size, copy in zip(sizes, copies, strict=True)]
+        self._shares_2 = torch.tensor(shares, device=q_norm_Q.device)
+
+    def __call__(self, qkv_NO: Tensor) -> Tensor:
+        """Queries and keys normed, in place; values as they are."""
+        qk_NO = qkv_NO[:, : len(self._weight_O)]
+        parts = qk_NO.float().split(self._widths, dim=1)
+        squares_N2 = torch.stack([part.square().sum(1) for part in parts], dim=1)
+        scales_N2 = self._communicator.all_reduce(squares_N2).mul_(self._shares_2).add_(self._eps).rsqrt_()
+        scaled = [part * scale_N1 for part, scale_N1 in zip(parts, scales_N2.split(1, dim=1), strict=True)]
+        qk_NO.copy_(torch.cat(scaled, dim=1).mul_(self._weight_O))
+        return qkv_NO
