@@ -1,7 +1,7 @@
 """The tensors of a layer's MLP, dense, routed or both, as a rank takes them; `weights.py` reads the parts.
 
-A routed MLP's experts stand in the checkpoint one by one, or in one tensor (`spec.EXPERT_FORMS`): here they are
-[E, 2 I, H] and [E, H, I] either way, of this rank's experts or of its part of each one's inner states.
+A routed MLP's experts stand in the checkpoint one by one, or in one tensor (`spec.EXPERT_FORMS`): here they
+are [E, 2 I, H] and [E, H, I] either way, of this rank's experts or of its part of each one's inner states.
 
 Legend: H hidden, I inner size of a rank, E experts of a rank.
 """
