@@ -39,6 +39,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama with a kv head per head": ("llama", {"num_key_value_heads": 4}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "gemma3 with attention biases": ("gemma3", {"attention_bias": True}),
+    "gemma4 without experts": ("gemma4", {"enable_moe_block": False}),
+    "gemma4 whose full layers have values of their own": (
+        "gemma4",
+        {"attention_k_eq_v": False, "num_global_key_value_heads": None, "enable_moe_block": False},
+    ),
+    "gemma4 with attention biases": ("gemma4", {"attention_bias": True, "enable_moe_block": False}),
     "gemma3 with three layers that slide to one": ("gemma3", {"sliding_window_pattern": 4}),
 }
 
@@ -143,5 +149,5 @@ def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: 
         raw.pop(key, None)
     (folder / "config.json").write_text(json.dumps(raw))
     spec = read_model(folder)
-    layer = spec.layers[0]
-    assert (spec.head_dim, layer.mixer.num_kv_heads, spec.tied_head, layer.mlp.bias) == (16, 4, False, False)
+    mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    assert (mixer.head_dim, mixer.num_kv_heads, spec.tied_head, mlp.bias) == (16, 4, False, False)

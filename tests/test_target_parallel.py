@@ -14,7 +14,7 @@ from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank import load_runner
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.mlp_weights import DenseTensors
+from manta.actors.targets.model.mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
 from manta.actors.targets.model.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
@@ -118,18 +118,30 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
     cpu = torch.device("cpu")
     parts = [TargetWeights(target, config, Sharding(config, rank, 2), torch.float32, cpu) for rank in (0, 1)]
     whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
-    first, second, all_of = parts[0].layer(1), parts[1].layer(1), whole.layer(1)
+    first, second, all_of = parts[0].layer(0), parts[1].layer(0), whole.layer(0)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
-    mlps = [layer.mlp for layer in (first, second, all_of)]
-    one, two, both = [mlp for mlp in mlps if isinstance(mlp, DenseTensors)]
-    assert torch.equal(torch.cat((one.down_HI, two.down_HI), dim=1), both.down_HI)
     q, k, v = all_of.qkv_OH.split((64, 32, 32))
     assert torch.equal(second.qkv_OH, torch.cat((q[32:], k[16:], v[16:])))
-    gate, up = both.gate_up_IH.chunk(2)
-    assert torch.equal(one.gate_up_IH, torch.cat((gate[:48], up[:48])))
+    for one, two, both in zip(*(products(layer.mlp) for layer in (first, second, all_of)), strict=True):
+        gate_up, down = both
+        gate, up = gate_up.chunk(2, dim=-2)
+        half = gate.shape[-2] // 2
+        assert torch.equal(one[0], torch.cat((gate[..., :half, :], up[..., :half, :]), dim=-2))
+        assert torch.equal(torch.cat((one[1], two[1]), dim=-1), down)
     rows = torch.cat((parts[0].head(), parts[1].head()))
     assert torch.equal(rows[: config.vocab_size], whole.head())
     assert not rows[config.vocab_size :].any()
+
+
+def products(mlp: MlpTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gate and up, and down, of its dense MLP and of its experts."""
+    match mlp:
+        case DenseTensors():
+            return [(mlp.gate_up_IH, mlp.down_HI)]
+        case RoutedTensors():
+            return [(mlp.experts.gate_up, mlp.experts.down)]
+        case BesideTensors():
+            return [*products(mlp.dense), *products(mlp.routed)]
 
 
 def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> None:
@@ -179,4 +191,4 @@ def test_kv_heads_are_repeated_where_ranks_outnumber_them(target: Path) -> None:
         64,
         ThreadRank(ThreadRanks(4), 3),
     )
-    assert model.new_cache(2, 16).num_kv_heads == 1
+    assert model.new_cache(2, 16).geometries[0].num_kv_heads == 1

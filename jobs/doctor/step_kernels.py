@@ -293,7 +293,7 @@ def _attend_with_sinks(
     q_NQD: Tensor, contexts: Contexts, rows: PagedRows, scale: float, sinks_Q: Tensor
 ) -> Tensor:
     """The kernel's result, [N, Q, D]."""
-    k_PSKD, v_PSKD = contexts.cache.pages(1).unbind(2)
+    k_PSKD, v_PSKD = contexts.cache.heads(1)
     _, num_heads, head_dim = q_NQD.shape
     _, page_size, num_kv_heads, _ = k_PSKD.shape
     kind = AttentionKind(num_heads, num_kv_heads, head_dim, q_NQD.dtype, page_size)

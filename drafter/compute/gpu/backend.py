@@ -97,7 +97,7 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale)
 
 
-_KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
+_KNOWN = frozenset(get_args(Feature)) - {"routed experts", "values of another size than keys"}
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -223,7 +223,7 @@ class _TritonAttention:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
         tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
         qkv_NJD = qkv_NO.unflatten(-1, self._heads)
-        k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
+        k_PSKD, v_PSKD = cache.heads(layer)
         norm_rotate_write(
             qkv_NJD,
             shape.q_norm_D,

@@ -89,9 +89,10 @@ class _CpuAttention:
     def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
         if shape.v_norm:
-            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.head_dim, shape.eps)
+            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.v_head_dim, shape.eps)
         layers.norm_rotate_write(
             qkv_NO,
+            shape.head_dim,
             shape.num_heads,
             shape.num_kv_heads,
             self._norm_JD,
@@ -101,7 +102,7 @@ class _CpuAttention:
             step.kv_slots[group],
             cache.slots(layer),
         )
-        q_NQD = qkv_NO.view(len(qkv_NO), -1, shape.head_dim)[:, : shape.num_heads]
+        q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
         return paged_attention(
             q_NQD, cache, layer, step.batches[group], shape.scale, causal=shape.causal, window=shape.window
         )
@@ -119,6 +120,7 @@ class _CpuContextWriter:
     ) -> None:
         layers.norm_rotate_write(
             kv_NO,
+            self._norm_JD.shape[1],
             0,
             self._num_kv,
             self._norm_JD,
