@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .page_groups import KVGeometry
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -67,7 +69,6 @@ class LayerShape:
         head_dim, v_head_dim: values of a query or key, and of a value.
         window: how many tokens back a row sees; None sees all.
         inter: inner size of the dense MLP; 0: there is none.
-        keys_are_values: no weights make values, which are stored nevertheless.
         gated: what was attended is multiplied by a projection of its size.
     """
 
@@ -78,23 +79,17 @@ class LayerShape:
     window: int | None = None
     inter: int = 0
     experts: ExpertShape | None = None
-    keys_are_values: bool = False
     gated: bool = False
 
     @property
-    def kv_width(self) -> int:
-        """Values that a token leaves in this layer."""
-        return self.kv_heads * (self.head_dim + self.v_head_dim)
-
-    @property
-    def kv_outputs(self) -> int:
-        """Of the projections to keys and values."""
-        return self.kv_heads * self.head_dim if self.keys_are_values else self.kv_width
+    def kv(self) -> KVGeometry:
+        """What a token leaves in this layer."""
+        return KVGeometry(self.kv_heads, self.head_dim, self.v_head_dim)
 
     def dense_params(self, hidden: int) -> int:
         """Weights that every row passes: attention, dense MLP, router and shared expert."""
         attended = self.heads * self.v_head_dim
-        outputs = self.heads * self.head_dim + self.kv_outputs + attended + attended * self.gated
+        outputs = self.heads * self.head_dim + self.kv.width + attended + attended * self.gated
         inner = self.inter if self.experts is None else self.inter + self.experts.shared_inter
         router = 0 if self.experts is None else self.experts.count
         return hidden * (outputs + 3 * inner + router)
@@ -149,6 +144,11 @@ class ModelShape:
         return len(self.layers)
 
     @property
+    def kv_geometries(self) -> tuple[KVGeometry, ...]:
+        """Of each layer."""
+        return tuple(layer.kv for layer in self.layers)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer."""
         return tuple(layer.window for layer in self.layers)
@@ -185,7 +185,7 @@ class ModelShape:
     @cached_property
     def kv_params(self) -> int:
         """Weights that make K and V."""
-        return self.hidden * sum(layer.kv_outputs for layer in self.layers)
+        return self.hidden * sum(layer.kv.width for layer in self.layers)
 
     @property
     def head_params(self) -> int:
@@ -198,7 +198,7 @@ class ModelShape:
     @cached_property
     def kv_bytes(self) -> int:
         """K and V of a token, all layers."""
-        return self.itemsize * sum(layer.kv_width for layer in self.layers)
+        return self.itemsize * sum(layer.kv.width for layer in self.layers)
 
     def rank(self, ranks: int) -> ModelShape:
         """What one of so many tensor-parallel ranks holds; K/V heads are repeated where there are fewer."""
@@ -227,7 +227,7 @@ class ModelShape:
         for layer, times in self._kinds:
             seen = context if layer.window is None else min(context, layer.window)
             keys = times * batch * (seen + rows)
-            num_bytes += keys * layer.kv_width * self.itemsize
+            num_bytes += keys * layer.kv.width * self.itemsize
             flop += 2 * layer.heads * (layer.head_dim + layer.v_head_dim) * rows * keys
         return Work(num_bytes, flop)
 

@@ -37,11 +37,10 @@ def _layer(layer: LayerSpec, itemsize: int) -> LayerShape:
         heads=mixer.num_heads,
         kv_heads=mixer.num_kv_heads,
         head_dim=mixer.head_dim,
-        v_head_dim=mixer.head_dim,
+        v_head_dim=mixer.value_dim,
         window=mixer.window,
         inter=0 if dense is None else dense.inner_size,
         experts=_experts(layer, itemsize),
-        keys_are_values=mixer.k_is_v,
         gated=mixer.gate,
     )
 

@@ -68,7 +68,9 @@ def test_ranks_hold_parts_of_one_whole(pair: tuple[Path, Path]) -> None:
         source.target(plan, Sharding(plan.target, rank, of)) for rank, of in ((0, 1), (0, 2), (1, 2))
     )
     assert torch.equal(whole.layer(1).o_HO, torch.cat([rank.layer(1).o_HO for rank in ranks], 1))
-    assert torch.equal(whole.layer(1).mlp.down_HI, torch.cat([rank.layer(1).mlp.down_HI for rank in ranks], 1))
+    assert torch.equal(
+        whole.layer(1).mlp.down_HI, torch.cat([rank.layer(1).mlp.down_HI for rank in ranks], 1)
+    )
     assert torch.equal(whole.embedding(), torch.cat([rank.embedding() for rank in ranks]))
     assert not torch.equal(whole.layer(1).o_HO, whole.layer(2).o_HO)
 

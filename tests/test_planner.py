@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.targets.families import read_model
+from manta.actors.targets.families import FAMILIES, read_model
 from manta.actors.targets.loading.memory import page_bytes as engine_page_bytes
 from manta.actors.targets.loading.plan import plan_models
 from manta.actors.targets.model.parallel import Sharding
@@ -30,7 +30,7 @@ from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.plan.models import ReadPair, card_length, read_pair
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-SERVED = [name for name in PUBLISHED if name not in ("gpt-oss-20b", "Qwen3-8B-DFlash-b16")]
+SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]
 H200, H100 = GPUS["h200"], GPUS["h100"]
 DEMAND = Demand(max_model_len=8192, context=1024)
 
@@ -75,7 +75,14 @@ def rank_size(spec: ModelSpec, sharding: Sharding) -> int:
         mine = sharding.slice_of(axis, layer)
         return spec.axis_size(axis, layer) if mine is None else mine.stop - mine.start
 
-    return sum(math.prod(length(axis, layer) for axis in spec.tensors[part].axes) for part, layer in parts)
+    def times(part: str, layer: int) -> int:
+        experts = sharding.experts(layer) if "{expert}" in spec.tensors[part].name else slice(0, 1)
+        return experts.stop - experts.start
+
+    def size(part: str, layer: int) -> int:
+        return times(part, layer) * math.prod(length(axis, layer) for axis in spec.tensors[part].axes)
+
+    return sum(size(part, layer) for part, layer in parts)
 
 
 @pytest.mark.parametrize("name", SERVED)

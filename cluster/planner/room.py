@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import PlacementError
 from ..model_shape import ModelShape
-from ..page_groups import LayerPlace, PagePlan, plan_pages
+from ..page_groups import LayerPlace, PagePlan, plan_pages, plane_width
 from .gpus import GIB, Gpu
 from .layouts import Layout
 from .pair import Demand, Pair
@@ -103,7 +103,8 @@ def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
     """Which layers share pages, as the engine decides it."""
     drafter = pair.drafter if layout.placement else None
     windows = () if drafter is None else drafter.windows
-    return plan_pages(pair.target.windows, windows, max_model_len)
+    target = pair.target.rank(layout.tp)
+    return plan_pages(target.windows, windows, max_model_len, target.kv_geometries)
 
 
 def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> tuple[int, ...]:
@@ -115,7 +116,7 @@ def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> 
     if pair.drafter is not None and (layout.placement == "colocated" or (layout.drafts_apart and not target)):
         models.append((pair.drafter, pages.drafter, layout.drafted_engines))
     for model, places, times in models:
-        per_plane = PAGE_SIZE * max(layer.kv_width for layer in model.layers) * model.itemsize
+        per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.itemsize
         for pool in range(pages.num_pools):
             sizes[pool] += times * pages.num_planes(places, pool) * per_plane
     return tuple(sizes)
