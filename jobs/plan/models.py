@@ -74,7 +74,7 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         target=target_shape(target),
         drafter=None if drafter is None else drafter_shape(drafter),
         tied=target.tied_head,
-        tp_sizes=tuple(tp for tp in TP_SIZES if _divides(target, tp)),
+        tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,
     )
     return ReadPair(pair, _dtype(config, target), max_model_len, source)
@@ -97,7 +97,7 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _divides(spec: ModelSpec, ranks: int) -> bool:
+def divides(spec: ModelSpec, ranks: int) -> bool:
     try:
         Sharding(spec, 0, ranks)
     except ConfigError:
