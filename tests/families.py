@@ -51,17 +51,6 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-_GEMMA4 = {
-    "hidden_size": 72,
-    "tie_word_embeddings": True,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "sliding_window": 9,
-    "final_logit_softcapping": 2.0,  # logits of a tiny model feel no cap of 30
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "hidden_size_per_layer_input": 0,
-}
 
 FAMILIES = {
     "qwen3": TinyFamily(
@@ -98,12 +87,22 @@ FAMILIES = {
     "gemma4": TinyFamily(
         transformers.Gemma4TextConfig,
         transformers.Gemma4ForCausalLM,
-        _GEMMA4
-        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        {
+            "hidden_size": 72,
+            "tie_word_embeddings": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "final_logit_softcapping": 2.0,  # logits of a tiny model feel no cap of 30
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
         lean=True,
-    ),
-    "gemma4_unified": TinyFamily(
-        transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedForCausalLM, _GEMMA4, lean=True
     ),
     "muse_glimmer": TinyFamily(
         _muse_glimmer,

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 from torch import Tensor
 
 from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
@@ -72,6 +72,7 @@ class Gemma4Config(PlainConfig):
     sliding_window: Count | None = 512
     attention_bias: bool = False
     final_logit_softcapping: float | None = None
+    rope_parameters: dict[str, Any]  # Any: JSON values
     use_bidirectional_attention: Literal["vision"] | None = Field(
         None, description="absent or 'vision': a text model that sees what comes is not served"
     )
@@ -83,6 +84,16 @@ class Gemma4Config(PlainConfig):
     num_experts: Count | None = None
     top_k_experts: Count | None = None
     moe_intermediate_size: Count | None = None
+
+    @field_validator("per_layer_config", mode="before")
+    @classmethod
+    def _differ_by_geometry(cls, raw: Any) -> Any:  # Any: JSON values
+        for layer, own in raw.items() if isinstance(raw, dict) else ():
+            for key in own if isinstance(own, dict) else ():
+                if key not in LayerGeometry.model_fields:
+                    known = " and ".join(LayerGeometry.model_fields)
+                    raise ValueError(f"{layer}.{key} must be absent: layers differ in {known} alone")
+        return raw
 
 
 class UnifiedConfig(Gemma4Config):
@@ -153,6 +164,10 @@ def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
     if raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": _ROPES}
     config = parse(form, raw, file)
+    for kind in _ROPES:  # one setting for all layers has no meaning here
+        if kind not in config.rope_parameters:
+            wanted = "an object with the rotary settings of these layers"
+            raise wrong(file, f"rope_parameters.{kind}", None, wanted)
     mlp = _mlp(config, file)
     layers = [
         LayerSpec(mixer=_attention(raw, file, config, layer, kind), mlp=mlp, sandwich=True, scalar=True)
