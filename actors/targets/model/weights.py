@@ -142,7 +142,8 @@ class TargetWeights:
         if rule.transform is not None:
             tensor = rule.transform(tensor)
             return tensor if tensor.dtype is torch.float32 else tensor.to(self._dtype)
-        return tensor.to(torch.float32 if part in _PRECISE else self._dtype)
+        stays_fp32 = part in _PRECISE or (self.spec.fp32_norms and part.endswith("norm"))
+        return tensor.to(torch.float32 if stays_fp32 else self._dtype)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)
