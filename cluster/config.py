@@ -17,6 +17,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
+LoadFormat = Literal["auto", "dummy"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class SpeculativeConfig:
             target, drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
+        hf_overrides: as the engine's, for the drafter's config.json.
         input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
             says, or else as the target scales its own. A wrong one costs acceptance, never a token.
     """
@@ -43,9 +45,11 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     placement: DrafterPlacement = "colocated"
     adaptive: bool = True
+    hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     input_embedding_scale: float | None = None
 
     def __post_init__(self) -> None:
+        _is_mapping("speculative_config.hf_overrides", self.hf_overrides, "{block_size: 8}")
         one_of("speculative_config.method", self.method, ("dflash",))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
@@ -64,6 +68,12 @@ class EngineConfig:
         trust_request_chat_template: requests may bring a template of their own. It is code: its steps are
             bounded, what it makes of them in memory is not.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
+        load_format: "auto" reads the checkpoints' weights. "dummy" makes random ones, of target and drafter,
+            where they run: the same on all ranks and in every start. No file of weights is looked for, and
+            what comes out is noise: to try shapes, memory and speed.
+        hf_overrides: keys of the target's config.json that get other values; objects are merged, anything
+            else is replaced. A smaller num_hidden_layers keeps the first entries of lists that have one per
+            layer.
         speculative_config: None decodes plainly.
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where that is native and
             exact (a row's bits do not depend on its batch), else float32.
@@ -100,6 +110,8 @@ class EngineConfig:
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
     skip_tokenizer_init: bool = False
+    load_format: LoadFormat = "auto"
+    hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     speculative_config: SpeculativeConfig | None = None
     dtype: DType = "auto"
     device: DeviceKind = "auto"
@@ -126,6 +138,7 @@ class EngineConfig:
         one_of("device", self.device, get_args(DeviceKind))
         one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
         one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        one_of("load_format", self.load_format, get_args(LoadFormat))
         for name in (
             "tensor_parallel_size",
             "max_model_len",
@@ -137,12 +150,9 @@ class EngineConfig:
             "num_threads",
         ):
             _at_least(name, getattr(self, name), 1)
-        kwargs = cast(object, self.default_chat_template_kwargs)  # from YAML: anything
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise ConfigError(
-                f"default_chat_template_kwargs={kwargs!r} must be a mapping, as {{enable_thinking: false}}.",
-                param="default_chat_template_kwargs",
-            )
+        example = "{enable_thinking: false}"
+        _is_mapping("default_chat_template_kwargs", self.default_chat_template_kwargs, example)
+        _is_mapping("hf_overrides", self.hf_overrides, "{num_hidden_layers: 4}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie in (0, 1].",
@@ -187,6 +197,12 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(map(str, allowed))
         raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)
+
+
+def _is_mapping(name: str, value: object, example: str) -> None:
+    """From YAML comes anything."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} must be a mapping, as {example}.", param=name)
 
 
 def _positive(name: str, value: object) -> None:

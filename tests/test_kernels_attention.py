@@ -42,10 +42,11 @@ class Shape:
     dim: int = 16
     page_size: int = 16
     dtype: torch.dtype = torch.float32
+    v_dim: int | None = None
 
     @property
     def geometry(self) -> KVGeometry:
-        return KVGeometry(self.kv_heads, self.dim, self.dim)
+        return KVGeometry(self.kv_heads, self.dim, self.v_dim or self.dim)
 
 
 class Case:
@@ -65,8 +66,8 @@ class Case:
             pages_BP[slot, : len(pages)] = pages
             positions = torch.arange(length)
             at = pages_BP[slot][positions // shape.page_size].long() * shape.page_size
-            kv = torch.randn(length, 2, shape.kv_heads, shape.dim).to(shape.dtype)
-            self.cache.write(1, at + positions % shape.page_size, kv.flatten(1))
+            kv = torch.randn(length, shape.geometry.width).to(shape.dtype)
+            self.cache.write(1, at + positions % shape.page_size, kv)
         cu_rows = torch.tensor([0, *rows]).cumsum(0).int()
         self.rows = PagedRows(slots_B, cu_rows, torch.tensor(lengths).int(), pages_BP, max(1, *rows))
         self.q = torch.randn(sum(rows) + padding, shape.heads, shape.dim).to(shape.dtype)
@@ -76,15 +77,20 @@ class Case:
 
     def kind(self, causal: bool = True, window: int | None = None) -> AttentionKind:
         s = self.shape
-        return AttentionKind(s.heads, s.kv_heads, s.dim, s.dtype, s.page_size, causal, window)
+        return AttentionKind(
+            s.heads, s.kv_heads, s.dim, s.v_dim or s.dim, s.dtype, s.page_size, causal, window
+        )
 
     def workspace(self, num_programs: int = MANY, batch_invariant: bool = False) -> AttentionWorkspace:
         workspace = AttentionWorkspace(
-            self.shape.dim, DEVICE, num_programs=num_programs, batch_invariant=batch_invariant
+            self.shape.v_dim or self.shape.dim,
+            DEVICE,
+            num_programs=num_programs,
+            batch_invariant=batch_invariant,
         )
         workspace.max_E.fill_(NAN)
         workspace.sum_E.fill_(NAN)
-        workspace.out_ED.fill_(NAN)
+        workspace.out_EF.fill_(NAN)
         return workspace
 
     def pieces(self, workspace: AttentionWorkspace | None = None, **kind) -> list[int]:
@@ -109,12 +115,12 @@ class Case:
 
     def dense(self, *, sinks=False, causal=True, window=None) -> Tensor:
         """[N, Q * D] in fp64; zeros for padding."""
-        out_NQD = torch.zeros(self.q.shape, dtype=torch.float64)
+        out_NQF = torch.zeros(*self.q.shape[:2], self.shape.geometry.v_head_dim, dtype=torch.float64)
         ends = self.rows.cu_rows.tolist()[1:]
         for slot, length, count, end in zip(
             self.rows.slots_B, self.lengths, self.num_rows, ends, strict=True
         ):
-            k_TQD, v_TQD = (
+            k_TQD, v_TQF = (
                 pages[self.rows.page_table[slot].long()]
                 .flatten(0, 1)[:length]
                 .double()
@@ -130,8 +136,8 @@ class Case:
             scores = scores.masked_fill(~seen[:, None], -torch.inf)
             sink = self.sinks.double() if sinks else torch.full_like(self.sinks.double(), -torch.inf)
             scores = torch.cat((scores, sink[:, None].expand(count, -1, 1)), -1)
-            out_NQD[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQD)
-        return out_NQD.flatten(1)
+            out_NQF[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQF)
+        return out_NQF.flatten(1)
 
     def check(self, **kind) -> None:
         error = (self.attend(**kind).double() - self.dense(**kind)).abs().max().item()
@@ -307,7 +313,7 @@ def test_in_invariant_mode_splits_equal_dense_attention(short_splits):
 
 
 def test_the_invariant_tiles_follow_from_the_model_alone():
-    kind = AttentionKind(32, 8, 128, torch.bfloat16, 64)
+    kind = AttentionKind(32, 8, 128, 128, torch.bfloat16, 64)
     plans = {plan_tiles(kind, rows, batch_invariant=True) for rows in (1, 16, 2048)}
     assert [(plan.block_rows, plan.block_keys, plan.num_warps) for plan in plans] == [(64, 64, 8)]
 
@@ -327,7 +333,7 @@ class Cut:
 
     def __init__(self, lengths, rows=16, *, kv_heads=8, window=None, batch_invariant=False, **kind):
         count = len(lengths)
-        self.kind = AttentionKind(4 * kv_heads, kv_heads, 128, torch.bfloat16, 64, window=window, **kind)
+        self.kind = AttentionKind(4 * kv_heads, kv_heads, 128, 128, torch.bfloat16, 64, window=window, **kind)
         self.workspace = AttentionWorkspace(
             1, DEVICE, num_programs=H200_PROGRAMS, batch_invariant=batch_invariant
         )
@@ -393,7 +399,7 @@ def test_programs_are_no_more_than_could_have_work():
 
 def test_tiles_are_as_high_as_the_rows_of_a_group_need_and_registers_hold():
     def height(rows, heads, kv_heads, dim, dtype=torch.bfloat16):
-        plan = plan_tiles(AttentionKind(heads, kv_heads, dim, dtype, 64), rows)
+        plan = plan_tiles(AttentionKind(heads, kv_heads, dim, dim, dtype, 64), rows)
         return plan.block_rows, -(-rows // plan.tile_tokens)
 
     assert height(16, 32, 8, 128) == (64, 1)

@@ -206,7 +206,15 @@ def reference_write(
 @pytest.mark.parametrize("normed", ["qwen3", "gemma", None], ids=lambda name: name or "llama")
 @pytest.mark.parametrize(
     ("rows", "num_q", "num_kv", "head_dim"),
-    [(3, 32, 8, 128), (33, 4, 2, 64), (5, 6, 1, 64), (2, 5, 3, 256), (1, 4, 2, 16)],
+    [
+        (3, 32, 8, 128),
+        (33, 4, 2, 64),
+        (5, 6, 1, 64),
+        (2, 5, 3, 256),
+        (1, 4, 2, 16),
+        (2, 3, 2, 24),
+        (1, 2, 1, 512),
+    ],
 )
 def test_heads_are_normed_rotated_and_written_as_by_the_layers(
     rows: int, num_q: int, num_kv: int, head_dim: int, normed: str | None, dtype: torch.dtype
@@ -220,7 +228,15 @@ def test_heads_are_normed_rotated_and_written_as_by_the_layers(
     k_PSKD, v_PSKD = cache.heads(1)
     q_norm_D, k_norm_D = norms or (None, None)
     norm_rotate_write(
-        qkv_NJD, q_norm_D, k_norm_D, EPS, *tables(head_dim, dtype), positions_N, slots_N, k_PSKD, v_PSKD
+        qkv_NJD.flatten(1),
+        q_norm_D,
+        k_norm_D,
+        EPS,
+        *tables(head_dim, dtype),
+        positions_N,
+        slots_N,
+        k_PSKD,
+        v_PSKD,
     )
     assert_same(qkv_NJD[:, :num_q], expected_q)
     assert_written(cache, expected_cache, slots_N)
@@ -234,21 +250,24 @@ def test_heads_normed_by_fp32_are_rounded_once():
     cache, _ = two_caches(1, 2, 64, torch.float16)
     at_N, pages = torch.zeros(50, dtype=torch.int64), cache.heads(0)
     norm_rotate_write(
-        qkv_NJD, norm_D, norm_D, EPS, *tables(64, torch.float16), at_N, torch.arange(50), *pages
+        qkv_NJD.flatten(1), norm_D, norm_D, EPS, *tables(64, torch.float16), at_N, torch.arange(50), *pages
     )
     assert (qkv_NJD[:, :2] == exact_NJD.half()).float().mean() > 0.9999
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_normed_where_a_model_wants_it(dtype: torch.dtype):
-    qkv_NJD, norm_D = 3 * randn(5, 10, 64, dtype=dtype), weights(64, dtype=FP32)
+@pytest.mark.parametrize("dim", [64, 24])
+def test_values_are_normed_where_a_model_wants_it(dtype: torch.dtype, dim: int):
+    qkv_NJD, norm_D = 3 * randn(5, 10, dim, dtype=dtype), weights(dim, dtype=FP32)
     positions_N, slots_N = some_rows(5)
-    cache, expected_cache = two_caches(1, 3, 64, dtype)
+    cache, expected_cache = two_caches(1, 3, dim, dtype)
     expected_NJD = qkv_NJD.clone()
-    expected_NJD[:, 7:] = F.rms_norm(expected_NJD[:, 7:], (64,), None, EPS)
+    expected_NJD[:, 7:] = F.rms_norm(expected_NJD[:, 7:], (dim,), None, EPS)
     expected_q = reference_write(expected_NJD, (norm_D, norm_D), positions_N, slots_N, expected_cache, 0)
-    pages, rope = cache.heads(0), tables(64, dtype)
-    norm_rotate_write(qkv_NJD, norm_D, norm_D, EPS, *rope, positions_N, slots_N, *pages, v_norm=True)
+    pages, rope = cache.heads(0), tables(dim, dtype)
+    norm_rotate_write(
+        qkv_NJD.flatten(1), norm_D, norm_D, EPS, *rope, positions_N, slots_N, *pages, v_norm=True
+    )
     assert_same(qkv_NJD[:, :4], expected_q)
     assert_same(cache.kv, expected_cache.kv)
 
@@ -264,7 +283,7 @@ def test_rows_may_be_slices_with_padding_and_small_integers():
         qkv_NJD.clone(), (norms[0], norms[1]), positions_N, slots_N, expected_cache, 0
     )
     norm_rotate_write(
-        qkv_NJD,
+        qkv_NJD.flatten(1),
         *norms,
         EPS,
         *tables(64, torch.float32),
@@ -281,7 +300,7 @@ def test_without_rows_nothing_is_written():
     cache, expected_cache = two_caches(2, 2, 64, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     cos_TD, sin_TD = tables(64, torch.float32)
-    norm_rotate_write(torch.empty(0, 8, 64), None, None, EPS, cos_TD, sin_TD, none, none, *cache.heads(0))
+    norm_rotate_write(torch.empty(0, 512), None, None, EPS, cos_TD, sin_TD, none, none, *cache.heads(0))
     pages = cache.planes(0, 2)
     write_context(torch.empty(0, 8, 64), torch.ones(2, 64), EPS, cos_TD, sin_TD, none, none, pages)
     assert torch.equal(cache.kv, expected_cache.kv)
@@ -304,7 +323,7 @@ def reference_context(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "layers", "num_kv", "head_dim"),
-    [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16)],
+    [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16), (2, 2, 2, 24)],
 )
 def test_context_is_written_to_all_layers_as_by_the_drafter(
     rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype, of_norms: torch.dtype | None

@@ -113,14 +113,6 @@ def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
         assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
 
 
-def matrices(mlp: MlpTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up [.., 2 I, H] and down [.., H, I] of a dense MLP, or of all routed experts."""
-    if isinstance(mlp, DenseTensors):
-        return mlp.gate_up_IH, mlp.down_HI
-    assert isinstance(mlp, RoutedTensors)
-    return mlp.experts.gate_up, mlp.experts.down
-
-
 def test_ranks_read_only_their_slices(target: Path) -> None:
     config = read_model(target)
     cpu = torch.device("cpu")

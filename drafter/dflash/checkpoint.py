@@ -17,7 +17,8 @@ from torch import Tensor
 from ...cluster.errors import CheckpointError
 from ...cluster.page_groups import LayerPlace
 from ..compute.backend import Backend
-from ..compute.tensors import TensorFolder
+from ..compute.config_json import Json
+from ..compute.tensors import TensorFolder, TensorSource
 from .config import DrafterConfig
 from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
@@ -69,9 +70,13 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
     return shapes
 
 
-def check_drafter(path: str | Path, target: TargetFacts) -> DrafterConfig:
-    """Read the configuration, and refuse what cannot work, without reading a weight."""
-    config = DrafterConfig.load(path)
+def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> DrafterConfig:
+    """Read the configuration, and refuse what cannot work, without reading a weight.
+
+    Args:
+        overrides: keys of config.json that get other values.
+    """
+    config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
     folder = TensorFolder(path)
     for name, shape in drafter_shapes(config, target).items():
@@ -94,6 +99,7 @@ def load_drafter(
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
     *,
+    overrides: Json | None = None,
     input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
     """Check and load a drafter of any format.
@@ -101,21 +107,39 @@ def load_drafter(
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
         backend, places: as in `DFlashDrafter`.
+        overrides: as in `check_drafter`.
         input_embedding_scale: in the place of the checkpoint's.
     """
-    config = _scaled_like(check_drafter(path, target), target, dtype, input_embedding_scale)
-    folder = TensorFolder(path)
-    own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in folder.shapes]
+    config, tensors = check_drafter(path, target, overrides), TensorFolder(path)
+    place = (target, lends, dtype, device, backend, places)
+    return make_drafter(config, tensors, *place, input_embedding_scale=input_embedding_scale)
+
+
+def make_drafter(
+    config: DrafterConfig,
+    tensors: TensorSource,
+    target: TargetFacts,
+    lends: TargetLends,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend | None = None,
+    places: Sequence[LayerPlace] = (),
+    *,
+    input_embedding_scale: float | None = None,
+) -> DFlashDrafter:
+    """The same from tensors that have the shapes of `drafter_shapes`."""
+    config = _scaled_like(config, target, dtype, input_embedding_scale)
+    own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors.shapes]
     names = dict.fromkeys([*drafter_shapes(config, target), *own])
-    weights = {name: folder.get(_in_file(name, config)) for name in names}
+    weights = {name: tensors.get(_in_file(name, config)) for name in names}
     if config.maps_vocabulary:
-        _check_map(weights["d2t"], target, str(path))
+        _check_map(weights["d2t"], target, config.file)
     weights = {
         name: tensor.to(device) if name == "d2t" else tensor.to(device=device, dtype=dtype)
         for name, tensor in weights.items()
     }
     if config.mask_embedding:
-        weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
+        weights["mask_embedding"] = _mask_embedding(config).to(device=device, dtype=dtype)
     positions = target.max_model_len + config.block_size
     return DFlashDrafter(config, weights, lends, positions, backend, places)
 
@@ -147,8 +171,8 @@ def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
         )
 
 
-def _mask_embedding(folder: Path, config: DrafterConfig) -> Tensor:
-    file = folder / "mask_embedding.pt"
+def _mask_embedding(config: DrafterConfig) -> Tensor:
+    file = Path(config.file).with_name("mask_embedding.pt")
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user

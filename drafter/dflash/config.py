@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ...cluster.page_groups import KVGeometry
 from ..compute.backend import Feature, StackSpec
-from ..compute.config_json import Json, parse, read_json, wrong
+from ..compute.config_json import Json, overridden, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from .features import TargetFacts
 from .formats import ASSISTANT, BLOCK_SIZE, Assistant, Backbone, Conditioning, Kind, Speculators, ZLab
@@ -117,15 +117,26 @@ class DrafterConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @classmethod
-    def load(cls, path: str | Path) -> DrafterConfig:
-        """Read `config.json` of a folder; CheckpointError says what is missing or not supported."""
+    def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
+        """Read `config.json` of a folder; CheckpointError says what is missing or not supported.
+
+        Args:
+            overrides: keys that get other values.
+        """
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
-        if "speculators_model_type" in raw:
-            return _read_speculators(raw, file)
-        # Before the rest: another kind of drafter has other keys.
-        read = _read_assistant if parse(Kind, raw, file).name == ASSISTANT else _read_z_lab
-        return read(raw, file, mask_embedding=(folder / "mask_embedding.pt").exists())
+        mask_embedding = (folder / "mask_embedding.pt").exists()
+
+        def read(raw: Json) -> DrafterConfig:
+            if "speculators_model_type" in raw:
+                return _read_speculators(raw, file)
+            # Before the rest: another kind of drafter has other keys.
+            of_kind = _read_assistant if parse(Kind, raw, file).name == ASSISTANT else _read_z_lab
+            return of_kind(raw, file, mask_embedding=mask_embedding)
+
+        if not overrides:
+            return read(raw)
+        return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> StackSpec:
         """What it asks of a backend."""

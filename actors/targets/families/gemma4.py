@@ -16,7 +16,6 @@ configurations'.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -104,11 +103,6 @@ class UnifiedConfig(Gemma4Config):
     hidden_size_per_layer_input: Annotated[int, _none_of("per-layer embeddings")] = 0
 
 
-def _fp32(weight: Tensor) -> Tensor:
-    """Norms multiply by their weight before they round."""
-    return weight.to(torch.float32)
-
-
 def _router_norm(scale_H: Tensor) -> Tensor:
     """The router's factor of a normed row: scale / sqrt(H)."""
     return scale_H.to(torch.float32) * len(scale_H) ** -0.5
@@ -118,28 +112,24 @@ _AT = "layers.{layer}."
 _EXPERT = _AT + "experts.{expert}."
 
 
-def _norm(name: str, like: str = "attention_norm") -> TensorRule:
-    return replace(TENSORS[like], name=name, transform=_fp32)
+def _norm(name: str) -> TensorRule:
+    return TensorRule(name=_AT + name, axes=("hidden",))
 
 
 _TENSORS: Mapping[str, TensorRule] = {
     **TENSORS,
-    "final_norm": _norm("norm.weight"),
-    "attention_norm": _norm(_AT + "input_layernorm.weight"),
-    "attention_out_norm": _norm(_AT + "post_attention_layernorm.weight"),
-    "mlp_norm": _norm(_AT + "pre_feedforward_layernorm.weight"),
-    "mlp_out_norm": _norm(_AT + "post_feedforward_layernorm.weight"),
-    "q_norm": _norm(_AT + "self_attn.q_norm.weight", "q_norm"),
-    "k_norm": _norm(_AT + "self_attn.k_norm.weight", "k_norm"),
+    "attention_out_norm": _norm("post_attention_layernorm.weight"),
+    "mlp_norm": _norm("pre_feedforward_layernorm.weight"),
+    "mlp_out_norm": _norm("post_feedforward_layernorm.weight"),
     "k_as_v": TENSORS["k"],
     "k_as_v_bias": TENSORS["k_bias"],
     "scalar": TensorRule(name=_AT + "layer_scalar", axes=("one",)),
-    "dense_out_norm": _norm(_AT + "post_feedforward_layernorm_1.weight"),
-    "routed_norm": _norm(_AT + "pre_feedforward_layernorm_2.weight"),
-    "routed_out_norm": _norm(_AT + "post_feedforward_layernorm_2.weight"),
+    "dense_out_norm": _norm("post_feedforward_layernorm_1.weight"),
+    "routed_norm": _norm("pre_feedforward_layernorm_2.weight"),
+    "routed_out_norm": _norm("post_feedforward_layernorm_2.weight"),
     "router": TensorRule(name=_AT + "router.proj.weight", axes=("experts", "hidden")),
     "router_norm": TensorRule(name=_AT + "router.scale", axes=("hidden",), transform=_router_norm),
-    "expert_scale": TensorRule(name=_AT + "router.per_expert_scale", axes=("experts",), transform=_fp32),
+    "expert_scale": TensorRule(name=_AT + "router.per_expert_scale", axes=("experts",)),
     "experts_gate_up": TensorRule(
         name=_AT + "experts.gate_up_proj", axes=("expert", "expert_gate_up", "hidden")
     ),

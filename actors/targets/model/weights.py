@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.fp8_blocks import Fp8Folder
-from ....drafter.compute.tensors import TensorFolder
+from ....drafter.compute.tensors import TensorFolder, TensorSource
 from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .parallel import Sharding
 from .spec import ModelSpec, TensorRule
@@ -51,19 +50,6 @@ class LayerWeights:
     sinks_Q: Tensor | None
     mlp: MlpTensors
     scalar_1: Tensor | None
-
-
-class TensorSource(Protocol):
-    """Tensors by their names in a checkpoint: a `TensorFolder`, or something that makes them up."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def get(self, name: str) -> Tensor: ...
-
-    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a tensor along `dim`."""
-        ...
 
 
 class TargetWeights:
@@ -159,7 +145,8 @@ class TargetWeights:
                 return tensor
         if tensor.dtype is torch.uint8:
             return tensor  # packed
-        return tensor.to(torch.float32 if part in _PRECISE else self._dtype)
+        stays_fp32 = part in _PRECISE or (self.spec.fp32_norms and part.endswith("norm"))
+        return tensor.to(torch.float32 if stays_fp32 else self._dtype)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)

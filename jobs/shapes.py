@@ -1,0 +1,59 @@
+"""Checkpoints as the roofline sees them: the sizes of a target's spec, of a drafter's configuration.
+
+Called by `plan/` and `bench/step.py`.
+"""
+
+from __future__ import annotations
+
+from ..actors.targets.model.spec import LayerSpec, ModelSpec
+from ..cluster.model_shape import ExpertShape, LayerShape, ModelShape
+from ..drafter.dflash.config import DrafterConfig
+
+
+def target_shape(spec: ModelSpec, itemsize: int = 2) -> ModelShape:
+    """Of a target whose weights, and K/V, take so many bytes each."""
+    layers = tuple(_layer(layer, itemsize) for layer in spec.layers)
+    return ModelShape(layers=layers, hidden=spec.hidden_size, vocab=spec.vocab_size, itemsize=itemsize)
+
+
+def drafter_shape(config: DrafterConfig, itemsize: int = 2) -> ModelShape:
+    return ModelShape.dense(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        inter=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.draft_vocab_size,
+        taps=config.num_taps,
+        itemsize=itemsize,
+        windows=tuple(layer.window for layer in config.layers),
+    )
+
+
+def _layer(layer: LayerSpec, itemsize: int) -> LayerShape:
+    mixer, dense = layer.mixer, layer.dense
+    return LayerShape(
+        heads=mixer.num_heads,
+        kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        v_head_dim=mixer.value_dim,
+        window=mixer.window,
+        inter=0 if dense is None else dense.inner_size,
+        experts=_experts(layer, itemsize),
+        gated=mixer.gate,
+    )
+
+
+def _experts(layer: LayerSpec, itemsize: int) -> ExpertShape | None:
+    if (routed := layer.routed) is None:
+        return None
+    return ExpertShape(
+        count=routed.router.num_experts,
+        chosen=routed.router.top_k,
+        inter=routed.inner_size,
+        held=routed.router.num_experts,
+        shared_inter=0 if routed.shared is None else routed.shared.inner_size,
+        weight_bytes=itemsize,
+        inner_multiple=routed.inner_multiple,
+    )
