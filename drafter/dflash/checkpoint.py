@@ -67,6 +67,8 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
         }
     if config.maps_vocabulary:
         shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    if config.layout == "assistant":
+        shapes = {_OF_ASSISTANT.get(name, name): shape for name, shape in shapes.items()}
     return shapes
 
 
@@ -80,7 +82,7 @@ def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None 
     config.check_fits(target)
     folder = TensorFolder(path)
     for name, shape in drafter_shapes(config, target).items():
-        folder.check(_in_file(name, config), shape)
+        folder.check(name, shape)
     for name, rows in (
         ("embed_tokens.weight", target.vocab_size),
         ("lm_head.weight", config.draft_vocab_size),
@@ -131,7 +133,7 @@ def make_drafter(
     config = _scaled_like(config, target, dtype, input_embedding_scale)
     own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors.shapes]
     names = dict.fromkeys([*drafter_shapes(config, target), *own])
-    weights = {name: tensors.get(_in_file(name, config)) for name in names}
+    weights = {_OURS.get(name, name): tensors.get(name) for name in names}
     if config.maps_vocabulary:
         _check_map(weights["d2t"], target, config.file)
     weights = {
@@ -154,12 +156,9 @@ def _scaled_like(
     return replace(config, input_embedding_scale=scale)
 
 
-def _in_file(name: str, config: DrafterConfig) -> str:
-    return _OF_ASSISTANT.get(name, name) if config.layout == "assistant" else name
-
-
-# transformers' names, where they are others.
+# transformers' names, where they are others; and back.
 _OF_ASSISTANT = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_OURS = {theirs: ours for ours, theirs in _OF_ASSISTANT.items()}
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
