@@ -39,9 +39,10 @@ def rows_are_invariant(
 
     Args:
         head_dims: of attention.
-        routed: the block has experts beside its MLP.
+        routed: a block with experts beside its MLP, too.
     """
-    trials = (_Trial(backend, dtype, device, head_dim, routed) for head_dim in head_dims)
+    kinds = (False, True) if routed else (False,)
+    trials = (_Trial(backend, dtype, device, dim, kind) for kind in kinds for dim in head_dims)
     return all(trial.passes() for trial in trials)
 
 
