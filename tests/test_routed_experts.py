@@ -10,7 +10,7 @@ import torch
 from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.routing import choose
-from manta.drafter.compute.experts import ExpertWeights, Router, RouterWeights
+from manta.drafter.compute.experts import Experts, ExpertWeights, Router, RouterWeights
 from manta.drafter.compute.invariance import rows_are_invariant
 from manta.drafter.compute.layers import RMSNorm
 from manta.drafter.compute.loops.backend import CpuBackend
@@ -200,5 +200,19 @@ def test_a_rows_bits_are_its_own(backend: Backend) -> None:
         assert torch.equal(torch.cat([experts(*part) for part in parts]), together)
 
 
-def test_rows_of_a_routed_block_are_invariant_in_fp32_on_a_cpu() -> None:
+class _SummedByCompany(CpuBackend):
+    """Its experts see how many rows there are."""
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        made = super().experts(weights)
+
+        def compute(x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+            return made(x_NH, expert_ids_Nk, weights_Nk) * (1 + 1e-6 * (len(x_NH) == 1))
+
+        return compute
+
+
+def test_whether_rows_are_invariant_is_measured_with_experts_where_a_model_has_some() -> None:
     assert rows_are_invariant(CpuBackend(), torch.float32, "cpu", routed=True)
+    assert rows_are_invariant(_SummedByCompany(), torch.float32, "cpu")
+    assert not rows_are_invariant(_SummedByCompany(), torch.float32, "cpu", routed=True)

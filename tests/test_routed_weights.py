@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,3 +148,24 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
     assert kinds == [GatedMLP, RoutedMLP, GatedMLP, GatedMLP]
     routed = spec.layers[1].routed
     assert routed is not None and not routed.router.renormalize
+
+
+def with_keys(folder: Path, copy: Path, **changes: object) -> Path:
+    """A config.json with other keys; None takes one away."""
+    keys = json.loads((folder / "config.json").read_text()) | changes
+    copy.mkdir()
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
+    return copy
+
+
+def test_experts_are_counted_by_the_key_of_published_files_and_of_saved_ones(
+    one_by_one: Path, tmp_path: Path
+) -> None:
+    assert json.loads((one_by_one / "config.json").read_text())["num_local_experts"] == NUM_EXPERTS
+    published = with_keys(one_by_one, tmp_path / "hub", num_local_experts=None, num_experts=NUM_EXPERTS)
+    assert read_model(published) == read_model(one_by_one)
+
+
+def test_more_chosen_than_there_are_is_refused(one_by_one: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"num_experts_per_tok=9 must be at most num_experts \(8\)"):
+        read_model(with_keys(one_by_one, tmp_path / "greedy", num_experts_per_tok=9))
