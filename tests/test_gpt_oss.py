@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,13 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny_drafter, make_tiny_target
 
 CPU = torch.device("cpu")
+HOW: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "num_pages": 40,
+    "num_threads": 1,
+}
 # openai/gpt-oss-20b's, but for what says nothing of the model.
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
@@ -158,7 +166,7 @@ def test_a_published_checkpoint_answers_as_transformers_does(published: Path) ->
     )
     prompts = [[5, 9, 17, 3, 88, 2, 41, 7, 7, 30, 12], [100, 4]]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    with LLM(str(published), dtype="float32", skip_tokenizer_init=True, max_model_len=128) as llm:
+    with LLM(str(published), **HOW) as llm:
         ours = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     for prompt, output in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
@@ -249,12 +257,11 @@ def test_drafters_of_its_block_sizes_change_no_token(saved: Path, tmp_path: Path
     """The 20b's and the 120b's; they turn as the target does."""
     rope = json.loads((saved / "config.json").read_text())["rope_parameters"]
     drafter = make_tiny_drafter(tmp_path, block_size=block_size, rope_scaling=rope)
-    how = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}
     params = [SamplingParams(temperature=t, seed=4, max_tokens=30, ignore_eos=True) for t in (0.0, 1.0)]
     prompts = [{"prompt_token_ids": list(range(2, 2 + n))} for n in (20, 3)]
-    with LLM(str(saved), **how) as llm:
+    with LLM(str(saved), **HOW) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with LLM(str(saved), speculative_config={"model": str(drafter), "adaptive": False}, **how) as llm:
+    with LLM(str(saved), speculative_config={"model": str(drafter), "adaptive": False}, **HOW) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
         assert llm.stats().num_accepted_tokens > 0
     assert found == expected
