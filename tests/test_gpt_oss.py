@@ -14,6 +14,7 @@ import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.rank import load_runner
 from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
@@ -23,6 +24,8 @@ from manta.drafter.compute.layers import RMSNorm
 from manta.drafter.compute.loops import layers as loops
 from manta.drafter.compute.mxfp4 import MXFP4
 from safetensors.torch import load_file, save_file
+from steps import settings
+from test_target_parallel import PROMPTS, ThreadRanks, tokens_by_steps
 from tiny import make_tiny_drafter, make_tiny_target
 
 CPU = torch.device("cpu")
@@ -217,6 +220,11 @@ def test_ranks_have_whole_experts_where_blocks_do_not_divide(tmp_path: Path) -> 
     assert torch.equal(torch.cat([plain(part.down) for part in parts]), plain(whole.down))
     assert [part.first_expert for part in parts] == [0, 4]
     assert experts_of(target, 1, 2).first_expert == 0, "unpacked they divide"
+    alone, _ = load_runner(settings(folder, num_pages=80, num_threads=1))
+    expected = tokens_by_steps(alone, PROMPTS, 2)
+    split = settings(folder, num_pages=80, num_threads=1, tensor_parallel_size=2)
+    for found in ThreadRanks(2).run(lambda rank: tokens_by_steps(load_runner(split, rank)[0], PROMPTS, 2)):
+        assert found == expected
 
 
 def test_ranks_have_the_sinks_of_their_heads_and_the_first_the_biases_of_sums(saved: Path) -> None:
