@@ -117,4 +117,32 @@ FAMILIES = {
         },
         lean=True,
     ),
+    "glm4_moe": TinyFamily(
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "num_mtp_layers": 0,
+        },
+        lean=True,
+    ),
+    "minimax_m2": TinyFamily(
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+            "rms_norm_eps": 1e-2,
+        },
+        lean=True,
+    ),
 }

@@ -25,6 +25,7 @@ GEMMA: frozenset[Feature] = frozenset(
         "scaled residuals",
     }
 )
+ALL_FEATURES: frozenset[Feature] = GEMMA | {"attention sinks"}
 CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 GPU = replace(CPU, device=torch.device("cuda"))
 
@@ -48,12 +49,12 @@ CASES = {
     "eager, anything": Case(
         eager,
         None,
-        replace(SPEC, sizes=frozenset({7}), head_dims=frozenset({72}), features=GEMMA),
+        replace(SPEC, sizes=frozenset({7}), head_dims=frozenset({72}), features=ALL_FEATURES),
         replace(GPU, dtype=torch.float16, page_size=3, num_ranks=4),
     ),
     "loops in bf16": Case(loops, None),
     "loops in fp32": Case(loops, None, machine=replace(CPU, dtype=torch.float32, num_ranks=2)),
-    "loops know every feature": Case(loops, None, with_features(*GEMMA)),
+    "loops know every feature": Case(loops, None, with_features(*ALL_FEATURES)),
     "loops in fp16": Case(
         loops, "computes float32 and bfloat16 on CPUs", machine=replace(CPU, dtype=torch.float16)
     ),
@@ -77,10 +78,10 @@ CASES = {
         f"compiled with {feature}": Case(
             compiled, f"has no {feature}, which the target needs", with_features(feature)
         )
-        for feature in sorted(GEMMA)
+        for feature in sorted(ALL_FEATURES)
     },
     "triton": Case(triton, None, machine=GPU),
-    "triton knows every feature": Case(triton, None, with_features(*GEMMA), replace(GPU, num_ranks=8)),
+    "triton knows every feature": Case(triton, None, with_features(*ALL_FEATURES), replace(GPU, num_ranks=8)),
     "triton on a CPU": Case(triton, "runs on GPUs"),
     "triton with heads of 72": Case(
         triton,

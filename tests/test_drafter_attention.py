@@ -37,12 +37,15 @@ class Case:
         for r, count in enumerate(used):
             self.pages[r, :count], order = order[:count], order[count:]
         self.q = torch.randn(int(self.rows.sum()), kv_heads * shared, HEAD_DIM)
+        self.sinks = torch.randn(kv_heads * shared)
 
     def attend(self, q=None, **kind) -> torch.Tensor:
         batch = AttentionBatch.build(self.first, self.rows, self.pages, self.page_size, "cpu")
         return paged_attention(self.q if q is None else q, self.cache, 1, batch, 0.25, **kind)
 
-    def dense(self, causal: bool = True, window: int | None = None) -> torch.Tensor:
+    def dense(
+        self, causal: bool = True, window: int | None = None, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out, start = [], 0
         for r, length in enumerate(self.lengths):
             used = -(-length // self.page_size)
@@ -56,7 +59,10 @@ class Case:
                 seen &= t <= p
             if window is not None:
                 seen &= (t > p - window) & (t < p + window)
-            probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            none = torch.full((len(scores),), -torch.inf)
+            sinks = (none if sinks_Q is None else sinks_Q)[:, None, None].expand(-1, scores.shape[1], 1)
+            probs = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
             out.append(torch.einsum("hqk,khd->qhd", probs, v).flatten(1))
             start += self.rows[r]
         return torch.cat(out)
@@ -73,20 +79,28 @@ class Case:
     scattered=st.booleans(),
     causal=st.booleans(),
     window=st.sampled_from([None, 1, 7, 64]),
+    sinks=st.booleans(),
 )
 def test_paged_attention_equals_dense_attention(
-    requests, kv_heads, shared, page_size, scattered, causal, window
+    requests, kv_heads, shared, page_size, scattered, causal, window, sinks
 ):
     first, rows = zip(*requests, strict=True)
     case = Case(first, rows, kv_heads=kv_heads, shared=shared, page_size=page_size, scattered=scattered)
-    out = case.attend(causal=causal, window=window)
-    assert torch.allclose(out, case.dense(causal, window), atol=2e-5)
+    sinks_Q = case.sinks if sinks else None
+    out = case.attend(causal=causal, window=window, sinks_Q=sinks_Q)
+    assert torch.allclose(out, case.dense(causal, window, sinks_Q), atol=2e-5)
 
 
 def test_long_prompts_are_computed_in_tiles():
     case = Case([0, 700, 30], [1100, 300, 1])
-    for kind in ({}, {"causal": False}, {"window": 100}):
-        assert torch.allclose(case.attend(**kind), case.dense(**kind), atol=2e-5)
+    for causal, window, sinks_Q in (
+        (True, None, None),
+        (False, None, None),
+        (True, 100, None),
+        (True, 100, case.sinks),
+    ):
+        out = case.attend(causal=causal, window=window, sinks_Q=sinks_Q)
+        assert torch.allclose(out, case.dense(causal, window, sinks_Q), atol=2e-5)
 
 
 def test_nothing_behind_a_requests_length_is_ever_seen():
@@ -101,18 +115,20 @@ def test_nothing_behind_a_requests_length_is_ever_seen():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_rows_bits_do_not_depend_on_its_companions():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_rows_bits_do_not_depend_on_its_companions(sinks):
     if not rows_are_invariant(TorchBackend(), torch.float32, "cpu"):
         pytest.skip("this machine's products are not batch-invariant")
     case = Case([300, 290, 40, 600], [16, 3, 1, 16], seed=3)
-    together, start = case.attend(), 0
+    sinks_Q = case.sinks if sinks else None
+    together, start = case.attend(sinks_Q=sinks_Q), 0
     for r, rows in enumerate(case.rows):
         for i in range(rows):
             at = start + i
             alone = AttentionBatch.build(
                 case.first[[r]] + i, np.array([1]), case.pages[[r]], case.page_size, "cpu"
             )
-            row = paged_attention(case.q[at : at + 1], case.cache, 1, alone, 0.25)
+            row = paged_attention(case.q[at : at + 1], case.cache, 1, alone, 0.25, sinks_Q=sinks_Q)
             assert torch.equal(row[0], together[at])
         start += rows
 

@@ -15,6 +15,7 @@ import torch
 from families import FAMILIES as TINY_FAMILIES
 from manta.actors.targets.families import FAMILIES, read_model
 from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.spec import ModelSpec
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import CheckpointError
 from safetensors.torch import load_file, save_file
@@ -128,6 +129,17 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
         ("mistral", {"sliding_window": -1}, "sliding_window=-1 must be a positive integer"),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
         ("llama", {"head_dim": 15}, "head_dim=15 must be even"),
+        ("glm4_moe", {"num_experts_per_tok": 9}, r"at most 8 \(n_routed_experts\)"),
+        ("glm4_moe", {"n_group": 3}, r"n_group=3 must be a divisor of n_routed_experts \(8\)"),
+        ("glm4_moe", {"topk_group": 5}, r"topk_group=5 must be at most 4 \(n_group\)"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list.*must be all 1"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 must be absent"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' must be 'fp8'"),
+        (
+            "minimax_m2",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "weight_block_size.*two positive integers",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
@@ -144,3 +156,120 @@ def test_a_bias_that_config_json_does_not_speak_of_is_not_left_out_in_silence(tm
     spec = read_model(silent)
     with pytest.raises(CheckpointError, match=r"k_proj\.bias, but config.json asks for none"):
         TargetWeights(silent, spec, Sharding(spec, 0, 1), torch.float32, CPU)
+
+
+# MiniMaxAI/MiniMax-M2's, but for keys without meaning here.
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "eos_token_id": 200020,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+# zai-org/GLM-4.5's, likewise.
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+
+
+def spec_of(config: dict, folder: Path) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model(folder)
+
+
+def test_a_published_minimax_m2_norms_whole_rows_and_is_fp8(tmp_path: Path) -> None:
+    spec = spec_of(MINIMAX_M2, tmp_path)
+    assert spec.fp8_block == (128, 128) and spec.dtype == "bfloat16"
+    for layer in spec.layers:
+        mixer, routed = layer.mixer, layer.routed
+        assert mixer.row_norm and not mixer.qk_norm and mixer.rope is not None and routed is not None
+        assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (48, 8, 128)
+        assert (mixer.rope.theta, mixer.rope.rotary_dim) == (5e6, 64)
+        rule = routed.router
+        assert (rule.num_experts, rule.top_k, routed.inner_size, rule.scale) == (256, 8, 1536, 1.0)
+        assert rule.score == "sigmoid" and rule.correction and rule.renormalize and routed.shared is None
+
+
+def test_a_published_glm_4_5_has_a_shared_expert_behind_three_dense_layers(tmp_path: Path) -> None:
+    spec = spec_of(GLM_4_5, tmp_path)
+    assert [layer.routed is None for layer in spec.layers] == [True] * 3 + [False] * 89
+    mixer, routed = spec.layers[3].mixer, spec.layers[3].routed
+    assert mixer.qk_norm and mixer.bias and not mixer.out_bias and mixer.rope is not None
+    assert (mixer.rope.theta, mixer.rope.rotary_dim) == (1e6, 64) and routed is not None
+    assert routed.shared is not None and (routed.shared.inner_size, routed.inner_size) == (1536, 1536)
+    assert (routed.router.num_experts, routed.router.top_k, routed.router.scale) == (160, 8, 2.5)
+    silent = {key: value for key, value in GLM_4_5.items() if key != "partial_rotary_factor"}
+    assert spec_of(silent, tmp_path).layers[0].mixer.rope == mixer.rope
+
+
+def test_a_muse_glimmer_that_says_little_has_its_pattern_from_the_last_layer(tmp_path: Path) -> None:
+    from transformers import MuseGlimmerTextConfig
+
+    text = {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    theirs = MuseGlimmerTextConfig(**text)
+    shape = {"hidden_size": 6656, "intermediate_size": 19968, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 202048}
+    outer = {"architectures": ["MuseGlimmerForConditionalGeneration"], "dtype": "bfloat16"}
+    text |= {"max_position_embeddings": 131072}
+    spec = spec_of({**outer, "text_config": {**text, **shape}}, tmp_path)
+    for layer, kind, theta in zip(spec.layers, theirs.layer_types, theirs.layer_rope_theta, strict=True):
+        assert layer.mixer.window == (None if kind == "full_attention" else theirs.sliding_window)
+        assert (layer.mixer.rope is None) == (theta == 0)
+    assert (spec.logit_multiplier, spec.logit_cap) == (theirs.output_multiplier, 20.0)
+    assert (spec.out_norm_eps, spec.rms_norm_eps) == (theirs.post_norm_eps, theirs.rms_norm_eps)
+    assert spec.tensors["q_norm"].constant == theirs.qk_scale_factor

@@ -495,6 +495,12 @@ def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[StackSpec,
     return spec, Machine(torch.device("cuda"), dtype, page_size, num_ranks=2)
 
 
+def test_the_flash_attn_package_has_no_sinks(flash_attn):
+    spec, machine = asked(256, torch.bfloat16, 64)
+    reason = why_not(replace(spec, features=frozenset({"attention sinks"})), machine)
+    assert reason == "has no attention sinks, which the drafter needs"
+
+
 def test_a_missing_flash_attn_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     reason = why_not(*asked(256, torch.bfloat16, 128))

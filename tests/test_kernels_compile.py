@@ -237,6 +237,12 @@ def _product(
     return Variant("_multiply", given, constexprs, 4, stages, wgmma, side_by_side=3)
 
 
+def _row_squares(first: int, second: int) -> Variant:
+    signature = {"x_ptr": "*bf16:16", "squares_ptr": "*fp32:16", "x_stride": "i32:16"}
+    constexprs = {"FIRST": first, "SECOND": second, "BLOCK": 1024, "PDL": True}
+    return Variant("_row_squares", signature, constexprs)
+
+
 def _gate(inner: int, dtype: str = "bf16", *, gelu: bool = False) -> Variant:
     signature = dict.fromkeys(("gate_up_ptr", "product_ptr"), f"*{dtype}:16") | {"row_stride": "i32:16"}
     return Variant("_gate_mul", signature, {"INNER": inner, "BLOCK": 1024, "GELU": gelu, "PDL": True})
@@ -251,18 +257,20 @@ def _write(
     v_dim: int | None = None,
     normed: bool = True,
     v_norm: bool = False,
+    rotated: bool = True,
     dtype: str = "bf16",
     weight: str | None = None,
 ) -> Variant:
-    norms = ("q_norm_ptr", "k_norm_ptr")
-    given = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_ptr", "v_ptr")
+    norms, tables = ("q_norm_ptr", "k_norm_ptr"), ("cos_ptr", "sin_ptr")
+    given = ("qkv_ptr", "k_ptr", "v_ptr", *(tables if rotated else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
     widths = {"HALF": dim // 2, "WIDTH": tile_width(dim) // 2}
     widths |= {"V_HALF": (v_dim or dim) // 2, "V_WIDTH": tile_width(v_dim or dim) // 2}
     constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, **widths, "GROUP": group}
     constexprs |= {"V_NORM": v_norm, "PDL": True}
-    return Variant("_norm_rotate_write", signature, constexprs | ({} if normed else dict.fromkeys(norms)), 1)
+    absent = (*(() if normed else norms), *(() if rotated else tables))
+    return Variant("_norm_rotate_write", signature, constexprs | dict.fromkeys(absent), 1)
 
 
 def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
@@ -364,6 +372,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
     ],
+    "compute.gpu.row_squares": [_row_squares(6144, 1024)],  # MiniMax-M2
     "compute.gpu.write_kv": [
         _write(32, 8, 128, 4),  # Qwen3-8B
         _write(32, 8, 128, 4, normed=False),
@@ -373,6 +382,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(32, 16, 256, 2, weight="fp32", v_norm=True),  # Gemma 4
         _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
+        _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
         _write_context(5, 8, 128, 4),
     ],
 }

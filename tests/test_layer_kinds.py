@@ -127,6 +127,7 @@ class Model:
             scale=0.3,
             window=WINDOWS[layer],
             v_norm=rich and layer == GATED,
+            sinks_Q=torch.randn(HEADS, generator=self._random).to(self.device) if rich else None,
         )
         weights = BlockWeights(
             attention_norm=self._norm(HIDDEN),
@@ -230,7 +231,7 @@ def test_all_that_a_block_may_have_is_what_pytorch_s_operators_make_of_it(name: 
         if model.dtype is torch.float32:
             assert error.max() < 2e-5 * size.max()
         else:
-            assert error.max() < 0.03 * size.max() and error.mean() < 0.02 * size.mean()
+            assert error.max() < 0.04 * size.max() and error.mean() < 0.02 * size.mean()
 
 
 @pytest.mark.parametrize("layers", [[0, 2], [2], [1]], ids=["of group 1", "its second", "of group 0"])

@@ -37,6 +37,7 @@ Feature = Literal[
     "layers without rotation",
     "gate behind attention",
     "norm of whole queries and keys",
+    "attention sinks",
     "routed experts",
     "layers whose heads differ",
     "values of another size than keys",
@@ -105,6 +106,7 @@ class AttentionShape:
         rope: of queries and keys; None rotates nothing.
         scale: of scores.
         causal, window: as in `eager.attention.paged_attention`.
+        sinks_Q: fp32, likewise; None where heads have none.
     """
 
     num_heads: int
@@ -119,6 +121,7 @@ class AttentionShape:
     causal: bool = True
     window: int | None = None
     v_norm: bool = False
+    sinks_Q: Tensor | None = None
 
     def head_norm(self) -> Tensor | None:
         """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
@@ -282,6 +285,11 @@ class Backend(Protocol):
         ...
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
+
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        """Sums of squares, fp32 [N, 2], of the first elements of each row and of those behind them: what a
+        norm of whole queries and keys begins with. A row's bits do not depend on other rows."""
+        ...
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter: ...
 

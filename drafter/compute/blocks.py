@@ -34,6 +34,10 @@ class OperatorBackend:
     def as_tensor(self, normed_NH: Normed) -> Tensor:
         return normed_NH
 
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        parts = x_NO[:, : sum(widths)].float().square().split(widths, dim=1)
+        return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
+
     def stack(
         self: Operators,
         blocks: Sequence[tuple[AttentionShape, BlockWeights]],

@@ -55,7 +55,18 @@ class TensorFolder:
         self._open[file] = handle
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless the tensor is there in this shape."""
+        """Raise CheckpointError unless the tensor is there in this shape, in a dtype that needs no scale."""
+        self.check_shape(name, shape)
+        dtype = self._open[self._file_of[name]].get_slice(name).get_dtype()
+        if dtype.startswith("F8"):
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is in FP8 ({dtype}), but has no scale beside it, or config.json names"
+                " no quantization_config. Take config.json and weights from one revision.",
+                param=name,
+            )
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """The first half of `check`."""
         if name not in self.shapes:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} is missing; config.json asks for shape {list(shape)}.",

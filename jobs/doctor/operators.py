@@ -186,7 +186,7 @@ def _shape(subject: Subject, length: int, causal: bool, window: int | None) -> A
 def _exact_heads(qk_NJD: Tensor, shape: AttentionShape, positions_N: Tensor) -> Tensor:
     """Queries and keys, normed and rotated."""
     norm_JD = shape.head_norm()
-    assert norm_JD is not None, "it was given"
+    assert norm_JD is not None and shape.rope is not None, "both were given"
     return references.rotate(references.rms_norm(qk_NJD, norm_JD, shape.eps), shape.rope, positions_N)
 
 

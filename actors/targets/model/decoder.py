@@ -160,7 +160,7 @@ def _block(
 
     row_norm = gate = None
     if mixer.row_norm and parts.q_norm is not None and parts.k_norm is not None:
-        row_norm = RowNorm(parts.q_norm, parts.k_norm, eps, sharding, layer, communicator)
+        row_norm = RowNorm(parts.q_norm, parts.k_norm, eps, sharding, layer, communicator, backend)
     if parts.attention_gate_OH is not None:
         gate = backend.linear(parts.attention_gate_OH)
     shape = AttentionShape(
@@ -175,6 +175,7 @@ def _block(
         scale=mixer.scale,
         window=mixer.window,
         v_norm=mixer.v_norm,
+        sinks_Q=parts.sinks_Q,
     )
     return shape, BlockWeights(
         attention_norm=RMSNorm(parts.attention_norm_H, eps),

@@ -111,6 +111,8 @@ class Sharding:
                 return _scaled(self.kv_heads(layer), spec.mixer.value_dim)
             case "attended":
                 return _scaled(self.heads(layer), spec.mixer.value_dim)
+            case "q_heads":
+                return self.heads(layer)
             case "vocab":
                 return self.vocab
             case "inner" | "shared":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....drafter.compute.backend import Backend
 from .parallel import Communicator, Sharding
 
 
@@ -25,7 +26,7 @@ class RowNorm:
         layer: whose heads `sharding` knows.
     """
 
-    __slots__ = ("_communicator", "_eps", "_shares_2", "_weight_O", "_widths")
+    __slots__ = ("_communicator", "_eps", "_row_squares", "_shares_2", "_weight_O", "_widths")
 
     def __init__(
         self,
@@ -35,9 +36,11 @@ class RowNorm:
         sharding: Sharding,
         layer: int,
         communicator: Communicator,
+        backend: Backend,
     ) -> None:
+        self._row_squares = backend.row_squares
         self._weight_O = torch.cat((q_norm_Q, k_norm_K)).float()
-        self._widths = [len(q_norm_Q), len(k_norm_K)]
+        self._widths = (len(q_norm_Q), len(k_norm_K))
         self._eps, self._communicator = eps, communicator
         mixer, ranks = sharding.spec.layers[layer].mixer, sharding.world_size
         # K/V heads that several ranks have are summed several times.
@@ -48,10 +51,10 @@ class RowNorm:
 
     def __call__(self, qkv_NO: Tensor) -> Tensor:
         """Queries and keys normed, in place; values as they are."""
-        qk_NO = qkv_NO[:, : len(self._weight_O)]
-        parts = qk_NO.float().split(self._widths, dim=1)
-        squares_N2 = torch.stack([part.square().sum(1) for part in parts], dim=1)
-        scales_N2 = self._communicator.all_reduce(squares_N2).mul_(self._shares_2).add_(self._eps).rsqrt_()
-        scaled = [part * scale_N1 for part, scale_N1 in zip(parts, scales_N2.split(1, dim=1), strict=True)]
-        qk_NO.copy_(torch.cat(scaled, dim=1).mul_(self._weight_O))
+        squares_N2 = self._communicator.all_reduce(self._row_squares(qkv_NO, self._widths))
+        scales_N2 = squares_N2.mul_(self._shares_2).add_(self._eps).rsqrt_()
+        parts = qkv_NO.split((*self._widths, qkv_NO.shape[1] - sum(self._widths)), dim=1)
+        weights = self._weight_O.split(self._widths)
+        for part, scale_N1, weight in zip(parts[:2], scales_N2.split(1, dim=1), weights, strict=True):
+            part.copy_(part.float().mul_(scale_N1).mul_(weight))
         return qkv_NO

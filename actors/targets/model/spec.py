@@ -1,7 +1,7 @@
 """What a target is, in data: the decoder runs any `ModelSpec`; a family is a reader of config.json into one.
 
 Plain values, known before a weight is read. A family that needs what is not here yet (latent caches,
-recurrent states, sinks) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
+recurrent states) adds a field or a kind of mixer or MLP, and the decoder learns to run it.
 
     ModelSpec ─ layers ─▶ LayerSpec ┬ mixer: Attention
                                     └ mlp: GatedMLP | RoutedMLP | BesideMLP
@@ -32,6 +32,7 @@ Axis = Literal[
     "kv",
     "value",
     "attended",
+    "q_heads",
     "inner",
     "head",
     "vocab",
@@ -63,6 +64,7 @@ class Attention:
         row_norm: both are RMS-normed over all their heads together, before they are told apart.
         gate: what is attended is multiplied by sigmoid(gate x), x as the queries get it.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
+        sinks: each query head has a logit without a value in its softmax.
     """
 
     num_heads: int
@@ -78,6 +80,7 @@ class Attention:
     gate: bool = False
     bias: bool = False
     out_bias: bool = False
+    sinks: bool = False
     v_head_dim: int | None = None
 
     @property
@@ -208,6 +211,8 @@ class ModelSpec:
         tensors: part -> where it is; parts that a layer has not got are not looked for, and of several
             `EXPERT_FORMS` the checkpoint has one.
         dtype: of the checkpoint.
+        fp8_block: rows and columns that share a scale, where the checkpoint holds matrices in FP8; they are
+            computed with in `dtype`.
         eos_token_ids: end-of-sequence tokens, from generation_config.json if it has any.
     """
 
@@ -226,6 +231,7 @@ class ModelSpec:
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
     dtype: CheckpointDType
+    fp8_block: tuple[int, int] | None = None
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -262,6 +268,8 @@ class ModelSpec:
             features.add("gate behind attention")
         if any(layer.mixer.row_norm for layer in self.layers):
             features.add("norm of whole queries and keys")
+        if any(layer.mixer.sinks for layer in self.layers):
+            features.add("attention sinks")
         if any(mixer.value_dim != mixer.head_dim for mixer in mixers):
             features.add("values of another size than keys")
         if (
@@ -284,9 +292,9 @@ class ModelSpec:
         biases += ["o_bias"] * spec.mixer.out_bias
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         norms += ["q_norm", "k_norm"] * (spec.mixer.qk_norm or spec.mixer.row_norm)
-        gates = ["attention_gate"] * spec.mixer.gate
+        others = ["attention_gate"] * spec.mixer.gate + ["sinks"] * spec.mixer.sinks
         scalars = ["scalar"] * spec.scalar
-        return [*norms, *qkv, "o", *gates, *biases, *self._mlp_parts(spec), *scalars]
+        return [*norms, *qkv, "o", *others, *biases, *self._mlp_parts(spec), *scalars]
 
     def qkv_parts(self, layer: int) -> tuple[str, str, str]:
         """Of queries, keys and values; `k_as_v` reads the keys' rows once more."""
@@ -340,6 +348,8 @@ class ModelSpec:
                 return mixer.num_kv_heads * mixer.value_dim
             case "attended":
                 return mixer.num_heads * mixer.value_dim
+            case "q_heads":
+                return mixer.num_heads
             case "head":
                 return mixer.head_dim
             case "vocab":

@@ -4,7 +4,7 @@ Shapes are checked against config.json from the files' headers before any weight
 transforms are the family's (`ModelSpec.tensors`). Called by `loading/rank.py`; consumed layer by layer by
 `decoder.py`, so that plain weights are gone once a layer is packed.
 
-Legend: H hidden, O outputs of a rank, D head dim, U vocabulary rows of a rank.
+Legend: H hidden, O outputs of a rank, D head dim, Q query heads of a rank, U vocabulary rows of a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
+from ....drafter.compute.fp8_blocks import Fp8Folder
 from ....drafter.compute.tensors import TensorFolder
 from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .parallel import Sharding
@@ -32,8 +33,8 @@ _HEADS = ("", "language_model.")
 class LayerWeights:
     """One block. Query, key and value rows stand in this order.
 
-    Biases, norms and gates are None where the family has none; the bias of o is None but on rank 0. Norms of
-    queries and keys are those of a head or of all this rank's heads.
+    Biases, norms, gates and sinks are None where the family has none; the bias of o is None but on rank 0.
+    Norms of queries and keys are those of a head or of all this rank's heads.
     """
 
     attention_norm_H: Tensor
@@ -47,6 +48,7 @@ class LayerWeights:
     o_bias_H: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks_Q: Tensor | None
     mlp: MlpTensors
     scalar_1: Tensor | None
 
@@ -81,7 +83,7 @@ class TargetWeights:
         device: torch.device,
     ) -> None:
         self._dtype, self._device = dtype, device
-        self._tensors = open_checkpoint(source, spec) if isinstance(source, Path) else source
+        self._tensors = open_checkpoint(source, spec, dtype) if isinstance(source, Path) else source
         self._prefixes = _prefixes(self._tensors.shapes)
         self.spec, self.sharding = _as_stored(spec, self._tensors.shapes, self._prefixes), sharding
 
@@ -100,6 +102,7 @@ class TargetWeights:
             o_bias_H=parts.maybe("o_bias"),
             q_norm=parts.maybe("q_norm"),
             k_norm=parts.maybe("k_norm"),
+            sinks_Q=parts.maybe("sinks"),
             mlp=self._mlp(parts, index),
             scalar_1=parts.maybe("scalar"),
         )
@@ -200,9 +203,13 @@ _PRECISE = frozenset({"router_correction", "expert_scale"})  # kept in fp32: the
 _ROTATED = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm"})  # rows of heads that are rotated
 
 
-def open_checkpoint(folder: Path, spec: ModelSpec) -> TensorFolder:
-    """Open the files and check that every tensor is there in its shape, without reading one."""
-    tensors = TensorFolder(folder)
+def open_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> TensorFolder:
+    """Open the files and check that every tensor is there in its shape, without reading one.
+
+    Args:
+        dtype: to compute in.
+    """
+    tensors = Fp8Folder(folder, spec.fp8_block, dtype) if spec.fp8_block else TensorFolder(folder)
     prefixes = _prefixes(tensors.shapes)
     spec = _as_stored(spec, tensors.shapes, prefixes)
     for name, shape in target_shapes(spec, prefixes).items():

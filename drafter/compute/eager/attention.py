@@ -258,26 +258,29 @@ def paged_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    sinks_Q: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to its request's keys in `cache` (the rows' own must be written already).
 
     Args:
         causal: whether a row sees only keys up to its own position.
         window: with it a row at p sees keys p - window < key < p + window; None sees all.
+        sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
 
     Returns:
         [N, Q * F], ready for the output projection.
     """
     groups = batch.groups
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
-        return _flat(_attend(q_NQD, cache, layer, groups[0], scale, causal, window), cache, layer)
+        return _flat(_attend(q_NQD, cache, layer, groups[0], scale, causal, window, sinks_Q), cache, layer)
     out_NQD = torch.empty_like(q_NQD)
     for group in groups:
         if isinstance(group.rows, slice):
-            out_NQD[group.rows] = _attend(q_NQD[group.rows], cache, layer, group, scale, causal, window)
+            rows_MQD = q_NQD[group.rows]
+            out_NQD[group.rows] = _attend(rows_MQD, cache, layer, group, scale, causal, window, sinks_Q)
         else:
             padded_MQD = q_NQD.index_select(0, group.rows.padded_M)
-            result_MQD = _attend(padded_MQD, cache, layer, group, scale, causal, window)
+            result_MQD = _attend(padded_MQD, cache, layer, group, scale, causal, window, sinks_Q)
             real_NQD = result_MQD.index_select(0, group.rows.real_places_N)
             out_NQD.index_copy_(0, group.rows.real_N, real_NQD)
     return _flat(out_NQD, cache, layer)
@@ -299,6 +302,7 @@ def _attend(
     scale: float,
     causal: bool,
     window: int | None,
+    sinks_Q: Tensor | None,
 ) -> Tensor:
     """M rows of one group -> [M, Q, D]."""
     kind = cache.geometries[layer]
@@ -306,9 +310,10 @@ def _attend(
     width = _width(group.num_rows, kind.head_dim, q_MQD.dtype)
     if group.num_requests == 1:
         mask_11WT = group.mask(causal, window, q_MQD.dtype, 1, width)
-        return _attend_one(q_MQD, _context_of_one(cache, layer, group, shared), mask_11WT, width, scale)
+        kv = _context_of_one(cache, layer, group, shared)
+        return _attend_one(q_MQD, kv, mask_11WT, width, scale, sinks_Q)
     mask_G1WT = group.mask(causal, window, q_MQD.dtype, shared, width)
-    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, width, scale)
+    return _attend_many(q_MQD, _context(cache, layer, group), mask_G1WT, width, scale, sinks_Q)
 
 
 def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -361,13 +366,19 @@ def _views(kv_APS2KD: Tensor, first: int, count: int, shared: int) -> list[tuple
 
 
 def _attend_one(
-    q_MQD: Tensor, kv: tuple[Tensor, ...], mask_11WT: Tensor, num_rows: int, scale: float
+    q_MQD: Tensor,
+    kv: tuple[Tensor, ...],
+    mask_11WT: Tensor,
+    num_rows: int,
+    scale: float,
+    sinks_Q: Tensor | None,
 ) -> Tensor:
     """One request: kv heads take the place of the batch."""
     k_KCTD, v_KCTD = kv
     num_kv, shared, _, head_dim = k_KCTD.shape
     q_KCWD = _pad_rows(q_MQD.view(-1, num_kv, shared, head_dim).permute(1, 2, 0, 3), num_rows)
-    out_KCWD = F.scaled_dot_product_attention(q_KCWD, k_KCTD, v_KCTD, attn_mask=mask_11WT, scale=scale)
+    sinks_KC1 = None if sinks_Q is None else sinks_Q.view(num_kv, shared, 1)
+    out_KCWD = _softmax_of_values(q_KCWD, k_KCTD, v_KCTD, mask_11WT, scale, sinks_KC1)
     return out_KCWD[:, :, : len(q_MQD)].permute(2, 0, 1, 3).reshape(q_MQD.shape)
 
 
@@ -380,13 +391,43 @@ def _pad_rows(q: Tensor, num_rows: int) -> Tensor:
     return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
 
 
-def _attend_many(q_MQD: Tensor, kv_2GKTD: Tensor, mask_G1WT: Tensor, num_rows: int, scale: float) -> Tensor:
+def _attend_many(
+    q_MQD: Tensor,
+    kv_2GKTD: Tensor,
+    mask_G1WT: Tensor,
+    num_rows: int,
+    scale: float,
+    sinks_Q: Tensor | None,
+) -> Tensor:
     """Several requests: the heads that share a kv head become further query rows of it (C * W in all)."""
     _, num_requests, num_kv, _, head_dim = kv_2GKTD.shape
     shared, rows_each = q_MQD.shape[1] // num_kv, len(q_MQD) // num_requests
     q_GKCWD = q_MQD.view(num_requests, rows_each, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
     q_GKMD = _pad_rows(q_GKCWD, num_rows).reshape(num_requests, num_kv, shared * num_rows, head_dim)
     k_GKTD, v_GKTD = kv_2GKTD.unbind(0)
-    out_GKMD = F.scaled_dot_product_attention(q_GKMD, k_GKTD, v_GKTD, attn_mask=mask_G1WT, scale=scale)
+    sinks_KM = None if sinks_Q is None else sinks_Q.view(num_kv, shared).repeat_interleave(num_rows, 1)
+    out_GKMD = _softmax_of_values(q_GKMD, k_GKTD, v_GKTD, mask_G1WT, scale, sinks_KM)
     out_GKCWD = out_GKMD.view(num_requests, num_kv, shared, num_rows, head_dim)
     return out_GKCWD[..., :rows_each, :].permute(0, 3, 1, 2, 4).reshape(q_MQD.shape)
+
+
+def _softmax_of_values(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """softmax(q k scale + mask) v, in batches of two dimensions. A row's sink is one more logit without a
+    value: it leaves the values the share sum / (sum + exp(sink)) of what they get without, where `sum` is of
+    their exp(logit): sigmoid(log sum - sink). So K and V stay where they are, and a row's bits its own.
+
+    Args:
+        sinks: broadcast over the rows of the batches; None: there are none.
+    """
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if q.device.type == "cpu":  # the same kernel, asked for the sums, too
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
+        )
+    else:
+        logits = q.float() @ k.float().transpose(-1, -2) * scale + mask
+        out, log_sums = logits.softmax(-1) @ v.float(), logits.logsumexp(-1)
+    return (out * torch.sigmoid(log_sums - sinks).unsqueeze(-1)).to(q.dtype)

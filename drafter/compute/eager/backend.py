@@ -111,6 +111,7 @@ class _TorchAttention:
             shape.scale,
             causal=shape.causal,
             window=shape.window,
+            sinks_Q=shape.sinks_Q,
         )
 
 

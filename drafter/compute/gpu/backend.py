@@ -48,6 +48,7 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
+from .row_squares import row_squares
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
 from .write_kv import norm_rotate_write, write_context
@@ -65,7 +66,14 @@ class PagedAttention(Protocol):
         ...
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKF: Tensor, rows: PagedRows, prepared: Any, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKF: Tensor,
+        rows: PagedRows,
+        prepared: Any,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """See `attention.verify_attention`; `prepared` is what `prepare` made of these rows."""
         ...
@@ -92,9 +100,16 @@ class SplitAttention:
         return list_work(kind, rows, self._workspaces[kind.v_head_dim])
 
     def __call__(
-        self, q_NQD: Tensor, k_PSKD: Tensor, v_PSKF: Tensor, rows: PagedRows, prepared: WorkList, scale: float
+        self,
+        q_NQD: Tensor,
+        k_PSKD: Tensor,
+        v_PSKF: Tensor,
+        rows: PagedRows,
+        prepared: WorkList,
+        scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale)
+        return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
 _KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
@@ -170,6 +185,9 @@ class TritonBackend(OperatorBackend):
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
+
+    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
+        return row_squares(x_NO, widths)
 
     def residual_norm(
         self,
@@ -247,7 +265,8 @@ class _TritonAttention:
         )
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
-        return self._attend(q_NQD, k_PSKD, v_PSKF, rows.batches[group], prepared, shape.scale)
+        batch = rows.batches[group]
+        return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, shape.sinks_Q)
 
 
 class _TritonContextWriter:

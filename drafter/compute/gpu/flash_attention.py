@@ -34,6 +34,8 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
         return f"reads pages of a multiple of 256 tokens (page_size=256), page_size is {machine.page_size}"
     if machine.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16 (dtype=bfloat16), dtype is {machine.dtype}"
+    if "attention sinks" in spec.features:
+        return f"has no attention sinks, which the {spec.name} needs"
     wide = sorted(dim for dim in spec.head_dims if dim > _MAX_HEAD_DIM)
     if "values of another size than keys" in spec.features:
         return f"has no values of another size than keys, which the {spec.name} needs"
@@ -77,8 +79,10 @@ class FlashAttention:
         rows: PagedRows,
         prepared: _Prepared,
         scale: float,
+        sinks_Q: Tensor | None = None,
     ) -> Tensor:
         """See `attention.verify_attention`: [N, Q * D], zeros for padding."""
+        assert sinks_Q is None, "refused before a weight was read"
         kind, window = prepared.kind, prepared.kind.window
         beside = -1 if window is None else window - 1  # the package counts neighbours, -1 for all
         out_NQD = self._attend(

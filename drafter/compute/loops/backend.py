@@ -104,7 +104,14 @@ class _CpuAttention:
         )
         q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
         return paged_attention(
-            q_NQD, cache, layer, step.batches[group], shape.scale, causal=shape.causal, window=shape.window
+            q_NQD,
+            cache,
+            layer,
+            step.batches[group],
+            shape.scale,
+            causal=shape.causal,
+            window=shape.window,
+            sinks_Q=shape.sinks_Q,
         )
 
 

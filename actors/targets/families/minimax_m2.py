@@ -1,0 +1,96 @@
+"""MiniMax-M2: queries and keys normed over whole rows, part of each head rotated, experts in all layers.
+
+    q = norm(W_q u), k = norm(W_k u) before heads are told apart;  x += o(attention(q, k, v))
+    s = sigmoid(W u) in fp32;  the top k of s + correction;  x += sum of  s_e / (sum of these s) expert_e(u)
+
+Published weights are FP8 in blocks: they are read as the numbers that they stand for (`fp8_weights.py`).
+
+Sources: transformers' modeling_minimax_m2.py and configuration_minimax_m2.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from ....drafter.compute.config_json import Count, Json, Off, parse, wrong
+from ....drafter.compute.experts import Router
+from ....drafter.compute.rope import RopeConfig
+from ..model.spec import Attention, LayerSpec, ModelSpec, RoutedMLP, TensorRule
+from .fp8_weights import Fp8Weights
+from .plain import TENSORS, PlainConfig, model_of
+from .sigmoid_experts import in_fp32
+
+_THETA = 5e6
+
+
+def _softmax_layers(kinds: tuple[int, ...]) -> tuple[int, ...]:
+    if set(kinds) - {1}:
+        raise ValueError("must be all 1: linear attention is not served")
+    return kinds
+
+
+class MiniMaxM2Config(PlainConfig):
+    """config.json of MiniMaxM2ForCausalLM; the defaults are transformers'."""
+
+    head_dim: Count | None = 128
+    num_key_value_heads: Count | None = 8
+    num_local_experts: Count = 256
+    num_experts_per_tok: Count = 8
+    quantization_config: Fp8Weights | None = None
+    # Keys of published files that transformers does not know: what they may say is what is served.
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    qk_norm_type: Literal["per_layer"] = "per_layer"
+    use_qk_norm: Literal[True] = True
+    use_routing_bias: Literal[True] = True
+    shared_intermediate_size: Off = False
+    attn_type_list: Annotated[tuple[int, ...], AfterValidator(_softmax_layers)] = ()
+
+    def routed(self, file: str) -> RoutedMLP:
+        if self.num_experts_per_tok > self.num_local_experts:
+            wanted = f"at most {self.num_local_experts} (num_local_experts)"
+            raise wrong(file, "num_experts_per_tok", self.num_experts_per_tok, wanted)
+        router = Router(
+            num_experts=self.num_local_experts,
+            top_k=self.num_experts_per_tok,
+            score="sigmoid",
+            correction=True,
+        )
+        return RoutedMLP(router=router, inner_size=self.intermediate_size)
+
+
+_MOE = "layers.{layer}.block_sparse_moe."
+_EXPERT = _MOE + "experts.{expert}."
+_TENSORS: Mapping[str, TensorRule] = {
+    **TENSORS,
+    "q_norm": replace(TENSORS["q_norm"], axes=("q",)),
+    "k_norm": replace(TENSORS["k_norm"], axes=("kv",)),
+    "router": TensorRule(name=_MOE + "gate.weight", axes=("experts", "hidden"), transform=in_fp32),
+    "router_correction": TensorRule(
+        name=_MOE + "e_score_correction_bias", axes=("experts",), transform=in_fp32
+    ),
+    "expert_gate": TensorRule(name=_EXPERT + "w1.weight", axes=("expert_inner", "hidden")),
+    "expert_up": TensorRule(name=_EXPERT + "w3.weight", axes=("expert_inner", "hidden")),
+    "expert_down": TensorRule(name=_EXPERT + "w2.weight", axes=("hidden", "expert_inner")),
+}
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    config = parse(MiniMaxM2Config, raw, file)
+    size = config.head_size(file)
+    layer = LayerSpec(
+        mixer=Attention(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.kv_heads(file),
+            head_dim=size,
+            rope=RopeConfig.read(raw, size, file, default_theta=_THETA),
+            scale=size**-0.5,
+            row_norm=True,
+        ),
+        mlp=config.routed(file),
+    )
+    spec = model_of(config, (layer,) * config.num_hidden_layers, _TENSORS)
+    return replace(spec, fp8_block=config.quantization_config and config.quantization_config.block)

@@ -1,0 +1,49 @@
+"""Norms of whole queries and whole keys: on every backend what RMSNorm makes of either, whatever the company.
+
+How ranks share one is seen where whole targets are split (test_target_parallel.py: MiniMax-M2, on more ranks
+than K/V heads, too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from devices import DEVICE
+from manta.actors.targets.families import read_model
+from manta.actors.targets.model.parallel import Sharding, SingleRank
+from manta.actors.targets.model.row_norm import RowNorm
+from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.loops.backend import CpuBackend
+from tiny import make_tiny_target
+
+BACKENDS: dict[str, tuple[Callable[[], Backend], torch.device]] = {
+    "eager": (TorchBackend, torch.device("cpu")),
+    "loops": (CpuBackend, torch.device("cpu")),
+    "triton": (lambda: TritonBackend(DEVICE), DEVICE),
+}
+# More than a turn of the kernel, and no multiple of one.
+HEADS, KV_HEADS, HEAD_DIM, EPS = 9, 3, 128, 1e-2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_each_part_of_a_row_is_normed_by_itself(tmp_path, name: str, rows: int) -> None:
+    make, device = BACKENDS[name]
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    spec = read_model(make_tiny_target(tmp_path, "minimax_m2", num_hidden_layers=1, **heads))
+    random = torch.Generator().manual_seed(0)
+    q_width, k_width = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    weight = (1 + 0.1 * torch.randn(q_width + k_width, generator=random)).to(device)
+    qkv = torch.randn(rows, q_width + 2 * k_width, generator=random).to(device)
+    norm = RowNorm(weight[:q_width], weight[q_width:], EPS, Sharding(spec, 0, 1), 0, SingleRank(), make())
+    q, k, v = qkv.split((q_width, k_width, k_width), dim=1)
+    expected = torch.cat((RMSNorm(weight[:q_width], EPS)(q), RMSNorm(weight[q_width:], EPS)(k), v), dim=1)
+    found = norm(qkv.clone())
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+    for row in range(rows):
+        assert torch.equal(norm(qkv[row : row + 1].clone()), found[row : row + 1]), "its bits are its own"
