@@ -11,6 +11,12 @@ its own, and all groups of a pool use the same planes under different ids, so th
       ..                                                   . . . . . . .
       group 5   layers 9, 10; likewise                     . . . . . . 16 17
 
+Layers need not be of one geometry (heads and their sizes). A group's layers are; a plane is as wide as the
+widest layer needs, and narrower ones lie beside each other in it, each in a *part* of every token's values:
+
+    a token in a plane, K and V of 16 heads of 256   [ a sliding layer                       ]
+    the same, K and V of 4 heads of 512              [ a full layer     | another full layer ]
+
 Arithmetic only. `plan_pages` and `share_pages` are called while a model is loaded; `PageGroup`s are what the
 scheduler knows of it. Who has which page is `page_books.py`'s.
 """
@@ -18,7 +24,7 @@ scheduler knows of it. Who has which page is `page_books.py`'s.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .pages import pages_for
@@ -51,16 +57,36 @@ class PageGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """What a token has in a layer, on one rank.
+
+    Attributes:
+        head_dim, v_head_dim: values of a key and of a value; a value has no more than its key.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Values of a token: of all heads' keys, then of all heads' values."""
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where a layer's K/V lie.
 
     Attributes:
         group: whose page table leads to them.
         plane: of the memory of that group's pool.
+        part: of each token's values in the plane: as many layers of this geometry lie before it.
     """
 
     group: int
     plane: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +120,11 @@ class PagePlan:
 ONE_GROUP = PagePlan((PageGroup(),), (LayerPlace(0, 0),), (LayerPlace(0, 0),))
 
 
+def plane_width(places: Sequence[LayerPlace], geometries: Sequence[KVGeometry]) -> int:
+    """Values that a token has in a plane of a model's layers."""
+    return max((place.part + 1) * kind.width for place, kind in zip(places, geometries, strict=True))
+
+
 def count_pools(groups: Sequence[PageGroup]) -> int:
     return 1 + max(group.pool for group in groups)
 
@@ -121,22 +152,28 @@ def longest_sequence(
 
 
 def plan_pages(
-    target_windows: Sequence[int | None], drafter_windows: Sequence[int | None], max_model_len: int
+    target_windows: Sequence[int | None],
+    drafter_windows: Sequence[int | None],
+    max_model_len: int,
+    target_geometries: Sequence[KVGeometry] = (),
 ) -> PagePlan:
     """Groups for a target's and a drafter's layers (none: no drafter), given each layer's window.
 
     Two models that are one group each, with the same window, share it: the same page ids, each its own
-    memory. Else each has a pool of its own. Within a model each window's layers are cut into groups of at
-    most p, the number of planes. A small p makes many groups, each with a page table; a large one leaves
+    memory. Else each has a pool of its own. Within a model the layers of a window and a geometry are cut into
+    groups of at most p planes. A small p makes many groups, each with a page table; a large one leaves
     planes of groups unused, and makes a window's few layers take as much as another's many. So p is what
     costs least: planes beside layers, what a sequence of `max_model_len` holds beside what a page table per
     layer would hold, and a little for each group. One group for all, which holds what its widest layer needs,
-    is tried, too.
+    is tried, too, where there is one geometry.
+
+    Args:
+        target_geometries: of the target's layers on a rank; by default all are alike, as a drafter's are.
     """
-    target = _plan_model(_clip(target_windows, max_model_len), max_model_len)
+    target = _plan_model(_clip(target_windows, max_model_len), target_geometries, max_model_len)
     if not drafter_windows:
         return PagePlan(*target, ())
-    drafter = _plan_model(_clip(drafter_windows, max_model_len), max_model_len)
+    drafter = _plan_model(_clip(drafter_windows, max_model_len), (), max_model_len)
     if len(target[0]) == 1 and target[0] == drafter[0]:
         return PagePlan(*target, drafter[1])
     places = tuple(replace(place, group=place.group + len(target[0])) for place in drafter[1])
@@ -144,45 +181,66 @@ def plan_pages(
 
 
 _Model = tuple[tuple[PageGroup, ...], tuple[LayerPlace, ...]]
+_ALIKE = KVGeometry(1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What sorts layers into groups.
+
+    Attributes:
+        parts: so many of this geometry lie in a plane.
+    """
+
+    window: int | None
+    geometry: KVGeometry
+    parts: int
 
 
 def _clip(windows: Sequence[int | None], max_model_len: int) -> list[int | None]:
     return [None if window is None or window >= max_model_len else window for window in windows]
 
 
-def _plan_model(windows: list[int | None], max_model_len: int) -> _Model:
+def _plan_model(windows: list[int | None], geometries: Sequence[KVGeometry], max_model_len: int) -> _Model:
     """Groups of one model, all in pool 0."""
-    layers_of: dict[int | None, list[int]] = {None: []} if None in windows else {}
-    for layer, window in enumerate(windows):
-        layers_of.setdefault(window, []).append(layer)
-    widest = next(iter(layers_of)) if None in layers_of else max(w for w in layers_of if w is not None)
-    candidates = [_cut({widest: list(range(len(windows)))}, len(windows))]
-    if len(layers_of) > 1:
-        planes = range(1, 1 + max(len(layers) for layers in layers_of.values()))
-        candidates += [_cut(layers_of, p) for p in planes]
-    return min(candidates, key=lambda model: _cost(model, windows, max_model_len))
+    kinds = geometries or (_ALIKE,) * len(windows)
+    width = max(kind.width for kind in kinds)
+    layers = [_Layer(w, kind, width // kind.width) for w, kind in zip(windows, kinds, strict=True)]
+    layers_of: dict[_Layer, list[int]] = {layer: [] for layer in layers if layer.window is None}
+    for i, layer in enumerate(layers):
+        layers_of.setdefault(layer, []).append(i)
+    most = max(-(-len(members) // kind.parts) for kind, members in layers_of.items())
+    candidates = [_cut(layers_of, p) for p in range(1, 1 + most)]
+    if len(set(kinds)) == 1:
+        widest = replace(
+            layers[0], window=None if None in windows else max(w for w in windows if w is not None)
+        )
+        candidates.insert(0, _cut({widest: list(range(len(layers)))}, len(layers)))
+    return min(candidates, key=lambda model: _cost(model, layers, max_model_len))
 
 
-def _cut(layers_of: dict[int | None, list[int]], num_planes: int) -> _Model:
+def _cut(layers_of: Mapping[_Layer, list[int]], num_planes: int) -> _Model:
     groups: list[PageGroup] = []
     places: dict[int, LayerPlace] = {}
-    for window, layers in layers_of.items():
-        for nth, layer in enumerate(layers):
-            if nth % num_planes == 0:
-                groups.append(PageGroup(window=window))
-            places[layer] = LayerPlace(len(groups) - 1, nth % num_planes)
+    for kind, members in layers_of.items():
+        for nth, layer in enumerate(members):
+            plane, part = divmod(nth % (num_planes * kind.parts), kind.parts)
+            if plane == part == 0:
+                groups.append(PageGroup(window=kind.window))
+            places[layer] = LayerPlace(len(groups) - 1, plane, part)
     return tuple(groups), tuple(places[layer] for layer in sorted(places))
 
 
-def _cost(model: _Model, windows: list[int | None], max_model_len: int) -> float:
+def _cost(model: _Model, layers: Sequence[_Layer], max_model_len: int) -> float:
     groups, places = model
     planes = 1 + max(place.plane for place in places)
 
-    def held(windows: Iterable[int | None]) -> float:
-        return sum(1.0 if window is None else window / max_model_len for window in windows)
+    def held(window: int | None) -> float:
+        return 1.0 if window is None else window / max_model_len
 
-    padding = planes * len(groups) / len(windows)
-    excess = planes * held(group.window for group in groups) / held(windows)
+    padding = planes * len(groups) / sum(1 / layer.parts for layer in layers)
+    needed = sum(held(layer.window) / layer.parts for layer in layers)
+    excess = planes * sum(held(group.window) for group in groups) / needed
     return padding + excess + _GROUP_COST * len(groups)
 
 

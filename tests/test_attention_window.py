@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
 from manta.drafter.compute.invariance import rows_are_invariant
 from manta.drafter.compute.kv_cache import PagedKVCache
@@ -53,7 +54,9 @@ class Case:
         num_pages = -(-int(lengths.max()) // page_size)
         order = np.random.default_rng(seed).permutation(num_pages * len(requests))
         self.pages = order.reshape(len(requests), num_pages)
-        self.cache = PagedKVCache(1, len(order), page_size, num_kv, self.head_dim, dtype, "cpu")
+        self.cache = PagedKVCache(
+            1, len(order), page_size, KVGeometry(num_kv, self.head_dim, self.head_dim), dtype, "cpu"
+        )
         self.cache.kv.copy_(torch.randn(self.cache.kv.shape))
         self.q = torch.randn(int(self.rows.sum()), self.num_heads, self.head_dim).to(dtype)
 

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, PlacedRows
 from manta.drafter.compute.eager.attention import AttentionBatch
 from manta.drafter.compute.eager.backend import TorchBackend
@@ -95,13 +96,13 @@ def test_attention_writes_and_answers_as_pytorch(
     num_heads, num_kv, head_dim = heads
     of_norms = {"by its dtype": dtype, "by fp32": torch.float32}.get(normed)
     norms = [weights(head_dim, dtype=of_norms) if of_norms else None for _ in range(2)]
-    garbage = torch.randn(2, NUM_PAGES + 1, PAGE_SIZE, 2, num_kv, head_dim).to(dtype)
+    garbage = torch.randn(2, NUM_PAGES + 1, PAGE_SIZE, 2 * num_kv * head_dim).to(dtype)
     qkv_NO = torch.randn(9, (num_heads + 2 * num_kv) * head_dim).to(dtype)
     rope, rows = rotary(head_dim, dtype), placed(100, 9)
-    shape = AttentionShape(num_heads, num_kv, head_dim, *norms, EPS, rope, head_dim**-0.5)
+    shape = AttentionShape(num_heads, num_kv, head_dim, head_dim, *norms, EPS, rope, head_dim**-0.5)
     answers: list[tuple[Tensor, Tensor]] = []
     for backend in (CpuBackend(), TorchBackend()):
-        cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu")
+        cache = PagedKVCache(2, NUM_PAGES, PAGE_SIZE, KVGeometry(num_kv, head_dim, head_dim), dtype, "cpu")
         cache.kv.copy_(garbage)
         step = backend.begin(rows)
         answers.append((backend.attention(shape)(qkv_NO.clone(), step, cache, 1), cache.kv))
@@ -123,7 +124,9 @@ def test_context_of_all_layers_is_written_as_by_pytorch(dtype: torch.dtype, of_n
     rows.kv_slots[0][2] = NUM_PAGES * PAGE_SIZE  # nobody wants this row
     written: list[Tensor] = []
     for backend in (CpuBackend(), TorchBackend()):
-        cache = PagedKVCache(num_layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, "cpu")
+        cache = PagedKVCache(
+            num_layers, NUM_PAGES, PAGE_SIZE, KVGeometry(num_kv, head_dim, head_dim), dtype, "cpu"
+        )
         write = backend.context_writer(norms_LD, EPS, num_kv)
         write(kv_NO.clone(), rotary(head_dim, dtype), rows, cache, 0)
         written.append(cache.kv)
@@ -138,10 +141,11 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
     norm_JD, rope = weights(6, 64, dtype=dtype), rotary(64, dtype)
 
     def heads(rows: slice) -> Tensor:
-        cache, out_NO = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, 2, 64, dtype, "cpu"), qkv_NO[rows].clone()
+        cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVGeometry(2, 64, 64), dtype, "cpu")
+        out_NO = qkv_NO[rows].clone()
         at_N = torch.arange(50, 83)[rows]
-        kernels.norm_rotate_write(out_NO, 4, 2, norm_JD, EPS, rope, at_N, at_N, cache.slots(0))
-        return torch.cat((out_NO, cache.slots(0)[0, at_N].flatten(1)), dim=1)
+        kernels.norm_rotate_write(out_NO, 64, 4, 2, norm_JD, EPS, rope, at_N, at_N, cache.slots(0))
+        return torch.cat((out_NO, cache.slots(0)[0, at_N]), dim=1)
 
     everything = slice(0, 33)
     for compute in (
@@ -158,13 +162,14 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype):
 def test_heads_normed_by_fp32_are_rounded_once_behind_the_rotation():
     """At position 0, where nothing turns, keys in bf16 are the exact norm's nearest."""
     rows, norm_JD = torch.randn(300, 6 * 64).bfloat16(), 1 + 0.003 * torch.randn(4, 64)
-    cache, at_N = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, 2, 64, torch.bfloat16, "cpu"), torch.arange(300)
+    cache = PagedKVCache(1, NUM_PAGES, PAGE_SIZE, KVGeometry(2, 64, 64), torch.bfloat16, "cpu")
+    at_N = torch.arange(300)
     x_NJD = rows.view(300, 6, 64)[:, :4].double()
     exact_NJD = x_NJD / (x_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_JD.double()
     rope, start_N = rotary(64, torch.bfloat16), torch.zeros(300, dtype=torch.int64)
-    kernels.norm_rotate_write(rows, 2, 2, norm_JD, EPS, rope, start_N, at_N, cache.slots(0))
+    kernels.norm_rotate_write(rows, 64, 2, 2, norm_JD, EPS, rope, start_N, at_N, cache.slots(0))
     assert (rows.view(300, 6, 64)[:, :4] == exact_NJD.bfloat16()).float().mean() > 0.9999
-    assert torch.equal(cache.slots(0)[0, at_N, 0], rows.view(300, 6, 64)[:, 2:4])
+    assert torch.equal(cache.slots(0)[0, at_N, :128], rows[:, 128:256])
 
 
 def test_results_are_rounded_to_bfloat16_as_pytorch_rounds():

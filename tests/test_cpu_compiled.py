@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.compiled.backend import CompiledBackend
 from manta.drafter.compute.compiled.heads import BLOCK
@@ -149,9 +150,8 @@ class Model:
         blocks = []
         for weights, window in zip(self.layers, self.shape.windows, strict=True):
             w = {name: cast(value) for name, value in weights.items()}
-            shape = AttentionShape(
-                num_q, num_kv, dim, w["q"], w["k"], EPS, rope, self.shape.scale, self.shape.causal, window
-            )
+            heads = (num_q, num_kv, dim, dim, w["q"], w["k"], EPS, rope)
+            shape = AttentionShape(*heads, self.shape.scale, self.shape.causal, window)
             parts = {
                 name: backend.linear(w[name], w[f"{name}_bias"]) for name in ("qkv", "o", "gate_up", "down")
             }
@@ -176,11 +176,13 @@ class Model:
     def _cache(self, backend: Backend, dtype: torch.dtype) -> PagedKVCache:
         """Of every layer, the past of every request."""
         _, num_kv, dim = self.shape.heads
-        cache = PagedKVCache(2, self.num_pages, self.shape.page_size, num_kv, dim, dtype, "cpu")
+        geometry = KVGeometry(num_kv, dim, dim)
+        cache = PagedKVCache(2, self.num_pages, self.shape.page_size, geometry, dtype, "cpu")
         for r, past in enumerate(self.past):
-            cache.slots(0, 2)[:, torch.from_numpy(self._slots(r, np.arange(len(past))))] = past.to(dtype)
+            slots = torch.from_numpy(self._slots(r, np.arange(len(past))))
+            cache.slots(0, 2)[:, slots] = past.to(dtype).flatten(1)
         if isinstance(backend, CompiledBackend):
-            cache.kv.copy_(blocked_order(cache.kv))
+            cache.planes(0, 2).copy_(blocked_order(cache.planes(0, 2)))
         return cache
 
 
@@ -196,7 +198,7 @@ def blocked_order(kv: Tensor) -> Tensor:
 
 
 def standard_order(cache: PagedKVCache, backend: Backend) -> Tensor:
-    kv = cache.kv
+    kv = cache.planes(0, cache.num_layers)
     if not isinstance(backend, CompiledBackend):
         return kv
     layers, _, _, _, heads, dim = kv.shape
@@ -249,7 +251,7 @@ def test_the_drafters_context_is_written_in_the_order_that_attention_reads():
     placed = PlacedRows(positions, (torch.randperm(160)[:rows],), (None,))
     written = []
     for backend in (TorchBackend(), CompiledBackend(1)):
-        cache = PagedKVCache(num_layers, 10, 16, num_kv, dim, torch.bfloat16, "cpu")
+        cache = PagedKVCache(num_layers, 10, 16, KVGeometry(num_kv, dim, dim), torch.bfloat16, "cpu")
         backend.context_writer(norms, EPS, num_kv)(kv_NO.clone(), rope, placed, cache, 0)
         written.append(standard_order(cache, backend))
     torch.testing.assert_close(written[1], written[0], rtol=2e-2, atol=2e-2)

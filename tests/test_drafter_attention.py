@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.cluster.page_groups import LayerPlace
+from manta.cluster.page_groups import KVGeometry, LayerPlace
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.invariance import rows_are_invariant
 from manta.drafter.compute.kv_cache import PagedKVCache
 
 HEAD_DIM = 16
+GEOMETRY = KVGeometry(2, 8, 8)
 
 
 class Case:
@@ -27,7 +28,9 @@ class Case:
         self.shared, self.page_size = shared, page_size
         used = -(-self.lengths // page_size)
         total = int(used.sum()) + 5
-        self.cache = PagedKVCache(2, total, page_size, kv_heads, HEAD_DIM, torch.float32, "cpu")
+        self.cache = PagedKVCache(
+            2, total, page_size, KVGeometry(kv_heads, HEAD_DIM, HEAD_DIM), torch.float32, "cpu"
+        )
         self.cache.kv.normal_()
         order = rng.permutation(total) if scattered else np.arange(total)
         self.pages = np.full((len(rows), used.max()), 10**9)  # what lies behind must not be read
@@ -46,7 +49,7 @@ class Case:
         out, start = [], 0
         for r, length in enumerate(self.lengths):
             used = -(-length // self.page_size)
-            kv = self.cache.kv[1][self.pages[r, :used]].flatten(0, 1)[:length]
+            kv = self.cache.planes(1, 1)[0][self.pages[r, :used]].flatten(0, 1)[:length]
             k, v = (kv[:, i].repeat_interleave(self.shared, dim=1) for i in range(2))
             q = self.q[start : start + self.rows[r]]
             scores = torch.einsum("qhd,khd->hqk", q, k) * 0.25
@@ -131,32 +134,32 @@ def test_a_rows_bits_do_not_depend_on_its_companions(sinks):
 
 
 def test_rows_are_written_to_their_slots_and_unwanted_ones_nowhere():
-    cache = PagedKVCache(2, 3, 4, 2, 8, torch.float32, "cpu")
-    rows = torch.randn(3, 2, 2, 8)
+    cache = PagedKVCache(2, 3, 4, GEOMETRY, torch.float32, "cpu")
+    rows = torch.randn(3, 32)
     cache.write(1, torch.tensor([9, cache.skip_slot, 2]), rows)
     assert torch.equal(cache.pages(1)[2, 1], rows[0]) and torch.equal(cache.pages(1)[0, 2], rows[2])
     assert cache.kv[:, :3].count_nonzero() == rows[[0, 2]].count_nonzero()
     every = torch.randn(2, 1, 2, 2, 8)
     cache.write_all(0, torch.tensor([5]), every)
-    assert torch.equal(cache.kv[:, 1, 1], every[:, 0])
+    assert torch.equal(cache.kv[:, 1, 1], every[:, 0].flatten(1))
 
 
 def test_layers_of_a_group_lie_in_planes_that_other_groups_use_too():
     places = (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
-    cache = PagedKVCache(places, 3, 4, 2, 8, torch.float32, "cpu")
-    assert cache.kv.shape == (2, 4, 4, 2, 2, 8) and cache.num_layers == 3
+    cache = PagedKVCache(places, 3, 4, GEOMETRY, torch.float32, "cpu")
+    assert cache.kv.shape == (2, 4, 4, 32) and cache.num_layers == 3
     assert [cache.group(layer) for layer in range(3)] == [1, 0, 1]
     assert cache.plane_bytes * 2 == cache.kv.nbytes
-    row, rows = torch.randn(1, 2, 2, 8), torch.randn(2, 1, 2, 2, 8)
+    row, rows = torch.randn(1, 32), torch.randn(2, 1, 2, 2, 8)
     cache.write(1, torch.tensor([9]), row)
     cache.write_all(0, torch.tensor([5]), rows)
-    assert torch.equal(cache.kv[0, 2, 1], row[0]) and torch.equal(cache.kv[:, 1, 1], rows[:, 0])
+    assert torch.equal(cache.kv[0, 2, 1], row[0]) and torch.equal(cache.kv[:, 1, 1], rows[:, 0].flatten(1))
     assert cache.kv.count_nonzero() == row.numel() + rows.numel()
     assert cache.pages(0).data_ptr() == cache.pages(1).data_ptr() != cache.pages(2).data_ptr()
     assert cache.slots(2).data_ptr() == cache.pages(2).data_ptr() == cache.planes(2, 1).data_ptr()
-    assert cache.slots(0, 2).shape == (2, 16, 2, 2, 8) and torch.equal(cache.planes(0, 2), cache.kv)
+    assert cache.slots(0, 2).shape == (2, 16, 32) and torch.equal(cache.planes(0, 2).flatten(3), cache.kv)
 
 
 def test_page_size_in_bytes_counts_keys_and_values_of_all_layers():
-    cache = PagedKVCache(3, 7, 4, 2, 8, torch.bfloat16, "cpu")
-    assert PagedKVCache.bytes_per_page(3, 4, 2, 8, torch.bfloat16) * 8 == cache.kv.nbytes
+    cache = PagedKVCache(3, 7, 4, GEOMETRY, torch.bfloat16, "cpu")
+    assert PagedKVCache.bytes_per_page(3, 4, GEOMETRY.width, torch.bfloat16) * 8 == cache.kv.nbytes

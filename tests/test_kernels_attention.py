@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
+from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.backend import Machine, StackSpec
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
 from manta.drafter.compute.gpu import tiles
@@ -41,6 +42,11 @@ class Shape:
     dim: int = 16
     page_size: int = 16
     dtype: torch.dtype = torch.float32
+    v_dim: int | None = None
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return KVGeometry(self.kv_heads, self.dim, self.v_dim or self.dim)
 
 
 class Case:
@@ -51,9 +57,7 @@ class Case:
         self.shape, self.lengths, self.num_rows = shape, lengths, rows
         used = [-(-length // shape.page_size) for length in lengths]
         nowhere = sum(used)  # a page of NaN, where the table points behind a request's length
-        self.cache = PagedKVCache(
-            2, nowhere + 1, shape.page_size, shape.kv_heads, shape.dim, shape.dtype, DEVICE
-        )
+        self.cache = PagedKVCache(2, nowhere + 1, shape.page_size, shape.geometry, shape.dtype, DEVICE)
         self.cache.kv.fill_(NAN)
         order = torch.randperm(nowhere).int().split(used)
         pages_BP = torch.full((len(rows) + 2, max_keys // shape.page_size), nowhere, dtype=torch.int32)
@@ -62,7 +66,7 @@ class Case:
             pages_BP[slot, : len(pages)] = pages
             positions = torch.arange(length)
             at = pages_BP[slot][positions // shape.page_size].long() * shape.page_size
-            kv = torch.randn(length, 2, shape.kv_heads, shape.dim).to(shape.dtype)
+            kv = torch.randn(length, shape.geometry.width).to(shape.dtype)
             self.cache.write(1, at + positions % shape.page_size, kv)
         cu_rows = torch.tensor([0, *rows]).cumsum(0).int()
         self.rows = PagedRows(slots_B, cu_rows, torch.tensor(lengths).int(), pages_BP, max(1, *rows))
@@ -73,15 +77,20 @@ class Case:
 
     def kind(self, causal: bool = True, window: int | None = None) -> AttentionKind:
         s = self.shape
-        return AttentionKind(s.heads, s.kv_heads, s.dim, s.dtype, s.page_size, causal, window)
+        return AttentionKind(
+            s.heads, s.kv_heads, s.dim, s.v_dim or s.dim, s.dtype, s.page_size, causal, window
+        )
 
     def workspace(self, num_programs: int = MANY, batch_invariant: bool = False) -> AttentionWorkspace:
         workspace = AttentionWorkspace(
-            self.shape.dim, DEVICE, num_programs=num_programs, batch_invariant=batch_invariant
+            self.shape.v_dim or self.shape.dim,
+            DEVICE,
+            num_programs=num_programs,
+            batch_invariant=batch_invariant,
         )
         workspace.max_E.fill_(NAN)
         workspace.sum_E.fill_(NAN)
-        workspace.out_ED.fill_(NAN)
+        workspace.out_EF.fill_(NAN)
         return workspace
 
     def pieces(self, workspace: AttentionWorkspace | None = None, **kind) -> list[int]:
@@ -91,7 +100,7 @@ class Case:
 
     def attend(self, *, sinks: bool = False, workspace: AttentionWorkspace | None = None, **kind) -> Tensor:
         workspace = workspace or self.workspace()
-        k_PSKD, v_PSKD = self.cache.pages(1).unbind(2)
+        k_PSKD, v_PSKD = self.cache.heads(1)
         out = verify_attention(
             self.q,
             k_PSKD,
@@ -106,13 +115,18 @@ class Case:
 
     def dense(self, *, sinks=False, causal=True, window=None) -> Tensor:
         """[N, Q * D] in fp64; zeros for padding."""
-        out_NQD = torch.zeros(self.q.shape, dtype=torch.float64)
+        out_NQF = torch.zeros(*self.q.shape[:2], self.shape.geometry.v_head_dim, dtype=torch.float64)
         ends = self.rows.cu_rows.tolist()[1:]
         for slot, length, count, end in zip(
             self.rows.slots_B, self.lengths, self.num_rows, ends, strict=True
         ):
-            kv_T2KD = self.cache.pages(1)[self.rows.page_table[slot].long()].flatten(0, 1)[:length].double()
-            k_TQD, v_TQD = kv_T2KD.repeat_interleave(self.shape.heads // self.shape.kv_heads, 2).unbind(1)
+            k_TQD, v_TQF = (
+                pages[self.rows.page_table[slot].long()]
+                .flatten(0, 1)[:length]
+                .double()
+                .repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
+                for pages in self.cache.heads(1)
+            )
             p, t = torch.arange(length - count, length)[:, None], torch.arange(length)
             seen = (t <= p) if causal else torch.ones(count, length, dtype=torch.bool)
             if window is not None:
@@ -122,8 +136,8 @@ class Case:
             scores = scores.masked_fill(~seen[:, None], -torch.inf)
             sink = self.sinks.double() if sinks else torch.full_like(self.sinks.double(), -torch.inf)
             scores = torch.cat((scores, sink[:, None].expand(count, -1, 1)), -1)
-            out_NQD[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQD)
-        return out_NQD.flatten(1)
+            out_NQF[end - count : end] = torch.einsum("nqt,tqd->nqd", scores.softmax(-1)[..., :-1], v_TQF)
+        return out_NQF.flatten(1)
 
     def check(self, **kind) -> None:
         error = (self.attend(**kind).double() - self.dense(**kind)).abs().max().item()
@@ -207,11 +221,12 @@ def test_a_view_of_the_fused_projection_serves_as_queries():
 def test_a_page_whose_elements_lie_beyond_32_bits_is_found():
     case = Case(Shape(dtype=torch.float16), [16], [2], max_keys=64)
     far = torch.empty(2**31 + 2**12, dtype=torch.float16)  # untouched memory costs none
-    kv = torch.as_strided(far, (3, *case.cache.pages(1).shape[1:]), (2**30, 64, 32, 16, 1))
-    kv[2] = case.cache.pages(1)[case.rows.page_table[case.rows.slots_B[0], 0]]
+    k_PSKD, v_PSKD = (torch.as_strided(far[at:], (3, 16, 2, 16), (2**30, 64, 16, 1)) for at in (0, 32))
+    for away, near in zip((k_PSKD, v_PSKD), case.cache.heads(1), strict=True):
+        away[2] = near[case.rows.page_table[case.rows.slots_B[0], 0]]
     rows = replace(case.rows, page_table=torch.full_like(case.rows.page_table, 2))
     work = list_work(case.kind(), rows, case.workspace())
-    out = verify_attention(case.q, kv[:, :, 0], kv[:, :, 1], rows, work, case.scale)
+    out = verify_attention(case.q, k_PSKD, v_PSKD, rows, work, case.scale)
     assert torch.equal(out, case.attend())
 
 
@@ -246,7 +261,7 @@ class Alone:
             case.rows.page_table,
             max(counts),
         )
-        k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
+        k_PSKD, v_PSKD = case.cache.heads(1)
         workspace = case.workspace(num_programs, batch_invariant=True)
         work = list_work(case.kind(**self.kind), rows, workspace)
         self.piece_keys = int(work.values[0])
@@ -298,7 +313,7 @@ def test_in_invariant_mode_splits_equal_dense_attention(short_splits):
 
 
 def test_the_invariant_tiles_follow_from_the_model_alone():
-    kind = AttentionKind(32, 8, 128, torch.bfloat16, 64)
+    kind = AttentionKind(32, 8, 128, 128, torch.bfloat16, 64)
     plans = {plan_tiles(kind, rows, batch_invariant=True) for rows in (1, 16, 2048)}
     assert [(plan.block_rows, plan.block_keys, plan.num_warps) for plan in plans] == [(64, 64, 8)]
 
@@ -308,7 +323,7 @@ def test_few_programs_do_the_work_of_many_and_bits_do_not_tell():
     bits = []
     for num_programs in (MANY, 3):  # of three each does several items, and others arrive last
         work = replace(list_work(case.kind(), case.rows, case.workspace()), num_programs=num_programs)
-        k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
+        k_PSKD, v_PSKD = case.cache.heads(1)
         bits.append(verify_attention(case.q, k_PSKD, v_PSKD, case.rows, work, case.scale))
     assert torch.equal(*bits)
 
@@ -318,7 +333,7 @@ class Cut:
 
     def __init__(self, lengths, rows=16, *, kv_heads=8, window=None, batch_invariant=False, **kind):
         count = len(lengths)
-        self.kind = AttentionKind(4 * kv_heads, kv_heads, 128, torch.bfloat16, 64, window=window, **kind)
+        self.kind = AttentionKind(4 * kv_heads, kv_heads, 128, 128, torch.bfloat16, 64, window=window, **kind)
         self.workspace = AttentionWorkspace(
             1, DEVICE, num_programs=H200_PROGRAMS, batch_invariant=batch_invariant
         )
@@ -384,7 +399,7 @@ def test_programs_are_no_more_than_could_have_work():
 
 def test_tiles_are_as_high_as_the_rows_of_a_group_need_and_registers_hold():
     def height(rows, heads, kv_heads, dim, dtype=torch.bfloat16):
-        plan = plan_tiles(AttentionKind(heads, kv_heads, dim, dtype, 64), rows)
+        plan = plan_tiles(AttentionKind(heads, kv_heads, dim, dim, dtype, 64), rows)
         return plan.block_rows, -(-rows // plan.tile_tokens)
 
     assert height(16, 32, 8, 128) == (64, 1)
@@ -451,7 +466,7 @@ def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, cau
     case = Case(Shape(page_size=256, dtype=torch.float16), [300, 5, 77, 0], rows, max_keys=1024, padding=2)
     case.rows.slots_B[3] = 0
     attend = FlashAttention()
-    k_PSKD, v_PSKD = case.cache.pages(1).unbind(2)
+    k_PSKD, v_PSKD = case.cache.heads(1)
     prepared = attend.prepare(case.kind(causal, window), case.rows)
     out = attend(case.q, k_PSKD, v_PSKD, case.rows, prepared, case.scale)
     assert (out.double() - case.dense(causal=causal, window=window)).abs().max() < 3e-3

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from manta.drafter.compute.gpu.product_tiles import plan_product
-from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles
+from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles, tile_width
 
 SHARED_MEMORY_BYTES = 228 * 1024  # of a multiprocessor of an H100 or H200; each program takes 1 KiB more
 REGISTERS = 65536
@@ -57,6 +57,7 @@ def _attention(
     kv_heads: int,
     dim: int,
     *,
+    v_dim: int | None = None,
     rows: int = 16,
     dtype: str = "bf16",
     page: int = 64,
@@ -66,7 +67,7 @@ def _attention(
     batch_invariant: bool = False,
 ) -> Variant:
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    kind = AttentionKind(heads, kv_heads, dim, torch_dtype, page)
+    kind = AttentionKind(heads, kv_heads, dim, v_dim or dim, torch_dtype, page)
     plan = plan_tiles(kind, rows, batch_invariant=batch_invariant)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}:16")
     pointers |= dict.fromkeys(("max_ptr", "sum_ptr", "partial_ptr"), "*fp32:16")
@@ -80,6 +81,9 @@ def _attention(
         "HEADS": heads,
         "GROUP": heads // kv_heads,
         "DIM": dim,
+        "V_DIM": v_dim or dim,
+        "WIDTH": tile_width(dim),
+        "V_WIDTH": tile_width(v_dim or dim),
         "PAGE": page,
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_KEYS": plan.block_keys,
@@ -243,6 +247,7 @@ def _write(
     dim: int,
     group: int,
     *,
+    v_dim: int | None = None,
     normed: bool = True,
     rotated: bool = True,
     dtype: str = "bf16",
@@ -252,7 +257,9 @@ def _write(
     given = ("qkv_ptr", "k_ptr", "v_ptr", *(tables if rotated else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | _ROW_ARGUMENTS | {"slot_stride": "i32:16"}
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
-    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group, "PDL": True}
+    widths = {"HALF": dim // 2, "WIDTH": tile_width(dim) // 2}
+    widths |= {"V_HALF": (v_dim or dim) // 2, "V_WIDTH": tile_width(v_dim or dim) // 2}
+    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
     absent = (*(() if normed else norms), *(() if rotated else tables))
     return Variant("_norm_rotate_write", signature, constexprs | dict.fromkeys(absent), 1)
 
@@ -260,7 +267,8 @@ def _write(
 def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
     signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16"}
-    constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, "HALF": dim // 2, "GROUP": group, "PDL": True}
+    widths = {"HALF": dim // 2, "WIDTH": dim // 2}
+    constexprs = {"NUM_LAYERS": layers, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
     return Variant("_write_context", signature, constexprs, 1)
 
 
@@ -320,6 +328,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(64, 8, 64, window=128, sinks=True),  # gpt-oss
         _attention(16, 4, 256, page=256),
         _attention(32, 8, 128, dtype="fp32"),
+        _attention(32, 4, 512),  # Gemma 4's full layers
+        _attention(32, 4, 512, batch_invariant=True),
+        _attention(16, 1, 512, rows=1),
+        _attention(32, 4, 512, dtype="fp32"),
+        _attention(64, 8, 192, v_dim=128, window=128, sinks=True),  # MiMo-V2
+        _attention(64, 8, 192, v_dim=128, batch_invariant=True),
     ],
     "compute.gpu.work": [
         _work(split_keys=0, run_splits=0),
@@ -356,6 +370,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(16, 4, 256, 2, dtype="fp32"),
         _write(16, 8, 256, 2, weight="fp32"),  # Gemma 3
         _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
+        _write(32, 4, 512, 1, weight="fp32"),  # Gemma 4
+        _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
         _write_context(5, 8, 128, 4),
     ],
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import DEVICE, ON_GPU
+from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.gpu.activations import gate
 from manta.drafter.compute.gpu.norms import add_rms_norm, rms_norm, warps_for
 from manta.drafter.compute.gpu.write_kv import heads_per_program, norm_rotate_write, write_context
@@ -149,7 +150,8 @@ def tables(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> list[PagedKVCache]:
     """Two caches with the same garbage in them."""
-    caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, num_kv, head_dim, dtype, DEVICE) for _ in range(2)]
+    geometry = KVGeometry(num_kv, head_dim, head_dim)
+    caches = [PagedKVCache(layers, NUM_PAGES, PAGE_SIZE, geometry, dtype, DEVICE) for _ in range(2)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape))
     caches[1].kv.copy_(caches[0].kv)
     return caches
@@ -157,7 +159,7 @@ def two_caches(layers: int, num_kv: int, head_dim: int, dtype: torch.dtype) -> l
 
 def assert_written(cache: PagedKVCache, expected: PagedKVCache, slots_N: Tensor):
     """The rows of `slots` hold the same keys and exactly the same values; all other slots were left alone."""
-    ours, theirs = (c.kv.flatten(1, 2) for c in (cache, expected))
+    ours, theirs = (c.planes(0, c.num_layers).flatten(1, 2) for c in (cache, expected))
     wanted_N = slots_N[slots_N != cache.skip_slot]
     assert_same(ours[:, wanted_N, 0], theirs[:, wanted_N, 0])
     assert torch.equal(ours[:, wanted_N, 1], theirs[:, wanted_N, 1])
@@ -179,7 +181,7 @@ def reference_write(
     layer: int,
 ) -> Tensor:
     """What `_Layer` of the target and of the drafter do; returns q."""
-    num_kv = cache.num_kv_heads
+    num_kv = cache.geometries[0].num_kv_heads
     num_q = qkv_NJD.shape[1] - 2 * num_kv
     rotation = rotary(qkv_NJD.shape[2], qkv_NJD.dtype).at(positions_N)
     qk = qkv_NJD[:, : num_q + num_kv]
@@ -188,7 +190,7 @@ def reference_write(
         q_JD, k_JD = norms[0].expand(num_q, -1), norms[1].expand(num_kv, -1)
         normed = HeadNorm(torch.cat((q_JD, k_JD)), EPS)(qk)
     rotation.rotate(normed, out_NJD=qk)
-    cache.write(layer, slots_N, qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
+    cache.write(layer, slots_N, qkv_NJD[:, num_q:].flatten(1))
     return qkv_NJD[:, :num_q]
 
 
@@ -196,7 +198,15 @@ def reference_write(
 @pytest.mark.parametrize("normed", ["qwen3", "gemma", None], ids=lambda name: name or "llama")
 @pytest.mark.parametrize(
     ("rows", "num_q", "num_kv", "head_dim"),
-    [(3, 32, 8, 128), (33, 4, 2, 64), (5, 6, 1, 64), (2, 5, 3, 256), (1, 4, 2, 16)],
+    [
+        (3, 32, 8, 128),
+        (33, 4, 2, 64),
+        (5, 6, 1, 64),
+        (2, 5, 3, 256),
+        (1, 4, 2, 16),
+        (2, 3, 2, 24),
+        (1, 2, 1, 512),
+    ],
 )
 def test_heads_are_normed_rotated_and_written_as_by_the_layers(
     rows: int, num_q: int, num_kv: int, head_dim: int, normed: str | None, dtype: torch.dtype
@@ -207,10 +217,18 @@ def test_heads_are_normed_rotated_and_written_as_by_the_layers(
     positions_N, slots_N = some_rows(rows)
     cache, expected_cache = two_caches(2, num_kv, head_dim, dtype)
     expected_q = reference_write(qkv_NJD.clone(), norms, positions_N, slots_N, expected_cache, 1)
-    k_PSKD, v_PSKD = cache.pages(1).unbind(2)
+    k_PSKD, v_PSKD = cache.heads(1)
     q_norm_D, k_norm_D = norms or (None, None)
     norm_rotate_write(
-        qkv_NJD, q_norm_D, k_norm_D, EPS, *tables(head_dim, dtype), positions_N, slots_N, k_PSKD, v_PSKD
+        qkv_NJD.flatten(1),
+        q_norm_D,
+        k_norm_D,
+        EPS,
+        *tables(head_dim, dtype),
+        positions_N,
+        slots_N,
+        k_PSKD,
+        v_PSKD,
     )
     assert_same(qkv_NJD[:, :num_q], expected_q)
     assert_written(cache, expected_cache, slots_N)
@@ -222,9 +240,9 @@ def test_heads_normed_by_fp32_are_rounded_once():
     exact_NJD = qkv_NJD[:, :2].double()
     exact_NJD = exact_NJD / (exact_NJD.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_D.double()
     cache, _ = two_caches(1, 2, 64, torch.float16)
-    at_N, pages = torch.zeros(50, dtype=torch.int64), cache.pages(0).unbind(2)
+    at_N, pages = torch.zeros(50, dtype=torch.int64), cache.heads(0)
     norm_rotate_write(
-        qkv_NJD, norm_D, norm_D, EPS, *tables(64, torch.float16), at_N, torch.arange(50), *pages
+        qkv_NJD.flatten(1), norm_D, norm_D, EPS, *tables(64, torch.float16), at_N, torch.arange(50), *pages
     )
     assert (qkv_NJD[:, :2] == exact_NJD.half()).float().mean() > 0.9999
 
@@ -240,13 +258,13 @@ def test_rows_may_be_slices_with_padding_and_small_integers():
         qkv_NJD.clone(), (norms[0], norms[1]), positions_N, slots_N, expected_cache, 0
     )
     norm_rotate_write(
-        qkv_NJD,
+        qkv_NJD.flatten(1),
         *norms,
         EPS,
         *tables(64, torch.float32),
         positions_N.int(),
         slots_N.int(),
-        *cache.pages(0).unbind(2),
+        *cache.heads(0),
     )
     assert_same(qkv_NJD[:, :4], expected_q)
     assert torch.equal(wide_NJD[:, 8:], behind)
@@ -257,10 +275,9 @@ def test_without_rows_nothing_is_written():
     cache, expected_cache = two_caches(2, 2, 64, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     cos_TD, sin_TD = tables(64, torch.float32)
-    norm_rotate_write(
-        torch.empty(0, 8, 64), None, None, EPS, cos_TD, sin_TD, none, none, *cache.pages(0).unbind(2)
-    )
-    write_context(torch.empty(0, 8, 64), torch.ones(2, 64), EPS, cos_TD, sin_TD, none, none, cache.kv)
+    norm_rotate_write(torch.empty(0, 512), None, None, EPS, cos_TD, sin_TD, none, none, *cache.heads(0))
+    pages = cache.planes(0, 2)
+    write_context(torch.empty(0, 8, 64), torch.ones(2, 64), EPS, cos_TD, sin_TD, none, none, pages)
     assert torch.equal(cache.kv, expected_cache.kv)
 
 
@@ -268,11 +285,12 @@ def reference_context(
     kv_NJD: Tensor, k_norm_LD: Tensor, positions_N: Tensor, slots_N: Tensor, cache: PagedKVCache
 ):
     """What `_ContextProjection` does behind its product, and `write_context`."""
-    num_keys = cache.num_layers * cache.num_kv_heads
+    num_kv = cache.geometries[0].num_kv_heads
+    num_keys = cache.num_layers * num_kv
     keys = kv_NJD[:, :num_keys]
-    normed = HeadNorm(k_norm_LD.repeat_interleave(cache.num_kv_heads, dim=0), EPS)(keys)
+    normed = HeadNorm(k_norm_LD.repeat_interleave(num_kv, dim=0), EPS)(keys)
     rotary(kv_NJD.shape[2], kv_NJD.dtype).at(positions_N).rotate(normed, out_NJD=keys)
-    kv_LN2KD = kv_NJD.unflatten(1, (2, cache.num_layers, cache.num_kv_heads)).permute(2, 0, 1, 3, 4)
+    kv_LN2KD = kv_NJD.unflatten(1, (2, cache.num_layers, num_kv)).permute(2, 0, 1, 3, 4)
     cache.write_all(0, slots_N, kv_LN2KD)
 
 
@@ -280,7 +298,7 @@ def reference_context(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "layers", "num_kv", "head_dim"),
-    [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16)],
+    [(3, 5, 8, 128), (33, 2, 2, 64), (2, 3, 3, 256), (4, 1, 1, 64), (1, 2, 2, 16), (2, 2, 2, 24)],
 )
 def test_context_is_written_to_all_layers_as_by_the_drafter(
     rows: int, layers: int, num_kv: int, head_dim: int, dtype: torch.dtype, of_norms: torch.dtype | None
@@ -290,7 +308,8 @@ def test_context_is_written_to_all_layers_as_by_the_drafter(
     positions_N, slots_N = some_rows(rows)
     cache, expected_cache = two_caches(layers, num_kv, head_dim, dtype)
     reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
-    write_context(kv_NJD, k_norm_LD, EPS, *tables(head_dim, dtype), positions_N, slots_N, cache.kv)
+    pages = cache.planes(0, layers)
+    write_context(kv_NJD, k_norm_LD, EPS, *tables(head_dim, dtype), positions_N, slots_N, pages)
     assert_written(cache, expected_cache, slots_N)
 
 
@@ -302,7 +321,13 @@ def test_context_rows_may_be_slices_with_padding():
     positions_N[3:], slots_N[3:] = 0, cache.skip_slot
     reference_context(kv_NJD.clone(), k_norm_LD, positions_N, slots_N, expected_cache)
     write_context(
-        kv_NJD, k_norm_LD, EPS, *tables(64, torch.float32), positions_N.int(), slots_N.int(), cache.kv
+        kv_NJD,
+        k_norm_LD,
+        EPS,
+        *tables(64, torch.float32),
+        positions_N.int(),
+        slots_N.int(),
+        cache.planes(0, 2),
     )
     assert_written(cache, expected_cache, slots_N)
 

@@ -131,7 +131,7 @@ def test_attention_has_a_key_for_each_kind_of_layer_and_tile_height(keys: Keys):
 
 def test_rows_that_the_host_lays_out_bring_no_further_key(keys: Keys):
     """Their page table is as wide as the step's longest request needs."""
-    kind, workspace = AttentionKind(4, 2, 16, torch.float32, 16), AttentionWorkspace(16, "cpu")
+    kind, workspace = AttentionKind(4, 2, 16, 16, torch.float32, 16), AttentionWorkspace(16, "cpu")
     q_NQD, kv_PS2KD = torch.zeros(3, 4, 16), torch.zeros(2, 16, 2, 2, 16)
     known = set(keys.found["_attend"])
     for pages in (1, 3, 4, 16):

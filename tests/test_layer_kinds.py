@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
-from manta.cluster.page_groups import LayerPlace
+from manta.cluster.page_groups import KVGeometry, LayerPlace
 from manta.drafter.compute.backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows
 from manta.drafter.compute.compiled.backend import CompiledBackend
 from manta.drafter.compute.eager.backend import TorchBackend
@@ -119,6 +119,7 @@ class Model:
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
+            v_head_dim=HEAD_DIM,
             q_norm_D=self._norm(HEAD_DIM).weight_H,
             k_norm_D=self._norm(HEAD_DIM).weight_H,
             eps=EPS,
@@ -149,11 +150,12 @@ class Model:
 
     def cache(self, layers: list[int], places: list[LayerPlace], tables: list[np.ndarray]) -> PagedKVCache:
         """With these layers' contexts, at any order of elements within a page, and others' values."""
-        size = (NUM_PAGES + 12, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        size = (NUM_PAGES + 12, PAGE_SIZE, KVGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM))
         cache = PagedKVCache(places, *size, self.dtype, self.device)
         cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(5)))
         for layer, place in zip(layers, places, strict=True):
-            cache.kv[place.plane, torch.from_numpy(tables[place.group])] = self.contents[layer]
+            mine = torch.from_numpy(tables[place.group])
+            cache.kv[place.plane, mine] = self.contents[layer].flatten(-3)
         return cache
 
     def grouped_cache(self) -> PagedKVCache:

@@ -143,5 +143,5 @@ def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: 
         raw.pop(key, None)
     (folder / "config.json").write_text(json.dumps(raw))
     spec = read_model(folder)
-    layer = spec.layers[0]
-    assert (spec.head_dim, layer.mixer.num_kv_heads, spec.tied_head, layer.mlp.bias) == (16, 4, False, False)
+    mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    assert (mixer.head_dim, mixer.num_kv_heads, spec.tied_head, mlp.bias) == (16, 4, False, False)

@@ -186,4 +186,4 @@ def test_kv_heads_are_repeated_where_ranks_outnumber_them(target: Path) -> None:
         64,
         ThreadRank(ThreadRanks(4), 3),
     )
-    assert model.new_cache(2, 16).num_kv_heads == 1
+    assert model.new_cache(2, 16).geometries[0].num_kv_heads == 1

@@ -9,7 +9,7 @@
     StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
-size, G page groups; P parts and R rows of a block of a weight.
+size, F head dim of values, G page groups; P parts and R rows of a block of a weight.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ Feature = Literal[
     "norm of whole queries and keys",
     "attention sinks",
     "routed experts",
+    "layers whose heads differ",
+    "values of another size than keys",
 ]
 
 
@@ -95,6 +97,7 @@ class AttentionShape:
     """One layer's attention.
 
     Attributes:
+        head_dim, v_head_dim: of queries and keys; of values, no more than that.
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
         eps: of these norms.
         rope: of queries and keys; None rotates nothing.
@@ -106,6 +109,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
@@ -209,7 +213,7 @@ class Attention(Protocol):
     """Head norm, rotation, K/V write and attention of one layer."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int) -> Tensor:
-        """[N, Q * D] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten."""
+        """[N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten."""
         ...
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...cluster.page_groups import KVGeometry
 from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, Routed, Stack
 from .experts import ExpertWeights, Router, RouterWeights
 from .kv_cache import PagedKVCache
@@ -60,8 +61,8 @@ class _Trial:
         self._backend, self._dtype, self._device = backend, dtype, device
         self._head_dim, self._routed = head_dim, routed
         self._stack = self._make_stack()
-        num_requests = 1 + len(_COMPANIONS)
-        self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, _KV_HEADS, head_dim, dtype, device)
+        num_requests, geometry = 1 + len(_COMPANIONS), KVGeometry(_KV_HEADS, head_dim, head_dim)
+        self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, geometry, dtype, device)
         self._cache.kv.copy_(self._random(*self._cache.kv.shape))
         self._pages = np.arange(num_requests * _PAGES).reshape(_PAGES, num_requests).T.copy()
 
@@ -81,6 +82,7 @@ class _Trial:
             num_heads=_HEADS,
             num_kv_heads=_KV_HEADS,
             head_dim=dim,
+            v_head_dim=dim,
             q_norm_D=norm(dim).weight_H,
             k_norm_D=norm(dim).weight_H,
             eps=1e-6,

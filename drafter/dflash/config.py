@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ...cluster.page_groups import KVGeometry
 from ..compute.backend import StackSpec
 from ..compute.config_json import Json, parse, read_json, wrong
 from ..compute.rope import RopeConfig
@@ -70,6 +71,11 @@ class DrafterConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def kv_geometry(self) -> KVGeometry:
+        """Of each layer."""
+        return KVGeometry(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
     def num_taps(self) -> int:

@@ -86,9 +86,8 @@ class DFlashDrafter:
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's context."""
-        c = self.config
         return PagedKVCache(
-            self.places, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device
+            self.places, num_pages, page_size, self.config.kv_geometry, self.dtype, self.device
         )
 
     def context_features(self, taps_NmH: Tensor) -> Tensor:
@@ -216,6 +215,7 @@ def _block(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        v_head_dim=config.head_dim,
         q_norm_D=weights[f"{at}self_attn.q_norm.weight"],
         k_norm_D=weights[f"{at}self_attn.k_norm.weight"],
         eps=eps,

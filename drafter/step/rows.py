@@ -100,7 +100,8 @@ def lay_out_rows(
     rows_N, slots_N = np.arange(num_rows_R.sum()), np.repeat(slots_R, num_rows_R)
     positions_N = rows_N + np.repeat(first_R - ends_R + num_rows_R, num_rows_R)
     pages_GN = page_tables_GSP[:, slots_N, positions_N // page_size]
-    kv_slots_GN = pages_GN * page_size + positions_N % page_size
+    # NumPy lays a group's picked pages apart; who reads them wants them one behind the other.
+    kv_slots_GN = np.ascontiguousarray(pages_GN * page_size + positions_N % page_size)
     sampled_X = np.flatnonzero(rows_N >= np.repeat(ends_R - counts_R, num_rows_R))
     token_ids_N = tokens_ST[_beside(tokens_ST, slots_N), _beside(tokens_ST, positions_N)]
     return token_ids_N, positions_N, kv_slots_GN, sampled_X, slots_N[sampled_X]

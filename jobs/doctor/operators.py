@@ -157,7 +157,7 @@ def _attend(subject: Subject, requests: Requests, causal: bool, window: int | No
     exact_v_NKD = qkv_NJD[:, num_q + num_kv :].double()
     backend = _driven(subject)
     found_NO = backend.attention(shape)(qkv_NJD.flatten(1), backend.begin(rows), contexts.cache, 1)
-    written_N2KD = contexts.cache.slots(1)[0, rows.kv_slots[0]]
+    written_N2KD = contexts.kv(1, rows.kv_slots[0])[0]
     errors = [off_by(written_N2KD[:, 0], exact_NJD[:, num_q:]), off_by(written_N2KD[:, 1], exact_v_NKD)]
     q_NQD, found_NQD = exact_NJD[:, :num_q].to(subject.dtype), found_NO.unflatten(1, (num_q, -1))
     for mine, k_TKD, v_TKD in contexts.of_each():
@@ -172,6 +172,7 @@ def _shape(subject: Subject, length: int, causal: bool, window: int | None) -> A
         num_heads=of.num_heads,
         num_kv_heads=of.num_kv_heads,
         head_dim=of.head_dim,
+        v_head_dim=of.head_dim,
         q_norm_D=subject.norm_weight(of.head_dim),
         k_norm_D=subject.norm_weight(of.head_dim),
         eps=subject.eps,
@@ -200,7 +201,7 @@ def _context(subject: Subject) -> float:
     subject.backend.context_writer(norm_LD, subject.eps, of.num_kv_heads)(
         kv_NO, rope, rows, contexts.cache, 0
     )
-    written_LN2KD = contexts.cache.slots(0, num_layers)[:, rows.kv_slots[0]]
+    written_LN2KD = contexts.kv(num_layers, rows.kv_slots[0])
     normed_NLKD = references.rms_norm(k_NLKD, norm_LD[:, None], subject.eps)
     rotated_NJD = references.rotate(normed_NLKD.flatten(1, 2), rope, rows.positions_N)
     exact_LNKD = rotated_NJD.unflatten(1, (num_layers, -1)).transpose(0, 1)

@@ -127,6 +127,7 @@ class _RandomModel:
             num_heads=of.num_heads,
             num_kv_heads=of.num_kv_heads,
             head_dim=of.head_dim,
+            v_head_dim=of.head_dim,
             q_norm_D=layer.head_norm_2D[0],
             k_norm_D=layer.head_norm_2D[1],
             eps=self._subject.eps,

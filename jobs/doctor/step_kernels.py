@@ -293,9 +293,9 @@ def _attend_with_sinks(
     q_NQD: Tensor, contexts: Contexts, rows: PagedRows, scale: float, sinks_Q: Tensor
 ) -> Tensor:
     """The kernel's result, [N, Q, D]."""
-    k_PSKD, v_PSKD = contexts.cache.pages(1).unbind(2)
+    k_PSKD, v_PSKD = contexts.cache.heads(1)
     _, num_heads, head_dim = q_NQD.shape
     _, page_size, num_kv_heads, _ = k_PSKD.shape
-    kind = AttentionKind(num_heads, num_kv_heads, head_dim, q_NQD.dtype, page_size)
+    kind = AttentionKind(num_heads, num_kv_heads, head_dim, head_dim, q_NQD.dtype, page_size)
     work = list_work(kind, rows, AttentionWorkspace(head_dim, q_NQD.device))
     return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, work, scale, sinks_Q=sinks_Q).view_as(q_NQD)

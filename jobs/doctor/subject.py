@@ -23,6 +23,7 @@ from ...actors.targets.loading.operators import make_backend
 from ...actors.targets.loading.plan import plan_models
 from ...actors.targets.model.spec import Attention
 from ...cluster.config import EngineConfig
+from ...cluster.page_groups import KVGeometry
 from ...drafter.compute.backend import Backend, Machine, PlacedRows
 from ...drafter.compute.eager.backend import TorchBackend
 from ...drafter.compute.kv_cache import PagedKVCache
@@ -170,9 +171,11 @@ class Contexts:
         pages = -(-int((self.first_R + self.rows_R).max()) // self._page_size)
         order = np.random.default_rng(0).permutation(pages * len(requests))
         self._pages_RP = order.reshape(len(requests), pages)
-        heads = (subject.attention.num_kv_heads, subject.attention.head_dim)
+        of = subject.attention
+        self._heads = (2, of.num_kv_heads, of.head_dim)
+        geometry = KVGeometry(of.num_kv_heads, of.head_dim, of.head_dim)
         self.cache = PagedKVCache(
-            num_layers, len(order), self._page_size, *heads, subject.dtype, subject.place.device
+            num_layers, len(order), self._page_size, geometry, subject.dtype, subject.place.device
         )
         self.cache.kv.fill_(1e4)
 
@@ -192,15 +195,20 @@ class Contexts:
     def fill(self, subject: Subject, lengths_R: np.ndarray) -> None:
         """Random keys and values of layer 1, of each request's first tokens."""
         for r, length in enumerate(lengths_R.tolist()):
-            kv_T2KD = subject.randn(length, 2, self.cache.num_kv_heads, self.cache.head_dim)
-            self.cache.write(1, self.slots(r, length), kv_T2KD)
+            kv_T2KD = subject.randn(length, *self._heads)
+            self.cache.write(1, self.slots(r, length), kv_T2KD.flatten(1))
 
     def of_each(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Each request's rows among the step's, and its keys and values [T, K, D] in layer 1."""
         ends_R = np.cumsum(self.rows_R)
         for r, (first, count, end) in enumerate(zip(self.first_R, self.rows_R, ends_R, strict=True)):
-            kv_T2KD = self.cache.slots(1)[0, self.slots(r, int(first + count))]
+            kv_T2KD = self.kv(1, self.slots(r, int(first + count)))[0]
             yield slice(int(end - count), int(end)), kv_T2KD[:, 0], kv_T2KD[:, 1]
+
+    def kv(self, num_layers: int, slots_N: Tensor) -> Tensor:
+        """What stands in some slots of the last so many layers, [L, N, 2, K, D]."""
+        first = self.cache.num_layers - num_layers
+        return self.cache.slots(first, num_layers)[:, slots_N].unflatten(-1, self._heads)
 
     def slots(self, request: int, length: int) -> Tensor:
         """K/V slots [length] of its first positions."""

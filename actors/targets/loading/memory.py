@@ -13,7 +13,7 @@ import torch
 
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
-from ....cluster.page_groups import LayerPlace, share_pages
+from ....cluster.page_groups import KVGeometry, LayerPlace, plane_width, share_pages
 from ....drafter.compute.kv_cache import PagedKVCache
 from ...machine import free_ram_bytes
 from ..model.parallel import Sharding
@@ -26,17 +26,17 @@ _CPU_CAP_BYTES = 4 * 2**30
 def page_bytes(plan: LoadPlan, *, target: bool = True, drafter: bool = True) -> tuple[int, ...]:
     """Memory of a page of each pool, on a rank that holds these models."""
     pages, sizes = plan.pages, [0] * plan.pages.num_pools
-    models: list[tuple[Sequence[LayerPlace], int, int]] = []
+    models: list[tuple[Sequence[LayerPlace], Sequence[KVGeometry]]] = []
     if target:
-        kv_heads = Sharding(plan.target, 0, plan.config.tensor_parallel_size).num_kv_heads(0)
-        models.append((pages.target, kv_heads, plan.target.head_dim))
+        sharding = Sharding(plan.target, 0, plan.config.tensor_parallel_size)
+        models.append((pages.target, sharding.kv_geometries()))
     if drafter and plan.drafter is not None:
-        models.append((pages.drafter, plan.drafter.num_kv_heads, plan.drafter.head_dim))
-    for places, kv_heads, head_dim in models:
+        models.append((pages.drafter, [plan.drafter.kv_geometry] * plan.drafter.num_layers))
+    for places, geometries in models:
+        width = plane_width(places, geometries)
         for pool in range(pages.num_pools):
             planes = pages.num_planes(places, pool)
-            shape = (planes, plan.page_size, kv_heads, head_dim)
-            sizes[pool] += PagedKVCache.bytes_per_page(*shape, plan.dtype)
+            sizes[pool] += PagedKVCache.bytes_per_page(planes, plan.page_size, width, plan.dtype)
     return tuple(sizes)
 
 

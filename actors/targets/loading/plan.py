@@ -110,6 +110,7 @@ def plan_models(
     liked = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     dtype = choose_dtype(config, models, target.dtype, liked)
     machine = replace(liked, dtype=dtype)
+    geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
     return LoadPlan(
         config=config,
@@ -123,7 +124,7 @@ def plan_models(
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
         attention_backend=choose_backend(config, models, machine),
         page_size=page_size,
-        pages=plan_pages(target.windows, draft_windows, max_model_len),
+        pages=plan_pages(target.windows, draft_windows, max_model_len, geometries),
     )
 
 

@@ -53,8 +53,6 @@ class Decoder:
         places: Sequence[LayerPlace] = (),
     ) -> None:
         spec, sharding = weights.spec, weights.sharding
-        geometries = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in spec.layers}
-        assert len(geometries) == 1, "a cache of several K/V geometries is not built yet"
         self.spec = spec
         self.places = tuple(places) or tuple(LayerPlace(0, layer) for layer in range(spec.num_layers))
         self._sharding = sharding
@@ -92,10 +90,8 @@ class Decoder:
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this rank's K/V heads."""
-        heads = self._sharding.num_kv_heads(0)
-        return PagedKVCache(
-            self.places, num_pages, page_size, heads, self.spec.head_dim, self.dtype, self.device
-        )
+        geometries = self._sharding.kv_geometries()
+        return PagedKVCache(self.places, num_pages, page_size, geometries, self.dtype, self.device)
 
     @property
     def is_split(self) -> bool:
@@ -171,6 +167,7 @@ def _block(
         num_heads=sharding.num_heads(layer),
         num_kv_heads=sharding.num_kv_heads(layer),
         head_dim=mixer.head_dim,
+        v_head_dim=mixer.value_dim,
         q_norm_D=parts.q_norm if mixer.qk_norm else None,
         k_norm_D=parts.k_norm if mixer.qk_norm else None,
         eps=eps,

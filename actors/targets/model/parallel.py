@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.errors import ConfigError
+from ....cluster.page_groups import KVGeometry
 from ....drafter.compute.backend import Backend, Projection
 from .spec import Axis, LayerSpec, ModelSpec, RoutedMLP
 
@@ -93,6 +94,11 @@ class Sharding:
     def num_kv_heads(self, layer: int) -> int:
         return _length(self.kv_heads(layer))
 
+    def kv_geometries(self) -> list[KVGeometry]:
+        """Of each layer, what a token has there; the same on all ranks."""
+        mixers = enumerate(layer.mixer for layer in self.spec.layers)
+        return [KVGeometry(self.num_kv_heads(i), mixer.head_dim, mixer.value_dim) for i, mixer in mixers]
+
     def slice_of(self, axis: Axis, layer: int) -> slice | None:
         """This rank's part of a tensor's dimension; None has it whole."""
         spec = self.spec.layers[layer]
@@ -103,6 +109,10 @@ class Sharding:
                 return _scaled(self.kv_heads(layer), spec.mixer.head_dim)
             case "q_heads":
                 return self.heads(layer)
+            case "value":
+                return _scaled(self.kv_heads(layer), spec.mixer.value_dim)
+            case "attended":
+                return _scaled(self.heads(layer), spec.mixer.value_dim)
             case "vocab":
                 return self.vocab
             case "inner" | "shared":

@@ -22,13 +22,16 @@ from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, and of experts
-# either their inner states or the experts; not the rest. "inner" is a dense MLP's, "shared" that of the
+# either their inner states or the experts; not the rest. "value" is of K/V heads' values, "attended" of what
+# each query head makes of them; "inner" is a dense MLP's, "shared" that of the
 # expert that all rows share, "experts" the router's, whole; "expert_gate_up" are an expert's gate rows, then
 # its up rows, "expert_pairs" the same rows taking turns; "one" is one.
 Axis = Literal[
     "hidden",
     "q",
     "kv",
+    "value",
+    "attended",
     "q_heads",
     "inner",
     "head",
@@ -50,7 +53,8 @@ class Attention:
     """Grouped-query attention over paged K/V.
 
     Attributes:
-        head_dim: of queries, keys and values.
+        head_dim: of queries and keys.
+        v_head_dim: of values; at most `head_dim`, as which it is by default.
         scale: of scores.
         rope: None rotates nothing.
         window: how many tokens back a row sees, itself included; None sees all.
@@ -73,6 +77,12 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's values."""
+        return self.v_head_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +233,10 @@ class ModelSpec:
         """Of each layer's attention."""
         return tuple(layer.mixer.window for layer in self.layers)
 
-    @property
-    def head_dim(self) -> int:
-        """Of all layers."""
-        return self.layers[0].mixer.head_dim
-
     def of_backend(self) -> StackSpec:
         """What it asks of a backend."""
         features: set[Feature] = set()
+        mixers = [layer.mixer for layer in self.layers]
         if any(layer.sandwich for layer in self.layers):
             features.add("norms behind attention and MLP")
         if any(layer.routed for layer in self.layers):
@@ -242,14 +248,21 @@ class ModelSpec:
             features.add("norm weights in fp32")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
-        if any(layer.mixer.rope is None for layer in self.layers):
+        if any(mixer.rope is None for mixer in mixers):
             features.add("layers without rotation")
-        if any(layer.mixer.gate for layer in self.layers):
+        if any(mixer.gate for mixer in mixers):
             features.add("gate behind attention")
-        if any(layer.mixer.row_norm for layer in self.layers):
+        if any(mixer.row_norm for mixer in mixers):
             features.add("norm of whole queries and keys")
-        if any(layer.mixer.sinks for layer in self.layers):
+        if any(mixer.sinks for mixer in mixers):
             features.add("attention sinks")
+        if any(mixer.value_dim != mixer.head_dim for mixer in mixers):
+            features.add("values of another size than keys")
+        if (
+            len({(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers})
+            > 1
+        ):
+            features.add("layers whose heads differ")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -313,6 +326,10 @@ class ModelSpec:
                 return mixer.num_kv_heads * mixer.head_dim
             case "q_heads":
                 return mixer.num_heads
+            case "value":
+                return mixer.num_kv_heads * mixer.value_dim
+            case "attended":
+                return mixer.num_heads * mixer.value_dim
             case "head":
                 return mixer.head_dim
             case "vocab":

@@ -44,7 +44,7 @@ class BlockedContextWriter:
             len(kv_NO),
             self._num_layers,
             self._num_kv,
-            cache.head_dim,
+            cache.geometries[first].head_dim,
             self._norm_JD.data_ptr(),
             rope.cos_TD.data_ptr(),
             rope.sin_TD.data_ptr(),

@@ -13,7 +13,8 @@ bitwise on the CPUs tried (`invariance.py` repeats it at start), given the paddi
 before a window is not gathered, in whole blocks of keys: one that a row does not see changes no bit of it.
 
 Legend: N rows, G requests of a group, W query rows (padded), Q query heads, K kv heads, C = Q / K, D head
-dim, T context tokens (padded), P pages of a request, S page size, M rows of a group, A planes.
+dim, F that of values, T context tokens (padded), P pages of a request, S page size, M rows of a group, A
+planes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _Group:
         positions_GW: absolute position of each query row; a shorter request's last one is repeated.
         lengths_G: keys that exist.
         masks: additive masks by their meaning, made when first asked for.
-        views: every plane's K and V of consecutive pages, likewise; see `_views`.
+        views: every plane's K and V of consecutive pages, likewise, by what they are views of; see `_views`.
     """
 
     num_requests: int
@@ -77,7 +78,7 @@ class _Group:
     positions_GW: Tensor
     lengths_G: Tensor
     masks: dict[tuple[bool, int | None, torch.dtype, int, int], Tensor] = field(default_factory=dict)
-    views: tuple[PagedKVCache, list[tuple[Tensor, ...]]] | None = None
+    views: dict[int, tuple[Tensor, list[tuple[Tensor, ...]]]] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None, dtype: torch.dtype, copies: int, width: int) -> Tensor:
         """[G, 1, copies * width, T], or 1 for rows that all see the same: 0 where visible, else -inf."""
@@ -267,12 +268,11 @@ def paged_attention(
         sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
 
     Returns:
-        [N, Q * D], ready for the output projection.
+        [N, Q * F], ready for the output projection.
     """
     groups = batch.groups
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
-        out_NQD = _attend(q_NQD, cache, layer, groups[0], scale, causal, window, sinks_Q)
-        return out_NQD.reshape(len(q_NQD), -1)
+        return _flat(_attend(q_NQD, cache, layer, groups[0], scale, causal, window, sinks_Q), cache, layer)
     out_NQD = torch.empty_like(q_NQD)
     for group in groups:
         if isinstance(group.rows, slice):
@@ -283,7 +283,15 @@ def paged_attention(
             result_MQD = _attend(padded_MQD, cache, layer, group, scale, causal, window, sinks_Q)
             real_NQD = result_MQD.index_select(0, group.rows.real_places_N)
             out_NQD.index_copy_(0, group.rows.real_N, real_NQD)
-    return out_NQD.view(len(q_NQD), -1)
+    return _flat(out_NQD, cache, layer)
+
+
+def _flat(out_NQD: Tensor, cache: PagedKVCache, layer: int) -> Tensor:
+    """[N, Q * F]: without what values were filled up with."""
+    kind = cache.geometries[layer]
+    if kind.v_head_dim < kind.head_dim:
+        out_NQD = out_NQD[..., : kind.v_head_dim]
+    return out_NQD.reshape(len(out_NQD), -1)
 
 
 def _attend(
@@ -297,8 +305,9 @@ def _attend(
     sinks_Q: Tensor | None,
 ) -> Tensor:
     """M rows of one group -> [M, Q, D]."""
-    shared = q_MQD.shape[1] // cache.num_kv_heads
-    width = _width(group.num_rows, cache.head_dim, q_MQD.dtype)
+    kind = cache.geometries[layer]
+    shared = q_MQD.shape[1] // kind.num_kv_heads
+    width = _width(group.num_rows, kind.head_dim, q_MQD.dtype)
     if group.num_requests == 1:
         mask_11WT = group.mask(causal, window, q_MQD.dtype, 1, width)
         kv = _context_of_one(cache, layer, group, shared)
@@ -315,9 +324,21 @@ def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _context(cache: PagedKVCache, layer: int, group: _Group) -> Tensor:
-    """K and V of the group's requests, gathered: [G, T, 2, K, D]."""
+    """K and V of the group's requests, gathered: [2, G, K, T, D].
+
+    Shorter values are filled up with zeros: PyTorch's kernel, whose rows do not depend on each other, wants
+    keys and values of one size.
+    """
+    kind, shape = cache.geometries[layer], (group.num_requests, group.num_keys)
     found = cache.pages(layer).index_select(0, group.pages_GP)
-    return found.view(group.num_requests, group.num_keys, 2, cache.num_kv_heads, cache.head_dim)
+    if kind.v_head_dim == kind.head_dim:
+        return found.view(*shape, 2, kind.num_kv_heads, kind.head_dim).permute(2, 0, 3, 1, 4)
+    heads = found.view(*shape, -1).split(kind.num_kv_heads * kind.head_dim, dim=-1)
+    filled = found.new_zeros(2, *shape, kind.num_kv_heads, kind.head_dim)
+    for half, flat in zip(filled, heads, strict=True):
+        split = flat.unflatten(-1, (kind.num_kv_heads, -1))
+        half[..., : split.shape[-1]] = split
+    return filled.transpose(2, 3)
 
 
 def _context_of_one(cache: PagedKVCache, layer: int, group: _Group, shared: int) -> tuple[Tensor, ...]:
@@ -326,17 +347,20 @@ def _context_of_one(cache: PagedKVCache, layer: int, group: _Group, shared: int)
     Grouped heads copy neither K nor V.
     """
     count, num_pages = group.num_keys // cache.page_size, cache.num_pages + 1
-    if group.first_page is not None and group.first_page + count <= num_pages:
-        if group.views is None or group.views[0] is not cache:
-            group.views = (cache, _views(cache, group.first_page, count, shared))
-        return group.views[1][cache.places[layer].plane]
-    kv_2K1TD = _context(cache, layer, group)[0].permute(1, 2, 0, 3).unsqueeze(2)
+    kv_APS2KD = cache.all_planes(layer)
+    if kv_APS2KD is not None and group.first_page is not None and group.first_page + count <= num_pages:
+        known = group.views.get(id(kv_APS2KD))
+        if known is None:
+            known = kv_APS2KD, _views(kv_APS2KD, group.first_page, count, shared)
+            group.views[id(kv_APS2KD)] = known
+        return known[1][cache.places[layer].plane]
+    kv_2K1TD = _context(cache, layer, group)[:, 0].unsqueeze(2)
     return kv_2K1TD.expand(-1, -1, shared, -1, -1).unbind(0)
 
 
-def _views(cache: PagedKVCache, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
+def _views(kv_APS2KD: Tensor, first: int, count: int, shared: int) -> list[tuple[Tensor, ...]]:
     """K and V [K, C, T, D] of every plane. Pages behind the context are strangers', and masked."""
-    kv_AT2KD = cache.kv.narrow(1, first, count).flatten(1, 2)
+    kv_AT2KD = kv_APS2KD.narrow(1, first, count).flatten(1, 2)
     kv_A2KCTD = kv_AT2KD.permute(0, 2, 3, 1, 4).unsqueeze(3).expand(-1, -1, -1, shared, -1, -1)
     return [pair.unbind(0) for pair in kv_A2KCTD.unbind(0)]
 
@@ -369,18 +393,18 @@ def _pad_rows(q: Tensor, num_rows: int) -> Tensor:
 
 def _attend_many(
     q_MQD: Tensor,
-    kv_GT2KD: Tensor,
+    kv_2GKTD: Tensor,
     mask_G1WT: Tensor,
     num_rows: int,
     scale: float,
     sinks_Q: Tensor | None,
 ) -> Tensor:
     """Several requests: the heads that share a kv head become further query rows of it (C * W in all)."""
-    num_requests, _, _, num_kv, head_dim = kv_GT2KD.shape
+    _, num_requests, num_kv, _, head_dim = kv_2GKTD.shape
     shared, rows_each = q_MQD.shape[1] // num_kv, len(q_MQD) // num_requests
     q_GKCWD = q_MQD.view(num_requests, rows_each, num_kv, shared, head_dim).permute(0, 2, 3, 1, 4)
     q_GKMD = _pad_rows(q_GKCWD, num_rows).reshape(num_requests, num_kv, shared * num_rows, head_dim)
-    k_GKTD, v_GKTD = kv_GT2KD.permute(2, 0, 3, 1, 4).unbind(0)
+    k_GKTD, v_GKTD = kv_2GKTD.unbind(0)
     sinks_KM = None if sinks_Q is None else sinks_Q.view(num_kv, shared).repeat_interleave(num_rows, 1)
     out_GKMD = _softmax_of_values(q_GKMD, k_GKTD, v_GKTD, mask_G1WT, scale, sinks_KM)
     out_GKCWD = out_GKMD.view(num_requests, num_kv, shared, num_rows, head_dim)

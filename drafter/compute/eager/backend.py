@@ -1,6 +1,6 @@
 """`TorchBackend`: PyTorch's own operators one by one; the fallback anywhere, and what the others mean.
 
-Legend: N rows, H hidden, O outputs, K kv heads, J = Q + 2 K, D head dim, L layers, I inner size.
+Legend: N rows, H hidden, O outputs, K kv heads, J = Q + K, D head dim, L layers, I inner size.
 """
 
 from __future__ import annotations
@@ -79,21 +79,20 @@ class _TorchAttention:
         self._shape = shape
         norm_JD = shape.head_norm()
         self._head_norm = None if norm_JD is None else HeadNorm(norm_JD, shape.eps)
-        self._heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        self._heads = (shape.num_heads + shape.num_kv_heads, shape.head_dim)
 
     def __call__(self, qkv_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
-        num_q, num_kv = shape.num_heads, shape.num_kv_heads
-        qkv_NJD = qkv_NO.unflatten(-1, self._heads)
-        qk = qkv_NJD[:, : num_q + num_kv]
-        normed = qk if self._head_norm is None else self._head_norm(qk)
+        num_q, head_dim = shape.num_heads, shape.head_dim
+        qk_NJD = qkv_NO[:, : self._heads[0] * head_dim].unflatten(-1, self._heads)
+        normed = qk_NJD if self._head_norm is None else self._head_norm(qk_NJD)
         if shape.rope is not None:
-            step.rotation(shape.rope).rotate(normed, out_NJD=qk)
-        elif normed is not qk:
-            qk.copy_(normed)
-        cache.write(layer, step.rows.kv_slots[group], qkv_NJD[:, num_q:].unflatten(1, (2, num_kv)))
+            step.rotation(shape.rope).rotate(normed, out_NJD=qk_NJD)
+        elif normed is not qk_NJD:
+            qk_NJD.copy_(normed)
+        cache.write(layer, step.rows.kv_slots[group], qkv_NO[:, num_q * head_dim :])
         return paged_attention(
-            qkv_NJD[:, :num_q],
+            qk_NJD[:, :num_q],
             cache,
             layer,
             step.rows.batches[group],

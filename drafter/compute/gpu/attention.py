@@ -22,8 +22,8 @@ In batch-invariant mode a sum is always made so: a split of 256 keys at a time, 
 added in order; runs added in order, whether one program does all this or many. All boundaries are absolute
 positions, and a tile that a row sees nothing of changes none of its bits.
 
-Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S page size; in the kernels R rows
-of a tile (tokens x heads of a group), T keys of a tile.
+Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size; in
+the kernels R rows of a tile (tokens x heads of a group), T keys of a tile.
 """
 
 # Type checkers know neither Triton's launch options nor what its functions take and return.
@@ -31,24 +31,24 @@ of a tile (tokens x heads of a group), T keys of a tile.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .launch import dependent_launch, wait_for_predecessor
 from .partials import add_parts, add_slots, is_last, no_part, store_part
-from .tiles import AttentionKind, PagedRows
+from .tiles import AttentionKind, PagedRows, tile_width
 from .work import HEADER, WorkList, count_pieces, find_request, first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+MAX_HEAD_DIM = 512  # of which tiles fit into registers and shared memory
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
 
 
 def verify_attention(
     q_NQD: Tensor,
     k_PSKD: Tensor,
-    v_PSKD: Tensor,
+    v_PSKF: Tensor,
     rows: PagedRows,
     work: WorkList,
     scale: float,
@@ -61,26 +61,27 @@ def verify_attention(
 
     Args:
         q_NQD: fp16, bf16 or fp32; N >= rows.cu_rows[B].
-        k_PSKD, v_PSKD: a layer's keys and values by page, of q's dtype; any strides but the last.
+        k_PSKD, v_PSKF: a layer's keys and values by page, of q's dtype; pages and tokens of both lie equally
+            far apart, and so do heads, or those of values of another size behind each other.
         work: `list_work` of these rows and of this layer's kind.
         scale: of scores.
         sinks_Q: fp32 logit per head that takes part in the softmax and has no value (gpt-oss).
 
     Returns:
-        [N, Q * D] of q's dtype; zeros where rows are padding.
+        [N, Q * F] of q's dtype; zeros where rows are padding.
     """
-    _check_shapes(q_NQD, k_PSKD, v_PSKD, work.kind)
-    out_NQD = torch.empty(q_NQD.shape, dtype=q_NQD.dtype, device=q_NQD.device)
+    _check_shapes(q_NQD, k_PSKD, v_PSKF, work.kind)
     kind, plan, workspace = work.kind, work.plan, work.workspace
+    out_NQF = q_NQD.new_empty(*q_NQD.shape[:2], kind.v_head_dim)
     _attend[(work.num_programs,)](
         q_NQD,
         k_PSKD,
-        v_PSKD,
-        out_NQD,
+        v_PSKF,
+        out_NQF,
         sinks_Q,
         workspace.max_E,
         workspace.sum_E,
-        workspace.out_ED,
+        workspace.out_EF,
         workspace.arrived,
         work.values,
         rows.slots_B,
@@ -99,6 +100,9 @@ def verify_attention(
         HEADS=kind.num_heads,
         GROUP=kind.num_heads // kind.num_kv_heads,
         DIM=kind.head_dim,
+        V_DIM=kind.v_head_dim,
+        WIDTH=tile_width(kind.head_dim),
+        V_WIDTH=tile_width(kind.v_head_dim),
         PAGE=kind.page_size,
         BLOCK_ROWS=plan.block_rows,
         BLOCK_KEYS=plan.block_keys,
@@ -111,20 +115,25 @@ def verify_attention(
         enable_fp_fusion=not workspace.batch_invariant,
         **dependent_launch(q_NQD.device),
     )
-    return out_NQD.view(len(q_NQD), -1)
+    return out_NQF.view(len(q_NQD), -1)
 
 
-def _check_shapes(q_NQD: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, kind: AttentionKind) -> None:
+def _check_shapes(q_NQD: Tensor, k_PSKD: Tensor, v_PSKF: Tensor, kind: AttentionKind) -> None:
     _, num_heads, head_dim = q_NQD.shape
     _, page_size, num_kv_heads, kv_dim = k_PSKD.shape
     assert (num_heads, num_kv_heads, head_dim) == (kind.num_heads, kind.num_kv_heads, kind.head_dim)
-    assert k_PSKD.shape == v_PSKD.shape and k_PSKD.stride() == v_PSKD.stride(), "K and V are laid out alike"
-    assert q_NQD.dtype is k_PSKD.dtype is v_PSKD.dtype is kind.dtype, "q, K and V have one dtype"
-    assert kv_dim == head_dim and head_dim in (16, 32, 64, 128, 256), f"head_dim {head_dim} is no tile"
+    assert v_PSKF.shape == (*k_PSKD.shape[:3], kind.v_head_dim), "there is a value for every key"
+    assert k_PSKD.stride()[:2] == v_PSKF.stride()[:2], "K and V are laid out alike"
+    assert v_PSKF.stride(2) == (k_PSKD.stride(2) if kind.v_head_dim == head_dim else kind.v_head_dim), (
+        "as above"
+    )
+    assert q_NQD.dtype is k_PSKD.dtype is v_PSKF.dtype is kind.dtype, "q, K and V have one dtype"
+    assert kv_dim == head_dim <= MAX_HEAD_DIM, f"head_dim {head_dim} is no tile"
+    assert kind.v_head_dim <= head_dim, "a value is no longer than its key"
     assert num_heads % num_kv_heads == 0, "query heads come in groups of one size"
     assert page_size == kind.page_size >= 16, f"page size {page_size} is none"
     assert page_size & (page_size - 1) == 0, f"page size {page_size} is no power of two"
-    assert q_NQD.stride(2) == 1 and k_PSKD.stride(3) == 1, "the last dimension is contiguous"
+    assert q_NQD.stride(2) == k_PSKD.stride(3) == v_PSKF.stride(3) == 1, "the last dimension is contiguous"
     assert kind.window is None or kind.window > 0, "a row sees itself at least"
 
 
@@ -167,6 +176,9 @@ def _attend(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -180,13 +192,13 @@ def _attend(
     KV_HEADS: tl.constexpr = HEADS // GROUP
     TILE_TOKENS: tl.constexpr = BLOCK_ROWS // GROUP
     wait_for_predecessor(PDL)
-    _zero_padding(out_ptr, tl.load(cu_rows_ptr + num_requests), num_rows, HEADS, DIM)
+    _zero_padding(out_ptr, tl.load(cu_rows_ptr + num_requests), num_rows, HEADS, V_DIM, V_WIDTH)
     piece_keys = tl.load(work_ptr)
     run_pieces = tl.load(work_ptr + 1)
     before_ptr = work_ptr + HEADER
     shared_before_ptr = before_ptr + num_requests + 1
     place_R = tl.arange(0, BLOCK_ROWS)
-    dim_D = tl.arange(0, DIM)
+    dim_D = tl.arange(0, WIDTH)
     num_items = tl.load(before_ptr + num_requests) * KV_HEADS
     # Nothing of an item is computed before the loop: what it would hold for all of them spills.
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=True):
@@ -213,12 +225,13 @@ def _attend(
             real_R = (place_R < TILE_TOKENS * GROUP) & (token_R < request_rows)
             row_R = (row_begin + token_R).to(tl.int64)
             at_R = row_R * q_row_stride + head_R * q_head_stride
-            q_RD = tl.load(q_ptr + at_R[:, None] + dim_D[None, :], mask=real_R[:, None], other=0.0)
+            there_RD = inside(real_R[:, None], dim_D[None, :], DIM, WIDTH)
+            q_RD = tl.load(q_ptr + at_R[:, None] + dim_D[None, :], mask=there_RD, other=0.0)
             table_ptr = page_table_ptr + tl.load(slots_ptr + request).to(tl.int64) * table_stride
-            m_R, l_R, o_RD = _attend_piece(
+            m_R, l_R, o_RF = _attend_piece(
                 q_RD,
                 k_ptr + kv_head * kv_head_stride,
-                v_ptr + kv_head * kv_head_stride,
+                v_ptr + kv_head * (kv_head_stride if V_DIM == DIM else V_DIM),
                 table_ptr,
                 first + token_R,
                 lo,
@@ -227,6 +240,9 @@ def _attend(
                 scale * _LOG2_E,
                 page_stride,
                 token_stride,
+                DIM,
+                V_DIM,
+                V_WIDTH,
                 PAGE,
                 BLOCK_KEYS,
                 CAUSAL,
@@ -236,14 +252,14 @@ def _attend(
             )
             begin = tile_lo // piece_tiles
             end = tl.cdiv(tile_hi, piece_tiles)
-            out_R = (row_R * HEADS + head_R) * DIM
+            out_R = (row_R * HEADS + head_R) * V_DIM
             if end - begin == 1:
-                _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RD, real_R, DIM)
+                _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM)
             else:
                 # A tile's pieces lie behind each other; in shared pairs this is where its piece 0 would be.
                 origin = (tl.load(shared_before_ptr + request) + place - piece) * KV_HEADS + kv_head
                 slot = origin + piece * KV_HEADS
-                store_part(max_ptr, sum_ptr, partial_ptr, slot, m_R, l_R, o_RD, real_R, BLOCK_ROWS, DIM)
+                store_part(max_ptr, sum_ptr, partial_ptr, slot, m_R, l_R, o_RF, real_R, BLOCK_ROWS, V_WIDTH)
                 _finish_tile(
                     max_ptr,
                     sum_ptr,
@@ -261,7 +277,8 @@ def _attend(
                     real_R,
                     KV_HEADS,
                     BLOCK_ROWS,
-                    DIM,
+                    V_DIM,
+                    V_WIDTH,
                 )
 
 
@@ -283,26 +300,46 @@ def _finish_tile(
     real_R,
     KV_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
 ):
     """Add up what is complete by this piece: its run, and by that perhaps the tile of pieces begin..end-1."""
     run_begin = tl.maximum(begin, piece // run_pieces * run_pieces)
     run_end = tl.minimum(end, piece // run_pieces * run_pieces + run_pieces)
     run_slot = origin + run_begin * KV_HEADS
     if is_last(arrived_ptr + 2 * run_slot, run_end - run_begin):
-        run_m_R, run_l_R, run_o_RD = add_slots(
-            max_ptr, sum_ptr, partial_ptr, origin, run_begin, run_end, 1, real_R, KV_HEADS, BLOCK_ROWS, DIM
+        run_m_R, run_l_R, run_o_RF = add_slots(
+            max_ptr,
+            sum_ptr,
+            partial_ptr,
+            origin,
+            run_begin,
+            run_end,
+            1,
+            real_R,
+            KV_HEADS,
+            BLOCK_ROWS,
+            V_WIDTH,
         )
         if run_end - run_begin == end - begin:
-            _write_out(out_ptr, out_R, sinks_ptr, head_R, run_m_R, run_l_R, run_o_RD, real_R, DIM)
+            _write_out(out_ptr, out_R, sinks_ptr, head_R, run_m_R, run_l_R, run_o_RF, real_R, V_DIM)
         else:
             tl.debug_barrier()  # all threads have read the part that the run's sum replaces
             store_part(
-                max_ptr, sum_ptr, partial_ptr, run_slot, run_m_R, run_l_R, run_o_RD, real_R, BLOCK_ROWS, DIM
+                max_ptr,
+                sum_ptr,
+                partial_ptr,
+                run_slot,
+                run_m_R,
+                run_l_R,
+                run_o_RF,
+                real_R,
+                BLOCK_ROWS,
+                V_WIDTH,
             )
             runs = tl.cdiv(end, run_pieces) - begin // run_pieces
             if is_last(arrived_ptr + 2 * (origin + begin * KV_HEADS) + 1, runs):
-                all_m_R, all_l_R, all_o_RD = add_slots(
+                all_m_R, all_l_R, all_o_RF = add_slots(
                     max_ptr,
                     sum_ptr,
                     partial_ptr,
@@ -313,9 +350,9 @@ def _finish_tile(
                     real_R,
                     KV_HEADS,
                     BLOCK_ROWS,
-                    DIM,
+                    V_WIDTH,
                 )
-                _write_out(out_ptr, out_R, sinks_ptr, head_R, all_m_R, all_l_R, all_o_RD, real_R, DIM)
+                _write_out(out_ptr, out_R, sinks_ptr, head_R, all_m_R, all_l_R, all_o_RF, real_R, V_DIM)
 
 
 @triton.jit
@@ -331,6 +368,9 @@ def _attend_piece(
     scale,
     page_stride,
     token_stride,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -352,6 +392,9 @@ def _attend_piece(
             scale,
             page_stride,
             token_stride,
+            DIM,
+            V_DIM,
+            V_WIDTH,
             PAGE,
             BLOCK_KEYS,
             CAUSAL,
@@ -359,13 +402,13 @@ def _attend_piece(
         )
     else:
         RUN: tl.constexpr = SPLIT_TILES * RUN_SPLITS
-        m_R, l_R, o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
+        m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
         for run in range(lo // RUN, tl.cdiv(hi, RUN)):
-            run_m_R, run_l_R, run_o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
+            run_m_R, run_l_R, run_o_RF = no_part(q_RD.shape[0], V_WIDTH)
             run_lo = tl.maximum(lo, run * RUN)
             run_hi = tl.minimum(hi, run * RUN + RUN)
             for split in range(run_lo // SPLIT_TILES, tl.cdiv(run_hi, SPLIT_TILES)):
-                split_m_R, split_l_R, split_o_RD = _attend_tiles(
+                split_m_R, split_l_R, split_o_RF = _attend_tiles(
                     q_RD,
                     k_ptr,
                     v_ptr,
@@ -377,16 +420,19 @@ def _attend_piece(
                     scale,
                     page_stride,
                     token_stride,
+                    DIM,
+                    V_DIM,
+                    V_WIDTH,
                     PAGE,
                     BLOCK_KEYS,
                     CAUSAL,
                     WINDOW,
                 )
-                run_m_R, run_l_R, run_o_RD = add_parts(
-                    run_m_R, run_l_R, run_o_RD, split_m_R, split_l_R, split_o_RD
+                run_m_R, run_l_R, run_o_RF = add_parts(
+                    run_m_R, run_l_R, run_o_RF, split_m_R, split_l_R, split_o_RF
                 )
-            m_R, l_R, o_RD = add_parts(m_R, l_R, o_RD, run_m_R, run_l_R, run_o_RD)
-        return m_R, l_R, o_RD
+            m_R, l_R, o_RF = add_parts(m_R, l_R, o_RF, run_m_R, run_l_R, run_o_RF)
+        return m_R, l_R, o_RF
 
 
 @triton.jit
@@ -402,6 +448,9 @@ def _attend_tiles(
     scale,
     page_stride,
     token_stride,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -409,14 +458,17 @@ def _attend_tiles(
 ):
     """One loop over key tiles lo..hi-1, from nothing: (m, l, o)."""
     dim_D = tl.arange(0, q_RD.shape[1])
-    m_R, l_R, o_RD = no_part(q_RD.shape[0], q_RD.shape[1])
+    dim_F = tl.arange(0, V_WIDTH)
+    m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
     for tile in range(lo, hi):
         key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
         there_T = key_T < num_keys
         page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
         at_T = page_T * page_stride + (key_T % PAGE) * token_stride
-        k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_T[None, :], other=0.0)
-        v_TD = tl.load(v_ptr + at_T[:, None] + dim_D[None, :], mask=there_T[:, None], other=0.0)
+        there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
+        there_TF = inside(there_T[:, None], dim_F[None, :], V_DIM, V_WIDTH)
+        k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0)
+        v_TF = tl.load(v_ptr + at_T[:, None] + dim_F[None, :], mask=there_TF, other=0.0)
         x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT) * scale
         seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW)
         x_RT = tl.where(seen_RT, x_RT, -float("inf"))
@@ -425,9 +477,9 @@ def _attend_tiles(
         p_RT = tl.exp2(x_RT - base_R[:, None])
         shrink_R = tl.exp2(m_R - base_R)
         l_R = l_R * shrink_R + tl.sum(p_RT, 1)
-        o_RD = tl.dot(p_RT.to(v_TD.dtype), v_TD, o_RD * shrink_R[:, None], input_precision=_FP32_PRODUCT)
+        o_RF = tl.dot(p_RT.to(v_TF.dtype), v_TF, o_RF * shrink_R[:, None], input_precision=_FP32_PRODUCT)
         m_R = new_m_R
-    return m_R, l_R, o_RD
+    return m_R, l_R, o_RF
 
 
 @triton.jit
@@ -462,24 +514,36 @@ def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RD, real_R, DIM: tl.constexpr):
+def inside(there, dim, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """What of a tile is a head's: all where heads are as wide as tiles."""
+    if DIM < WIDTH:
+        there = there & (dim < DIM)
+    return there
+
+
+@triton.jit
+def _write_out(out_ptr, out_R, sinks_ptr, head_R, m_R, l_R, o_RF, real_R, V_DIM: tl.constexpr):
     """Finished rows; a sink takes its share of the sum."""
     if sinks_ptr is not None:
         sink_R = tl.load(sinks_ptr + head_R, mask=real_R, other=0.0) * _LOG2_E
         base_R = tl.maximum(m_R, sink_R)
         shrink_R = tl.exp2(m_R - base_R)
         l_R = l_R * shrink_R + tl.exp2(sink_R - base_R)
-        o_RD = o_RD * shrink_R[:, None]
-    o_RD = o_RD / tl.where(l_R > 0, l_R, 1.0)[:, None]
-    at_RD = out_R[:, None] + tl.arange(0, DIM)[None, :]
-    tl.store(out_ptr + at_RD, o_RD.to(out_ptr.dtype.element_ty), mask=real_R[:, None])
+        o_RF = o_RF * shrink_R[:, None]
+    o_RF = o_RF / tl.where(l_R > 0, l_R, 1.0)[:, None]
+    dim_F = tl.arange(0, o_RF.shape[1])
+    there_RF = inside(real_R[:, None], dim_F[None, :], V_DIM, o_RF.shape[1])
+    tl.store(out_ptr + out_R[:, None] + dim_F[None, :], o_RF.to(out_ptr.dtype.element_ty), mask=there_RF)
 
 
 @triton.jit
-def _zero_padding(out_ptr, end, num_rows, HEADS: tl.constexpr, DIM: tl.constexpr):
+def _zero_padding(out_ptr, end, num_rows, HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr):
     """All programs share the rows behind the last request's."""
-    dim_D = tl.arange(0, DIM)
-    zero_D = tl.zeros([DIM], out_ptr.dtype.element_ty)
-    first_ptr = out_ptr + end.to(tl.int64) * HEADS * DIM
+    dim_F = tl.arange(0, V_WIDTH)
+    zero_F = tl.zeros([V_WIDTH], out_ptr.dtype.element_ty)
+    first_ptr = out_ptr + end.to(tl.int64) * HEADS * V_DIM
     for head in range(tl.program_id(0), (num_rows - end) * HEADS, tl.num_programs(0)):
-        tl.store(first_ptr + head * DIM + dim_D, zero_D)
+        if V_DIM < V_WIDTH:
+            tl.store(first_ptr + head * V_DIM + dim_F, zero_F, mask=dim_F < V_DIM)
+        else:
+            tl.store(first_ptr + head * V_DIM + dim_F, zero_F)

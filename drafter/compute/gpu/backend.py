@@ -7,7 +7,7 @@ of layers: one lists attention's work. Nothing asks the host for a value, so tha
 all. Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
-K kv heads; of a weight P parts and R rows of a block.
+K kv heads, F head dim of values; of a weight P parts and R rows of a block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
-from .attention import verify_attention
+from .attention import MAX_HEAD_DIM, verify_attention
 from .choice import MeasuredChoice
 from .norms import add_rms_norm, rms_norm
 from .product_tiles import ProductWorkspace
@@ -57,7 +57,7 @@ from .write_kv import norm_rotate_write, write_context
 class PagedAttention(Protocol):
     """What attends: `SplitAttention`, or what stands in its place (`flash_attention.FlashAttention`)."""
 
-    def reserve(self, head_dim: int) -> None:
+    def reserve(self, v_head_dim: int) -> None:
         """Once per layer, at load: memory that all its steps use."""
         ...
 
@@ -69,7 +69,7 @@ class PagedAttention(Protocol):
         self,
         q_NQD: Tensor,
         k_PSKD: Tensor,
-        v_PSKD: Tensor,
+        v_PSKF: Tensor,
         rows: PagedRows,
         prepared: Any,
         scale: float,
@@ -80,7 +80,7 @@ class PagedAttention(Protocol):
 
 
 class SplitAttention:
-    """`attention.verify_attention` and its workspaces, one per head dim: layers take turns.
+    """`attention.verify_attention` and its workspaces, one per size of values: layers take turns.
 
     Args:
         batch_invariant: see `AttentionWorkspace`.
@@ -90,26 +90,26 @@ class SplitAttention:
         self._device, self._batch_invariant = device, batch_invariant
         self._workspaces: dict[int, AttentionWorkspace] = {}
 
-    def reserve(self, head_dim: int) -> None:
-        if head_dim not in self._workspaces:
-            self._workspaces[head_dim] = AttentionWorkspace(
-                head_dim, self._device, batch_invariant=self._batch_invariant
+    def reserve(self, v_head_dim: int) -> None:
+        if v_head_dim not in self._workspaces:
+            self._workspaces[v_head_dim] = AttentionWorkspace(
+                v_head_dim, self._device, batch_invariant=self._batch_invariant
             )
 
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> WorkList:
-        return list_work(kind, rows, self._workspaces[kind.head_dim])
+        return list_work(kind, rows, self._workspaces[kind.v_head_dim])
 
     def __call__(
         self,
         q_NQD: Tensor,
         k_PSKD: Tensor,
-        v_PSKD: Tensor,
+        v_PSKF: Tensor,
         rows: PagedRows,
         prepared: WorkList,
         scale: float,
         sinks_Q: Tensor | None = None,
     ) -> Tensor:
-        return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, prepared, scale, sinks_Q=sinks_Q)
+        return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
 _KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
@@ -119,9 +119,9 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
     """What this machine or a model lacks for Triton's kernels."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
-    odd = sorted(dim for dim in spec.head_dims if dim & (dim - 1))
-    if odd:
-        return f"needs a head_dim that is a power of two, the {spec.name}'s is {odd[0]}"
+    wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)
+    if wide:
+        return f"has no head_dim above {MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
     return spec.lacking(_KNOWN)
 
 
@@ -171,7 +171,7 @@ class TritonBackend(OperatorBackend):
         return _Pass(rows, self._attend)
 
     def attention(self, shape: AttentionShape) -> Attention:
-        self._attend.reserve(shape.head_dim)
+        self._attend.reserve(shape.v_head_dim)
         return _TritonAttention(shape, self._attend)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
@@ -225,19 +225,18 @@ class _Pass:
 
 
 class _TritonAttention:
-    __slots__ = ("_attend", "_heads", "_shape")
+    __slots__ = ("_attend", "_q_size", "_shape")
 
     def __init__(self, shape: AttentionShape, attend: PagedAttention) -> None:
         self._shape, self._attend = shape, attend
-        self._heads = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        self._q_size = shape.num_heads * shape.head_dim
 
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group, rope = self._shape, step.rows, cache.group(layer), self._shape.rope
         tables = (None, None) if rope is None else (rope.cos_TD, rope.sin_TD)
-        qkv_NJD = qkv_NO.unflatten(-1, self._heads)
-        k_PSKD, v_PSKD = cache.pages(layer).unbind(2)
+        k_PSKD, v_PSKF = cache.heads(layer)
         norm_rotate_write(
-            qkv_NJD,
+            qkv_NO,
             shape.q_norm_D,
             shape.k_norm_D,
             shape.eps,
@@ -245,20 +244,21 @@ class _TritonAttention:
             rows.positions_N,
             rows.kv_slots[group],
             k_PSKD,
-            v_PSKD,
+            v_PSKF,
         )
         kind = AttentionKind(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
             dtype=qkv_NO.dtype,
             page_size=cache.page_size,
             causal=shape.causal,
             window=shape.window,
         )
         prepared = step.prepared(group, kind)
-        q_NQD = qkv_NJD[:, : shape.num_heads]
-        return self._attend(q_NQD, k_PSKD, v_PSKD, rows.batches[group], prepared, shape.scale, shape.sinks_Q)
+        q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
+        return self._attend(q_NQD, k_PSKD, v_PSKF, rows.batches[group], prepared, shape.scale, shape.sinks_Q)
 
 
 class _TritonContextWriter:

@@ -3,7 +3,7 @@
 Not for gpt-oss (no sinks), fp32 or batch invariance; and no context is split while blocks are verified, so
 that few long requests leave most of a GPU idle. A `backend.PagedAttention`.
 
-Legend: N rows, B requests, Q query heads, K kv heads, D head dim, P pages, S page size.
+Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
     if "attention sinks" in spec.features:
         return f"has no attention sinks, which the {spec.name} needs"
     wide = sorted(dim for dim in spec.head_dims if dim > _MAX_HEAD_DIM)
+    if "values of another size than keys" in spec.features:
+        return f"has no values of another size than keys, which the {spec.name} needs"
     if wide:
         return f"has no head_dim above {_MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
     return backend.why_not(spec, machine)
@@ -62,7 +64,7 @@ class FlashAttention:
     def __init__(self) -> None:
         self._attend = _load()
 
-    def reserve(self, head_dim: int) -> None:
+    def reserve(self, v_head_dim: int) -> None:
         """Nothing: the package takes what it needs as it goes."""
 
     def prepare(self, kind: AttentionKind, rows: PagedRows) -> _Prepared:
@@ -73,7 +75,7 @@ class FlashAttention:
         self,
         q_NQD: Tensor,
         k_PSKD: Tensor,
-        v_PSKD: Tensor,
+        v_PSKF: Tensor,
         rows: PagedRows,
         prepared: _Prepared,
         scale: float,
@@ -86,7 +88,7 @@ class FlashAttention:
         out_NQD = self._attend(
             q_NQD,
             k_PSKD,
-            v_PSKD,
+            v_PSKF,
             cu_seqlens_q=rows.cu_rows,
             cu_seqlens_k=prepared.cu_keys,  # with a block table only the differences count
             # At 1 it takes row b for request b's, whatever cu_seqlens_q says; padding has none.

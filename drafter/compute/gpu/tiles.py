@@ -4,8 +4,8 @@ All of it follows from shapes that a CUDA graph freezes; what follows from lengt
 pieces, is decided on the device (`work.py`). Called by `work.py` and `attention.py`, and by whoever makes a
 step's rows.
 
-Legend: B requests, N rows, Q query heads, K kv heads, D head dim, P pages of a request, S page size, E rows
-of partial results.
+Legend: B requests, N rows, Q query heads, K kv heads, D head dim, F that of values, P pages of a request, S
+page size, E rows of partial results.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Ints = NDArray[np.integer]
 _PROGRAMS_PER_PROCESSOR = 2  # as many as registers and shared memory hold of blocks of 64 rows
 _PROGRAMS_INTERPRETED = 4
 _PARTIAL_ROWS = 512  # of partial results, for each program
+_MIN_WIDTH = 16  # of a tile: the least that the matrix unit takes
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
 MIN_PIECE_TILES = 2  # a piece of one tile writes and reads back twice the bytes of its own K/V
@@ -74,6 +75,7 @@ class AttentionKind:
     """What layers have in common that cut a pass alike.
 
     Attributes:
+        head_dim, v_head_dim: of queries and keys; of values.
         dtype: of q, K and V.
         page_size: tokens of a page.
         causal, window: as in `attention.verify_attention`.
@@ -82,6 +84,7 @@ class AttentionKind:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     dtype: torch.dtype
     page_size: int
     causal: bool = True
@@ -92,21 +95,22 @@ class AttentionWorkspace:
     """Room for partial results of shared contexts: allocated once, used by every layer in turn.
 
     Args:
+        v_head_dim: of values.
         num_programs: that a launch has at most; by default as many as the device runs at once.
         batch_invariant: make every sum of the same parts in the same order and keep one tile height, so that
             a row's bits depend on neither its companions nor its place among them. Costs: tiles of 64 rows
             also for prompts and single rows, and a pause after every 256 keys.
 
     Attributes:
-        max_E, sum_E, out_ED: fp32, the m, l and o of `attention.py`; a tile of block_rows takes as many rows.
+        max_E, sum_E, out_EF: fp32, the m, l and o of `attention.py`; a tile of block_rows takes as many rows.
         arrived: int32, how many parts of a sum are there; zeros between launches.
     """
 
-    __slots__ = ("arrived", "batch_invariant", "max_E", "num_programs", "out_ED", "sum_E")
+    __slots__ = ("arrived", "batch_invariant", "max_E", "num_programs", "out_EF", "sum_E")
 
     def __init__(
         self,
-        head_dim: int,
+        v_head_dim: int,
         device: torch.device | str,
         *,
         num_programs: int | None = None,
@@ -117,7 +121,7 @@ class AttentionWorkspace:
         num_rows = self.num_programs * _PARTIAL_ROWS
         self.max_E = torch.empty(num_rows, dtype=torch.float32, device=device)
         self.sum_E = torch.empty_like(self.max_E)
-        self.out_ED = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
+        self.out_EF = torch.empty(num_rows, tile_width(v_head_dim), dtype=torch.float32, device=device)
         self.arrived = torch.zeros(num_rows // _MIN_BLOCK_ROWS, 2, dtype=torch.int32, device=device)
 
     def num_slots(self, block_rows: int) -> int:
@@ -163,15 +167,15 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
     Args:
         max_rows: as in `PagedRows`.
     """
-    group = kind.num_heads // kind.num_kv_heads
-    block_keys = 64 if kind.dtype.itemsize == 2 and kind.head_dim <= 128 else 32
+    group, width = kind.num_heads // kind.num_kv_heads, tile_width(kind.head_dim)
+    block_keys = _block_keys(width, kind.dtype.itemsize)
     values = _BLOCK_VALUES[kind.dtype.itemsize]
     if batch_invariant:  # three sums under way at once: half the rows where heads are wide, and more warps
-        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // kind.head_dim
+        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // width
     else:
-        wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // kind.head_dim)
+        wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
     block_rows = max(_MIN_BLOCK_ROWS, _power_of_two_above(max(min(wanted_rows, most_rows), group)))
-    wide = block_rows > 64 or block_rows * kind.head_dim > 8192 or kind.dtype.itemsize == 4
+    wide = block_rows > 64 or block_rows * width > 8192 or kind.dtype.itemsize == 4
     return TilePlan(
         block_rows=block_rows,
         block_keys=block_keys,
@@ -180,6 +184,18 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
         split_keys=_SPLIT_KEYS if batch_invariant else 0,
         run_splits=_RUN_SPLITS if batch_invariant else 0,
     )
+
+
+def _block_keys(width: int, itemsize: int) -> int:
+    """Keys of a tile: so many that copies of several tiles of K and V fit into shared memory."""
+    if itemsize == 2 and width <= 128:
+        return 64
+    return 32 if width * itemsize <= 1024 else 16
+
+
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile that holds such heads: what is behind them is masked."""
+    return max(_power_of_two_above(head_dim), _MIN_WIDTH)
 
 
 def _power_of_two_above(number: int) -> int:

@@ -11,7 +11,8 @@ the GPU. Its position and its slot are read from memory, nothing comes from the 
     a head           [low half | high half]                 low' = low cos - high sin
                        pairs c, c + D/2                     high' = high cos + low sin
 
-Legend: N rows, Q query heads, K kv heads, J heads in all, D head dim, C = D / 2, G heads of a program,
+Legend: N rows, Q query heads, K kv heads, J heads in all, D head dim, F that of values, O values of a row,
+C half a head's columns (filled up to a power of two, and masked), G heads of a program,
 T positions, L layers, P pages (the one that swallows included), S page size.
 """
 
@@ -30,7 +31,7 @@ _ELEMENTS_PER_PROGRAM = 512  # 8 of each half of a head per thread of a warp: 16
 
 
 def norm_rotate_write(
-    qkv_NJD: Tensor,
+    qkv_NO: Tensor,
     q_norm_D: Tensor | None,
     k_norm_D: Tensor | None,
     eps: float,
@@ -39,14 +40,14 @@ def norm_rotate_write(
     positions_N: Tensor,
     kv_slots_N: Tensor,
     k_PSKD: Tensor,
-    v_PSKD: Tensor,
+    v_PSKF: Tensor,
 ) -> None:
     """Norm and rotate q in place; norm and rotate k and write it, and v, into a layer's pages.
 
     The keys and values inside `qkv` are left as they were.
 
     Args:
-        qkv_NJD: J = Q + 2 K heads in the order q, k, v; rows may have any stride, a row is contiguous.
+        qkv_NO: Q + K heads of D, then K of F: q, k, v; rows may have any stride, a row is contiguous.
         q_norm_D: weight of the query heads' RMSNorm; None together with `k_norm_D` for models without.
         cos_TD: `RotaryEmbedding`'s table; its two halves are equal and only the first is read. None
             together with `sin_TD` rotates nothing.
@@ -54,21 +55,22 @@ def norm_rotate_write(
         positions_N: absolute positions, int32 or int64, each below T, also those of padding.
         kv_slots_N: page id * page size + offset, int32 or int64; unwanted rows carry the skip slot.
         k_PSKD: keys of one layer, a view of `PagedKVCache.kv`; written.
-        v_PSKD: values likewise.
+        v_PSKF: values likewise.
     """
-    num_rows, num_heads, head_dim = qkv_NJD.shape
-    num_kv = k_PSKD.shape[2]
-    num_q = num_heads - 2 * num_kv
-    assert num_q > 0 and k_PSKD.shape[3] == head_dim, "heads are those of q, k and v"
+    _, _, num_kv, head_dim = k_PSKD.shape
+    v_head_dim = v_PSKF.shape[3]
+    num_q = (qkv_NO.shape[1] - num_kv * v_head_dim) // head_dim - num_kv
+    assert num_q > 0 and (num_q + num_kv) * head_dim + num_kv * v_head_dim == qkv_NO.shape[1], "q, k, v heads"
     assert (q_norm_D is None) == (k_norm_D is None), "q and k are both normed or neither"
-    assert k_PSKD.shape == v_PSKD.shape and k_PSKD.stride() == v_PSKD.stride(), "v lies as k does"
+    assert k_PSKD.shape[:3] == v_PSKF.shape[:3] and v_head_dim % 2 == 0, "there is a value for every key"
     slot_stride = _slot_stride(k_PSKD)
-    _check_rows(qkv_NJD)
+    assert slot_stride == _slot_stride(v_PSKF), "v lies as k does"
+    _check_rows(qkv_NO, head_dim)
     _check_tables(head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, max(num_q, num_kv))
     num_groups = triton.cdiv(num_q, group) + 2 * triton.cdiv(num_kv, group)
-    _norm_rotate_write[(num_rows, num_groups)](
-        qkv_NJD,
+    _norm_rotate_write[(len(qkv_NO), num_groups)](
+        qkv_NO,
         q_norm_D,
         k_norm_D,
         cos_TD,
@@ -76,16 +78,19 @@ def norm_rotate_write(
         positions_N,
         kv_slots_N,
         k_PSKD,
-        v_PSKD,
+        v_PSKF,
         eps,
-        qkv_NJD.stride(0),
+        qkv_NO.stride(0),
         slot_stride,
         NUM_Q=num_q,
         NUM_KV=num_kv,
         HALF=head_dim // 2,
+        V_HALF=v_head_dim // 2,
+        WIDTH=_power_of_two_above(head_dim // 2),
+        V_WIDTH=_power_of_two_above(v_head_dim // 2),
         GROUP=group,
         num_warps=1,
-        **dependent_launch(qkv_NJD.device),
+        **dependent_launch(qkv_NO.device),
     )
 
 
@@ -113,7 +118,8 @@ def write_context(
     assert kv_NJD.shape[1:] == (2 * num_layers * num_kv, head_dim), "one key and value per layer and kv head"
     assert k_norm_LD.shape == (num_layers, head_dim) and k_norm_LD.is_contiguous(), "one norm per layer"
     assert kv_LPS2KD[0].is_contiguous(), "the pages of a layer lie as PagedKVCache makes them"
-    _check_rows(kv_NJD)
+    assert kv_NJD.stride()[1:] == (head_dim, 1), "the heads of a row must be contiguous"
+    _check_rows(kv_NJD.flatten(1), head_dim)
     _check_tables(head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, num_kv)
     _write_context[(len(kv_NJD), num_layers, 2 * triton.cdiv(num_kv, group))](
@@ -130,6 +136,7 @@ def write_context(
         NUM_LAYERS=num_layers,
         NUM_KV=num_kv,
         HALF=head_dim // 2,
+        WIDTH=_power_of_two_above(head_dim // 2),
         GROUP=group,
         num_warps=1,
         **dependent_launch(kv_NJD.device),
@@ -138,7 +145,12 @@ def write_context(
 
 def heads_per_program(head_dim: int, most_heads: int) -> int:
     """Heads that one warp takes at once, a power of two."""
-    return min(max(_ELEMENTS_PER_PROGRAM // head_dim, 1), 1 << (most_heads - 1).bit_length())
+    width = _power_of_two_above(head_dim)
+    return min(max(_ELEMENTS_PER_PROGRAM // width, 1), _power_of_two_above(most_heads))
+
+
+def _power_of_two_above(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _slot_stride(k_PSKD: Tensor) -> int:
@@ -150,10 +162,9 @@ def _slot_stride(k_PSKD: Tensor) -> int:
     return slot_stride
 
 
-def _check_rows(heads_NJD: Tensor) -> None:
-    head_dim = heads_NJD.shape[2]
-    assert head_dim >= 2 and head_dim & (head_dim - 1) == 0, "a head's dimension must be a power of two"
-    assert heads_NJD.stride()[1:] == (head_dim, 1), "the heads of a row must be contiguous"
+def _check_rows(heads_NO: Tensor, head_dim: int) -> None:
+    assert head_dim % 2 == 0, "the halves of a head are turned into each other"
+    assert heads_NO.stride(1) == 1, "the heads of a row must be contiguous"
 
 
 def _check_tables(head_dim: int, cos_TD: Tensor | None, sin_TD: Tensor | None) -> None:
@@ -181,6 +192,9 @@ def _norm_rotate_write(
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
+    V_HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -198,13 +212,13 @@ def _norm_rotate_write(
         cos_ptr += at
         sin_ptr += at
     if group < Q_GROUPS:
-        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, GROUP)
+        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, WIDTH, GROUP)
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
-        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, GROUP)
+        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP)
     else:
         group -= Q_GROUPS + KV_GROUPS
-        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, HALF, GROUP)
+        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, V_HALF, V_WIDTH, GROUP)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -222,23 +236,27 @@ def _write_context(
     NUM_LAYERS: tl.constexpr,
     NUM_KV: tl.constexpr,
     HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_predecessor(PDL)
-    WIDTH: tl.constexpr = NUM_KV * 2 * HALF  # elements of one layer's keys
+    KEYS: tl.constexpr = NUM_KV * 2 * HALF  # elements of one layer's keys
     KV_GROUPS: tl.constexpr = (NUM_KV + GROUP - 1) // GROUP
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     group = tl.program_id(2)
-    fresh_k_ptr = kv_ptr + row * row_stride + layer * WIDTH
+    fresh_k_ptr = kv_ptr + row * row_stride + layer * KEYS
     at = tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF
-    k_ptr = pages_ptr + layer * layer_stride + tl.load(slots_ptr + row).to(tl.int64) * 2 * WIDTH
+    k_ptr = pages_ptr + layer * layer_stride + tl.load(slots_ptr + row).to(tl.int64) * 2 * KEYS
     if group < KV_GROUPS:
         norm_ptr = k_norm_ptr + layer * 2 * HALF
-        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr + at, sin_ptr + at, NUM_KV, HALF, GROUP)
+        cos_ptr += at
+        sin_ptr += at
+        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP)
     else:
-        fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * WIDTH
-        _move(fresh_v_ptr, k_ptr + WIDTH, group - KV_GROUPS, None, eps, None, None, NUM_KV, HALF, GROUP)
+        fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
+        group -= KV_GROUPS
+        _move(fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, NUM_KV, HALF, WIDTH, GROUP)
 
 
 @triton.jit
@@ -252,34 +270,47 @@ def _move(
     sin_ptr,
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written."""
     heads_G = group * GROUP + tl.arange(0, GROUP)
-    columns_C = tl.arange(0, HALF)
-    inside_G1 = (heads_G < NUM_HEADS)[:, None]
+    columns_C = tl.arange(0, WIDTH)
+    inside = (heads_G < NUM_HEADS)[:, None]
+    if HALF < WIDTH:
+        inside = inside & (columns_C < HALF)[None, :]
     offsets_GC = heads_G[:, None] * (2 * HALF) + columns_C[None, :]
-    low_GC = tl.load(from_ptr + offsets_GC, mask=inside_G1, other=0.0)
-    high_GC = tl.load(from_ptr + offsets_GC + HALF, mask=inside_G1, other=0.0)
+    low_GC = tl.load(from_ptr + offsets_GC, mask=inside, other=0.0)
+    high_GC = tl.load(from_ptr + offsets_GC + HALF, mask=inside, other=0.0)
     if norm_ptr is not None:
-        low_GC, high_GC = _norm(low_GC, high_GC, norm_ptr + columns_C, eps, HALF)
+        low_GC, high_GC = _norm(low_GC, high_GC, norm_ptr, columns_C, eps, HALF, WIDTH)
     if cos_ptr is not None:
-        cos_C, sin_C = tl.load(cos_ptr + columns_C), tl.load(sin_ptr + HALF + columns_C)
+        cos_C = _load_columns(cos_ptr, columns_C, HALF, WIDTH)
+        sin_C = _load_columns(sin_ptr + HALF, columns_C, HALF, WIDTH)
         low_GC, high_GC = _rotate(low_GC, high_GC, cos_C[None, :], sin_C[None, :])
-    tl.store(to_ptr + offsets_GC, low_GC, mask=inside_G1)
-    tl.store(to_ptr + offsets_GC + HALF, high_GC, mask=inside_G1)
+    tl.store(to_ptr + offsets_GC, low_GC, mask=inside)
+    tl.store(to_ptr + offsets_GC + HALF, high_GC, mask=inside)
 
 
 @triton.jit
-def _norm(low_GC, high_GC, weight_ptrs_C, eps, HALF: tl.constexpr):
+def _load_columns(ptr, columns_C, HALF: tl.constexpr, WIDTH: tl.constexpr):
+    """Half a head's numbers, and zeros behind them."""
+    if HALF < WIDTH:
+        return tl.load(ptr + columns_C, mask=columns_C < HALF, other=0.0)
+    else:
+        return tl.load(ptr + columns_C)
+
+
+@triton.jit
+def _norm(low_GC, high_GC, weight_ptr, columns_C, eps, HALF: tl.constexpr, WIDTH: tl.constexpr):
     """Rounded before the weight and after it, as HeadNorm's two operations do; with a wider weight once."""
     dtype = low_GC.dtype
-    inner: tl.constexpr = weight_ptrs_C.dtype.element_ty
+    inner: tl.constexpr = weight_ptr.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
     squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
     scale_G1 = tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
-    weight_low_1C = tl.load(weight_ptrs_C).to(tl.float32)[None, :]
-    weight_high_1C = tl.load(weight_ptrs_C + HALF).to(tl.float32)[None, :]
+    weight_low_1C = _load_columns(weight_ptr, columns_C, HALF, WIDTH).to(tl.float32)[None, :]
+    weight_high_1C = _load_columns(weight_ptr + HALF, columns_C, HALF, WIDTH).to(tl.float32)[None, :]
     low_GC = (low_GC * scale_G1).to(inner).to(tl.float32) * weight_low_1C
     high_GC = (high_GC * scale_G1).to(inner).to(tl.float32) * weight_high_1C
     return low_GC.to(dtype), high_GC.to(dtype)

@@ -82,6 +82,7 @@ class _CpuAttention:
         shape, group = self._shape, cache.group(layer)
         layers.norm_rotate_write(
             qkv_NO,
+            shape.head_dim,
             shape.num_heads,
             shape.num_kv_heads,
             self._norm_JD,
@@ -91,7 +92,7 @@ class _CpuAttention:
             step.kv_slots[group],
             cache.slots(layer),
         )
-        q_NQD = qkv_NO.view(len(qkv_NO), -1, shape.head_dim)[:, : shape.num_heads]
+        q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
         return paged_attention(
             q_NQD,
             cache,
@@ -116,6 +117,7 @@ class _CpuContextWriter:
     ) -> None:
         layers.norm_rotate_write(
             kv_NO,
+            self._norm_JD.shape[1],
             0,
             self._num_kv,
             self._norm_JD,

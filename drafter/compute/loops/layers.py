@@ -6,7 +6,7 @@ the dtype and round once, when the result is written; a row's result does not de
 `gpu/` has kernels for; called by `backend.py`.
 
 Legend: N rows, H hidden, I inner size, Q query heads, K kv heads, L layers, J = Q + 2 L K heads of a row, D
-head dim, T positions, S slots of a layer's K/V.
+head dim, F that of values, T positions, S slots of a layer's K/V, w values of a slot, W all of all slots.
 """
 
 # Numba's functions are typed when they are compiled, not by annotations.
@@ -47,6 +47,7 @@ def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def norm_rotate_write(
     x_NO: Tensor,
+    head_dim: int,
     num_heads: int,
     num_kv_heads: int,
     norm_JD: Tensor | None,
@@ -54,21 +55,24 @@ def norm_rotate_write(
     rope: RotaryEmbedding | None,
     positions_N: Tensor,
     slots_N: Tensor,
-    kv_LS2KD: Tensor,
+    kv_LSw: Tensor,
 ) -> None:
     """Norm and rotate q (in place) and k, and write k and v to their slots.
 
     Args:
-        x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous.
+        x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous; of D, values of F.
+        head_dim: D.
         num_heads, num_kv_heads: Q and K.
         norm_JD: RMSNorm's weights of the heads of q and k, [Q + L * K, D]; None norms nothing.
         rope: None rotates nothing.
         positions_N: absolute positions, int64.
         slots_N: where K and V go in every layer, int64.
-        kv_LS2KD: the layers' K/V, contiguous.
+        kv_LSw: the layers' K/V, each slot's contiguous.
     """
-    num_layers, num_slots, _, _, head_dim = kv_LS2KD.shape
-    _norm_rotate_write(head_dim, norm_JD is not None, rope is not None)(
+    num_layers, _, width = kv_LSw.shape
+    layer_stride, slot_stride, _ = kv_LSw.stride()
+    v_head_dim = width // num_kv_heads - head_dim
+    _norm_rotate_write(head_dim, v_head_dim, norm_JD is not None, rope is not None)(
         x_NO.data_ptr(),
         len(x_NO),
         num_heads,
@@ -81,8 +85,9 @@ def norm_rotate_write(
         0 if rope is None else len(rope.cos_TD),
         positions_N.data_ptr(),
         slots_N.data_ptr(),
-        kv_LS2KD.data_ptr(),
-        num_slots,
+        kv_LSw.data_ptr(),
+        layer_stride,
+        slot_stride,
         LIKE[x_NO.dtype],
         LIKE[x_NO.dtype if norm_JD is None else norm_JD.dtype],
     )
@@ -117,8 +122,8 @@ def _rms_norm(x, weight, y, num_rows, width, eps, like, weight_like):
 
 
 @cache
-def _norm_rotate_write(head_dim, has_norm, rotates):
-    """The kernel for one head dim: loops as short as a head are fast only where their length is known."""
+def _norm_rotate_write(head_dim, v_head_dim, has_norm, rotates):
+    """The kernel for one size: loops as short as a head are fast only where their length is known."""
     half = head_dim // 2
 
     @sums
@@ -136,48 +141,54 @@ def _norm_rotate_write(head_dim, has_norm, rotates):
         positions,
         slots,
         kv,
-        num_slots,
+        layer_stride,
+        slot_stride,
         like,
         norm_like,
     ):
         num_keys = num_layers * num_kv
-        x_NJD = carray(pointer(x, like), (num_rows, num_heads + 2 * num_keys, head_dim))
+        values = (num_heads + num_keys) * head_dim
+        x_NO = carray(pointer(x, like), (num_rows, values + num_keys * v_head_dim))
         norm_JD = carray(pointer(norm, norm_like), (num_heads + num_keys, head_dim))
         cos_TD = carray(pointer(cos, like), (num_positions, head_dim))
         sin_TD = carray(pointer(sin, like), (num_positions, head_dim))
         positions_N = carray(pointer(positions, np.int64(0)), (num_rows,))
         slots_N = carray(pointer(slots, np.int64(0)), (num_rows,))
-        kv_LS2KD = carray(pointer(kv, like), (num_layers, num_slots, 2, num_kv, head_dim))
+        kv_W = carray(pointer(kv, like), (num_layers * layer_stride,))
         head_D = np.empty(head_dim, dtype=np.float32)
         for n in range(num_rows):
             t, slot = positions_N[n], slots_N[n]
             for j in range(num_heads + num_keys):
+                x_D = x_NO[n, j * head_dim : (j + 1) * head_dim]
                 if has_norm:
                     total = np.float32(0)
                     for d in range(head_dim):
-                        total += float_of(x_NJD[n, j, d]) * float_of(x_NJD[n, j, d])
+                        total += float_of(x_D[d]) * float_of(x_D[d])
                     scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + np.float32(eps))
                     for d in range(head_dim):
-                        head_D[d] = float_of(x_NJD[n, j, d]) * scale * float_of(norm_JD[j, d])
+                        head_D[d] = float_of(x_D[d]) * scale * float_of(norm_JD[j, d])
                 else:
                     for d in range(head_dim):
-                        head_D[d] = float_of(x_NJD[n, j, d])
+                        head_D[d] = float_of(x_D[d])
                 if rotates:
                     for d in range(half):
                         swapped = head_D[d + half] * float_of(sin_TD[t, d])
-                        x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                        x_D[d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
                     for d in range(half, head_dim):
                         swapped = head_D[d - half] * float_of(sin_TD[t, d])
-                        x_NJD[n, j, d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
+                        x_D[d] = rounded(head_D[d] * float_of(cos_TD[t, d]) + swapped, like)
                 else:
                     for d in range(head_dim):
-                        x_NJD[n, j, d] = rounded(head_D[d], like)
+                        x_D[d] = rounded(head_D[d], like)
             for layer in range(num_layers):
+                at = layer * layer_stride + slot * slot_stride
                 for k in range(num_kv):
-                    j = num_heads + layer * num_kv + k
+                    key = (num_heads + layer * num_kv + k) * head_dim
+                    value = values + (layer * num_kv + k) * v_head_dim
                     for d in range(head_dim):
-                        kv_LS2KD[layer, slot, 0, k, d] = x_NJD[n, j, d]
-                        kv_LS2KD[layer, slot, 1, k, d] = x_NJD[n, j + num_keys, d]
+                        kv_W[at + k * head_dim + d] = x_NO[n, key + d]
+                    for d in range(v_head_dim):
+                        kv_W[at + num_kv * head_dim + k * v_head_dim + d] = x_NO[n, value + d]
 
     return kernel
 

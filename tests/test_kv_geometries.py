@@ -1,0 +1,200 @@
+"""Targets whose layers differ in K/V heads and their sizes, and in windows: against full attention by hand.
+
+No family: specs and weights are made up here, so that a layer's geometry is all that is tried. Pages are
+planned as the loader plans them (narrow layers share planes), prompts come in chunks and in company.
+
+Legend: N rows, Q query heads, K kv heads, D head dim, F head dim of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICE
+from manta.actors.targets.families.plain import TENSORS
+from manta.actors.targets.model.decoder import Decoder
+from manta.actors.targets.model.parallel import Communicator, Sharding, SingleRank
+from manta.actors.targets.model.spec import Attention, GatedMLP, LayerSpec, ModelSpec
+from manta.actors.targets.model.weights import TargetWeights, target_shapes
+from manta.cluster.page_groups import plan_pages
+from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.rope import RopeConfig
+from manta.drafter.step.states import RequestStates
+from steps import Steps
+from test_target_parallel import ThreadRanks
+from torch import Tensor
+
+HIDDEN, VOCAB, MAX_LEN, NUM_SLOTS, EPS = 64, 40, 128, 4, 1e-5
+WINDOW = 9
+
+
+def _layer(heads: int, kv_heads: int, dim: int, window: int | None, v_dim: int | None = None) -> LayerSpec:
+    mixer = Attention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=v_dim,
+        rope=RopeConfig(dim, 1e4 if window else 1e6, "default", {}),
+        scale=0.3,
+        window=window,
+        qk_norm=v_dim is None,
+        bias=v_dim is not None,
+    )
+    return LayerSpec(mixer=mixer, mlp=GatedMLP(inner_size=96))
+
+
+def _spec(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec(
+        architecture="MadeUp",
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        layers=layers,
+        rms_norm_eps=EPS,
+        tied_head=False,
+        tensors=TENSORS,
+        max_position_embeddings=MAX_LEN,
+        dtype="float32",
+        eos_token_ids=(0,),
+    )
+
+
+SPECS = {
+    # As Gemma 4's: full layers have fewer, wider heads, and half a sliding layer's width: two in a plane.
+    "heads by layer": _spec(*[_layer(4, 4, 16, WINDOW), _layer(4, 1, 32, None)] * 2),
+    # As MiMo's: values shorter than keys, whose size is no power of two; full layers have half the heads.
+    "shorter values": _spec(*[_layer(4, 1, 24, None, 16), _layer(4, 2, 24, WINDOW, 16)] * 2),
+    # All see everything, and the widths do not divide each other: two groups for one window.
+    "query heads by layer": _spec(_layer(4, 2, 16, None), _layer(2, 1, 24, None), _layer(4, 1, 16, None)),
+}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "eager": TorchBackend,
+    "loops": CpuBackend,
+    "triton": lambda: TritonBackend(DEVICE),
+}
+
+
+class MadeUp:
+    """Random weights of a spec; a `TensorSource`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.shapes = target_shapes(spec)
+        generator = torch.Generator().manual_seed(3)
+        self._tensors = {
+            name: torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 0.3)
+            + (len(shape) == 1)
+            for name, shape in self.shapes.items()
+        }
+
+    def get(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        return self._tensors[name].narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def _rotate(x_NJD: Tensor, theta: float) -> Tensor:
+    dim = x_NJD.shape[-1]
+    angle_NC = torch.arange(len(x_NJD))[:, None] * theta ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = angle_NC.cos()[:, None], angle_NC.sin()[:, None]
+    low, high = x_NJD.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def full_attention(spec: ModelSpec, tokens: list[int]) -> Tensor:
+    """Logits of a whole sequence, from the definition."""
+    made = MadeUp(spec)
+    x = made.get("model.embed_tokens.weight")[tokens]
+    for i, layer in enumerate(spec.layers):
+        at, mixer = f"model.layers.{i}.", layer.mixer
+
+        def heads(kind: str, dim: int, u: Tensor, at: str = at, mixer: Attention = mixer) -> Tensor:
+            y = u @ made.get(f"{at}self_attn.{kind}_proj.weight").T
+            if mixer.bias:
+                y = y + made.get(f"{at}self_attn.{kind}_proj.bias")
+            y_NJD = y.unflatten(1, (-1, dim))
+            if kind != "v" and mixer.qk_norm:
+                y_NJD = _norm(y_NJD, made.get(f"{at}self_attn.{kind}_norm.weight"))
+            return y_NJD if kind == "v" else _rotate(y_NJD, mixer.rope.theta)
+
+        u = _norm(x, made.get(at + "input_layernorm.weight"))
+        q_NQD = heads("q", mixer.head_dim, u)
+        k_NQD, v_NQF = (
+            heads(kind, dim, u).repeat_interleave(mixer.num_heads // mixer.num_kv_heads, dim=1)
+            for kind, dim in (("k", mixer.head_dim), ("v", mixer.value_dim))
+        )
+        back = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
+        hidden = (back < 0) | (back >= (mixer.window or MAX_LEN))
+        scores = torch.einsum("nqd,tqd->qnt", q_NQD, k_NQD) * mixer.scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        attended = torch.einsum("qnt,tqf->nqf", weights, v_NQF).flatten(1)
+        x = x + attended @ made.get(at + "self_attn.o_proj.weight").T
+        u = _norm(x, made.get(at + "post_attention_layernorm.weight"))
+        gate, up = (u @ made.get(f"{at}mlp.{kind}_proj.weight").T for kind in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ made.get(at + "mlp.down_proj.weight").T
+    return _norm(x, made.get("model.norm.weight")) @ made.get("lm_head.weight").T
+
+
+LENGTHS = [40, 22, 42, 17]
+SCHEDULE = [{0: 17, 1: 5}, {0: 1, 1: 16, 2: 40}, {2: 1, 0: 16, 1: 1}, {0: 6, 3: 1}, {3: 1, 2: 1}, {3: 15}]
+
+
+def tokens_of(slot: int) -> list[int]:
+    return np.random.default_rng(slot).integers(0, VOCAB, LENGTHS[slot]).tolist()
+
+
+@torch.inference_mode()
+def in_pages(spec: ModelSpec, communicator: Communicator, backend: Backend) -> list[Tensor]:
+    """Logits of all requests, computed in chunks over the pages that the loader would plan."""
+    sharding = Sharding(spec, communicator.rank, communicator.world_size)
+    pages = plan_pages(spec.windows, [], MAX_LEN, sharding.kv_geometries())
+    device = torch.device(DEVICE) if isinstance(backend, TritonBackend) else torch.device("cpu")
+    weights = TargetWeights(MadeUp(spec), spec, sharding, torch.float32, device)
+    model = Decoder(weights, (), MAX_LEN, communicator, backend, pages.target)
+    steps = Steps(NUM_SLOTS, MAX_LEN, num_groups=len(pages.groups))
+    num_pages = len(pages.groups) * NUM_SLOTS * MAX_LEN // steps.page_size
+    cache = model.new_cache(num_pages, steps.page_size)
+    cache.kv.fill_(100.0)  # what is seen unwritten must show
+    size = (NUM_SLOTS, MAX_LEN, (num_pages,), steps.page_size, device)
+    states = RequestStates(*size, backend.attention_batch, pages=pages)
+    admitted = [steps.admit(slot, tokens_of(slot)) for slot in range(NUM_SLOTS)]
+    logits: list[list[Tensor]] = [[] for _ in LENGTHS]
+    for rows in SCHEDULE:
+        slots, counts = list(rows), list(rows.values())
+        computed = [sum(map(len, logits[slot])) for slot in slots]
+        drafts = [n - 1 for n in counts]
+        plan = steps.plan(slots, computed, counts, drafts, admitted=admitted)
+        admitted = []
+        states.apply(plan)
+        placed = states.lay_out_rows(plan)
+        normed, _ = model.forward(placed.token_ids_N, placed, cache)
+        for slot, part in zip(slots, model.logits(normed).split(counts), strict=True):
+            logits[slot].append(part)
+    return [torch.cat(parts).cpu() for parts in logits]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_of_several_geometries_attend_as_full_attention_does(backend: str, name: str) -> None:
+    spec = SPECS[name]
+    for slot, logits in enumerate(in_pages(spec, SingleRank(), BACKENDS[backend]())):
+        torch.testing.assert_close(logits, full_attention(spec, tokens_of(slot)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["heads by layer", "shorter values"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_kv_heads_of_some_layers_and_repeat_others(name: str, world_size: int) -> None:
+    """Of four ranks each has a head of its own in sliding layers, the one head of full ones: other widths."""
+    spec = SPECS[name]
+    for logits in ThreadRanks(world_size).run(lambda rank: in_pages(spec, rank, TorchBackend())):
+        for slot, part in enumerate(logits):
+            torch.testing.assert_close(part, full_attention(spec, tokens_of(slot)), atol=1e-4, rtol=1e-4)
