@@ -156,7 +156,6 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
         spec = read_model(target)
         drafter_window = 20 if any(spec.windows) else None
-        keys = json.loads((target / "config.json").read_text())
         drafter = make_tiny_drafter(
             folder / "drafter",
             hidden_size=spec.hidden_size,

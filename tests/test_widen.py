@@ -86,7 +86,7 @@ def test_what_is_added_is_work_and_not_zeros(tiny_qwen3: Path, tiny_drafter: Pat
     width = Width(128, 192, 8, 4)
     widen_pair(tiny_qwen3, tiny_drafter, tmp_path / "wide", width, layers=5, drafter_layers=2)
     spec = read_model(tmp_path / "wide" / "target")
-    assert (spec.hidden_size, spec.num_layers, spec.head_dim) == (128, 5, 16)
+    assert (spec.hidden_size, spec.num_layers, spec.layers[0].mixer.head_dim) == (128, 5, 16)
     for layer in spec.layers:
         assert (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mlp.inner_size) == (8, 4, 192)
     wide = TensorFolder(tmp_path / "wide" / "target")

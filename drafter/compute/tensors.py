@@ -75,8 +75,8 @@ class TensorFolder:
         dtype = self._open[self._file_of[name]].get_slice(name).get_dtype()
         if dtype.startswith("F8"):
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is in FP8 ({dtype}), but has no scale beside it, or config.json names"
-                " no quantization_config. Take config.json and weights from one revision.",
+                f"{self.folder}: tensor {name} is in FP8 ({dtype}), without a scale beside it, or config.json"
+                " names no quantization_config. Take config.json and weights from one revision.",
                 param=name,
             )
 

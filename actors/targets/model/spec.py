@@ -23,7 +23,8 @@ from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # Dimensions of tensors. Ranks share out query heads, K/V heads, inner states and token ids, and of experts
-# either their inner states or the experts; not the rest. "inner" is a dense MLP's, "shared" that of the
+# either their inner states or the experts; not the rest. "value" is of K/V heads' values, "attended" of what
+# each query head makes of them; "inner" is a dense MLP's, "shared" that of the
 # expert that all rows share, "experts" the router's, whole; "expert_gate_up" are an expert's gate rows, then
 # its up rows, "expert_pairs" the same rows taking turns; "_blocks" are those of packed weights
 # (`drafter/compute/mxfp4.py`), "block_bytes" what one holds; "one" is one. "value": of K/V heads' values,
