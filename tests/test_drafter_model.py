@@ -149,8 +149,9 @@ def test_batched_paged_blocks_equal_the_oracle(variant: str, tmp_path: Path):
             assert torch.allclose(ours[kept], expected[kept], atol=3e-5)
 
 
-def test_bf16_blocks_are_near_the_oracle(tmp_path: Path):
-    pair = load_pair(tmp_path, VARIANTS["z-lab full attention"], torch.bfloat16)
+@pytest.mark.parametrize("variant", ["z-lab full attention", "z-lab biases", "z-lab second"])
+def test_bf16_blocks_are_near_the_oracle(variant: str, tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS[variant], torch.bfloat16)
     taps = random_taps([30, 9])
     requests = Requests(pair.ours, [30, 9], taps)
     for ours, context, anchor in zip(requests.block_logits([15, 15]), taps, requests.anchors, strict=True):
