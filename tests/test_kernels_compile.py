@@ -160,8 +160,9 @@ def _forbid(dtype: str) -> Variant:
 
 def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
     """Two taps, a kernel for 16 channels."""
-    given = ("x", "dynamic", "base", "y", *(("residual",) if residual else ()))
+    given = ("x", "base", "y", *(("residual",) if residual else ()))
     signature = dict.fromkeys(given, f"*{dtype}:16") | {"owners": "*i32", "num_rows": "i32"}
+    signature |= {"dynamic": f"*{dtype}"}
     signature |= {"row_stride": "i32:16", "tap_stride": "i32:16"}
     constexprs = {"HIDDEN": hidden, "GROUP": 16, "TAPS": 2, "ROWS": 4, "COLUMNS": 256, "PDL": True}
     return Variant("_convolve", signature, constexprs | ({} if residual else {"residual": None}))

@@ -25,6 +25,7 @@ from manta.cluster.plan import AdmittedRequest, SlotSampling
 from manta.drafter.compute.gpu.attention import verify_attention
 from manta.drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, rows_from_host
 from manta.drafter.compute.gpu.work import list_work
+from manta.drafter.compute.tensors import TensorFolder
 from steps import settings
 from tiny import make_tiny_drafter, make_tiny_target
 from triton.backends.compiler import GPUTarget
@@ -87,6 +88,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
     drafter = make_tiny_drafter(folder / "drafter", hidden_size=72, sliding_window=7, second=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", lambda kernel, *a, **k: keys.take(kernel, *a, **k))
+        # On a GPU weights are copied out of their files, to where tensors begin at multiples of 16.
+        get = TensorFolder.get
+        patch.setattr(TensorFolder, "get", lambda folder, name: get(folder, name).clone())
         # What a kernel would have written is read by PyTorch's operators between them.
         patch.setattr(torch, "empty", torch.zeros)
         patch.setattr(torch, "empty_like", torch.zeros_like)

@@ -11,7 +11,6 @@ whose attention, pages and steps are others' (`TinyFamily.lean`) have one cell o
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -127,6 +127,29 @@ def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
         assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
 
 
+def test_a_dflash2_drafter_proposes_on_two_ranks_what_it_does_on_one(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Its candidates are of a head that is split."""
+    drafter = make_tiny_drafter(tmp_path / "drafter", second=True)
+
+    def proposals(runner) -> list[list[list[int]]]:
+        found, propose = [], runner.drafts.propose
+
+        def listen(*args: object) -> torch.Tensor:
+            found.append((drafts_RK := propose(*args)).tolist())
+            return drafts_RK
+
+        runner.drafts.propose = listen
+        tokens_by_steps(runner, PROMPTS, 3)
+        return found
+
+    expected = proposals(load_runner(settings(tiny_qwen3, drafter, num_pages=80))[0])
+    config = settings(tiny_qwen3, drafter, num_pages=80, tensor_parallel_size=2)
+    assert ThreadRanks(2).run(lambda rank: proposals(load_runner(config, rank)[0])) == [expected] * 2
+    assert sum(len(row) for step in expected for row in step) == 3 * 3 * len(PROMPTS)
+
+
 def test_ranks_read_only_their_slices(target: Path) -> None:
     config = read_model(target)
     cpu = torch.device("cpu")

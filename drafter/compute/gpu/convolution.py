@@ -54,7 +54,8 @@ def convolve(
     return y_NH
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["owners"])
+# Kernels of the second side begin anywhere; owners may be a view.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["dynamic", "owners"])
 def _convolve(
     x,
     dynamic,
