@@ -12,7 +12,19 @@ from pathlib import Path
 
 from ....drafter.compute.config_json import Json, overridden, read_json, text_config, wrong
 from ..model.spec import ModelSpec
-from . import gemma3, gemma4, glm4_moe, llama, minimax_m2, mistral, muse_glimmer, qwen2, qwen3, qwen3_moe
+from . import (
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mistral,
+    muse_glimmer,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 Reader = Callable[[Json, str], ModelSpec]
 
@@ -31,6 +43,7 @@ FAMILIES: Mapping[str, Reader] = {
     "MuseGlimmerForConditionalGeneration": muse_glimmer.read,
     "Glm4MoeForCausalLM": glm4_moe.read,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
+    "GptOssForCausalLM": gpt_oss.read,
 }
 
 

@@ -141,7 +141,10 @@ class TargetWeights:
             tensor = rope.arranged(tensor)
         if rule.transform is not None:
             tensor = rule.transform(tensor)
-            return tensor if tensor.dtype is torch.float32 else tensor.to(self._dtype)
+            if tensor.dtype is torch.float32:
+                return tensor
+        if tensor.dtype is torch.uint8:
+            return tensor  # packed
         stays_fp32 = part in _PRECISE or (self.spec.fp32_norms and part.endswith("norm"))
         return tensor.to(torch.float32 if stays_fp32 else self._dtype)
 
