@@ -34,6 +34,7 @@ PLAIN: dict[tuple[str, str], Callable[[Any], object]] = {  # Any: dataclasses of
     ("RoutedMLP", "activation"): lambda _: "silu",
     ("RoutedMLP", "limit"): lambda mlp: 7.0 if mlp.activation == "swiglu_clamped" else None,
     ("Router", "score"): lambda router: "sigmoid" if router.score == "softmax" else "softmax",
+    ("Router", "renormalize"): lambda router: not router.choose_first,  # whose weights sum to 1 anyway
 }
 # Said to backends alone, which are asked for less without it: weights are what their transforms make of them.
 TOLD_TO_BACKENDS = frozenset({"ModelSpec.fp32_norms"})
