@@ -20,7 +20,15 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import UnprocessableError
 from manta.cluster.limits import SchedulerConfig
-from manta.cluster.page_groups import LayerPlace, PageGroup, PagePlan, plan_pages, share_pages
+from manta.cluster.page_groups import (
+    KVGeometry,
+    LayerPlace,
+    PageGroup,
+    PagePlan,
+    plan_pages,
+    plane_width,
+    share_pages,
+)
 from manta.cluster.pages import PagePool
 from manta.cluster.plan import SchedulerOutput
 from manta.cluster.prefix_cache import PrefixCache
@@ -103,6 +111,86 @@ def test_every_layer_has_a_place_of_its_own_that_keeps_what_it_sees(
             assert group.pool == min(pool, plan.num_pools - 1)
     assert {place.group for place in (*plan.target, *plan.drafter)} == set(range(len(plan.groups)))
     assert (None in target) <= (plan.groups[0].window is None)
+
+
+# Layers of several geometries.
+
+GEMMA4_31B = [None if i % 6 == 5 else 1024 for i in range(60)]
+
+
+def gemma4_31b(ranks: int = 1) -> list[KVGeometry]:
+    """Of each layer on a rank: 16 heads of 256 where it slides, 4 of 512 where it does not."""
+    wide, narrow = KVGeometry(16 // ranks, 256, 256), KVGeometry(max(4 // ranks, 1), 512, 512)
+    return [narrow if window is None else wide for window in GEMMA4_31B]
+
+
+def bytes_held(plan: PagePlan, geometries: list[KVGeometry], num_tokens: int, page: int, rows: int) -> int:
+    """Of a sequence in bf16, in the pages that it holds."""
+    plane_bytes = 2 * page * plane_width(plan.target, geometries)
+    return plan.pages_per_sequence(num_tokens, page, rows)[0] * plan.num_planes(plan.target, 0) * plane_bytes
+
+
+def test_two_layers_of_half_the_width_share_a_plane() -> None:
+    wide, narrow = KVGeometry(2, 16, 16), KVGeometry(1, 16, 16)
+    plan = plan_pages([8, 8, None, None], [], 100, [wide, wide, narrow, narrow])
+    assert plan.groups == (FULL, PageGroup(window=8), PageGroup(window=8))
+    assert plan.target == (LayerPlace(1, 0), LayerPlace(2, 0), LayerPlace(0, 0, 0), LayerPlace(0, 0, 1))
+
+
+def test_layers_that_see_alike_share_a_group_only_if_their_heads_are_alike() -> None:
+    kinds = [KVGeometry(4, 16, 16), KVGeometry(1, 64, 64)] * 2  # of one width, but not of one layout
+    plan = plan_pages([None] * 4, [], 100, kinds)
+    assert plan.groups == (FULL, FULL) and [place.group for place in plan.target] == [0, 1, 0, 1]
+
+
+def test_gemma_4_31b_holds_a_long_sequence_in_little_more_than_it_sees() -> None:
+    """819 KB a token in sliding layers, 82 KB in full ones: 29.5 GB at 32k were nothing given back."""
+    length, page, rows, kinds = 32768, 16, 2048, gemma4_31b()
+    plan = plan_pages(GEMMA4_31B, [], length, kinds)
+    assert plan.num_pools == 1 and plan.num_planes(plan.target, 0) == 5, "no plane is unused"
+    assert len(plan.groups) == 11 and {place.part for place in plan.target} == {0, 1}
+    everything = 2 * length * sum(kind.width for kind in kinds)
+    assert everything == pytest.approx(29.5e9, rel=0.01)
+    seen = 2 * sum(kind.width * (window or length) for kind, window in zip(kinds, GEMMA4_31B, strict=True))
+    assert seen == pytest.approx(3.5e9, rel=0.01)
+    assert bytes_held(plan, kinds, length, page, rows=1) < 1.02 * seen, "while it decodes"
+    # Entering in chunks of 2048 rows it holds each chunk beside the window.
+    assert bytes_held(plan, kinds, length, page, rows) < seen + 1.02 * 2 * 50 * kinds[0].width * rows
+
+
+def test_ranks_that_repeat_heads_plan_their_own_pages() -> None:
+    """Eight ranks have two sliding heads and, twice over, one of the four full ones: layers equally wide."""
+    kinds = gemma4_31b(ranks=8)
+    assert len({kind.width for kind in kinds}) == 1
+    plan = plan_pages(GEMMA4_31B, [], 32768, kinds)
+    assert {place.part for place in plan.target} == {0} and plan.num_planes(plan.target, 0) == 10
+
+
+@given(
+    st.lists(
+        st.tuples(windows, st.integers(1, 3), st.sampled_from([(4, 4), (8, 8), (6, 4)])),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(2, 50),
+)
+def test_no_two_layers_of_any_geometries_share_a_value_of_a_token(
+    layers: list[tuple[int | None, int, tuple[int, int]]], max_model_len: int
+) -> None:
+    kinds = [KVGeometry(heads, *sizes) for _, heads, sizes in layers]
+    plan = plan_pages([window for window, _, _ in layers], [], max_model_len, kinds)
+    width, taken = plane_width(plan.target, kinds), set()
+    assert width == max(kind.width for kind in kinds), "planes are no wider than a layer"
+    for (window, _, _), kind, place in zip(layers, kinds, plan.target, strict=True):
+        values = range(place.part * kind.width, (place.part + 1) * kind.width)
+        mine = {(place.group, place.plane, value) for value in values}
+        assert not mine & taken and values.stop <= width
+        taken |= mine
+        kept = plan.groups[place.group].window or max_model_len
+        assert kept >= min(window or max_model_len, max_model_len)
+    for group in range(len(plan.groups)):
+        members = {kind for kind, place in zip(kinds, plan.target, strict=True) if place.group == group}
+        assert len(members) == 1, "a group's layers are of one geometry"
 
 
 # How much a sequence holds, and how pools share memory.

@@ -21,7 +21,7 @@ from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 from .rope import RopeConfig, RotaryEmbedding
 
-_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 512, 4, 2
+_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 1280, 4, 2  # so many inputs as libraries sum in parts
 _EXPERTS, _EXPERT_INNER = 8, 64
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
 _COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
