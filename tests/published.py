@@ -168,8 +168,10 @@ def spec_of(name: str) -> ModelSpec | None:
 
 def num_params(spec: ModelSpec) -> int:
     """Of all tensors that the family reads."""
-    plain = spec.in_form(spec.expert_forms[0]) if spec.expert_forms else spec
-    return sum(math.prod(shape) for shape in target_shapes(plain).values())
+    per_element = {"_blocks": 2, "_scales": 0}  # of packed weights: two in a byte
+    return sum(
+        per_element.get(name[-7:], 1) * math.prod(shape) for name, shape in target_shapes(spec).items()
+    )
 
 
 def kv_by_window(shape: ModelShape) -> dict[int | None, int]:

@@ -7,18 +7,24 @@ Called for `load_format="dummy"` (`actors/targets/loading/rank.py`) and by `jobs
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from .mxfp4 import BLOCK
+
+_CODES_STD = 2.9  # of the sixteen values of four bits
+
 
 class RandomTensors:
     """A `TensorSource` of given shapes: vectors are 1, biases 0, matrices of variance 1 / columns.
 
     Args:
-        dtype, device: of all tensors, but for a drafter's map of tokens (`d2t`), which is int64.
+        dtype, device: of all tensors; but a drafter's map of tokens (`d2t`) is int64, packed weights
+            (`mxfp4.py`) are bytes.
     """
 
     def __init__(
@@ -36,6 +42,13 @@ class RandomTensors:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(shape, fill, dtype=self._dtype, device=self._device)
         self._generator.manual_seed(zlib.crc32(name.encode()))
+        if name.endswith("_blocks"):
+            return torch.randint(
+                256, shape, generator=self._generator, dtype=torch.uint8, device=self._device
+            )
+        if name.endswith("_scales"):
+            exponent = 127 - round(math.log2(_CODES_STD * (shape[-1] * BLOCK) ** 0.5))
+            return torch.full(shape, exponent, dtype=torch.uint8, device=self._device)
         tensor = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
         return tensor.mul_(shape[-1] ** -0.5)
 
