@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from manta.actors.batch.identity import settings_identity
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.plan import plan_load
-from manta.actors.targets.loading.rank import Checkpoints
+from manta.actors.targets.loading.rank import Checkpoints, load_runner
+from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.parallel import Sharding
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import CheckpointError, ConfigError
+from manta.drafter.compute.mxfp4 import MXFP4
 from manta.drafter.compute.random_tensors import RandomTensors
 from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.cli import main
+from steps import settings
 from text_pair import make_text_pair
+from tiny import make_tiny_target
 
 SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")
 
@@ -73,6 +78,33 @@ def test_ranks_hold_parts_of_one_whole(pair: tuple[Path, Path]) -> None:
     )
     assert torch.equal(whole.embedding(), torch.cat([rank.embedding() for rank in ranks]))
     assert not torch.equal(whole.layer(1).o_HO, whole.layer(2).o_HO)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_starts_at_reduced_depth(tmp_path: Path, family: str) -> None:
+    """Loading ends with steps of a made-up prompt; their logits are numbers, and of no single token."""
+    folder = make_tiny_target(tmp_path, family, seed=3)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    config = settings(folder, load_format="dummy", hf_overrides={"num_hidden_layers": 2}, num_pages=32)
+    runner, _ = load_runner(config)
+    assert len(runner.model.spec.layers) == 2
+    hidden = torch.randn(3, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = runner.model.logits(hidden)
+    assert logits.isfinite().all() and logits.std() > 0.1
+
+
+def test_packed_experts_are_made_up_as_bytes(tmp_path: Path) -> None:
+    """Their values vary as those of any matrix do."""
+    folder = make_tiny_target(tmp_path, "gpt_oss", intermediate_size=64)
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    plan = plan_load(settings(folder, load_format="dummy", hf_overrides=packed))
+    mlp = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0).mlp
+    assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, MXFP4)
+    assert mlp.experts.down.blocks_EOBJ.dtype is torch.uint8
+    values = mlp.experts.down.dequantised(torch.float32)
+    assert values.shape == (8, 64, 64) and float(values.std()) == pytest.approx(64**-0.5, rel=0.4)
 
 
 def test_made_up_tensors_keep_variance_and_map_tokens_to_themselves() -> None:
