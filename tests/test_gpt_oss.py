@@ -15,7 +15,7 @@ from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.weights import TargetWeights
+from manta.actors.targets.model.weights import LayerWeights, TargetWeights
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.experts import ExpertWeights
 from manta.drafter.compute.layers import RMSNorm
@@ -91,7 +91,7 @@ def publish(saved: Path, folder: Path) -> Path:
     rope = keys.pop("rope_parameters")
     for key in ("dtype", "swiglu_alpha"):
         del keys[key]
-    keys |= {"torch_dtype": "bfloat16", "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    keys |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     keys["quantization_config"] = GPT_OSS_20B["quantization_config"]
     (folder / "config.json").write_text(json.dumps(keys))
     return folder
@@ -107,10 +107,13 @@ def published(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish(saved, tmp_path_factory.mktemp("published") / "model")
 
 
-def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeights:
+def layer_of(folder: Path, rank: int = 0, world_size: int = 1) -> LayerWeights:
     spec = read_model(folder)
-    weights = TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU)
-    mlp = weights.layer(1).mlp
+    return TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU).layer(1)
+
+
+def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeights:
+    mlp = layer_of(folder, rank, world_size).mlp
     assert isinstance(mlp, RoutedTensors)
     return mlp.experts
 
@@ -123,6 +126,7 @@ def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path)
     # transformers writes into what it is given.
     spec, theirs = read_model(tmp_path), GptOssConfig(**deepcopy(GPT_OSS_20B))
     assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2880, 201088, 24)
+    assert spec.dtype == "bfloat16", "the file does not say"
     assert spec.eos_token_ids == (200002, 199999, 200012), "no end of a message among them"
     for layer, kind in zip(spec.layers, theirs.layer_types, strict=True):
         mixer, mlp = layer.mixer, layer.routed
@@ -205,6 +209,15 @@ def test_ranks_have_whole_experts_where_blocks_do_not_divide(tmp_path: Path) -> 
     assert torch.equal(torch.cat([plain(part.down) for part in parts]), plain(whole.down))
     assert [part.first_expert for part in parts] == [0, 4]
     assert experts_of(target, 1, 2).first_expert == 0, "unpacked they divide"
+
+
+def test_ranks_have_the_sinks_of_their_heads_and_the_first_the_biases_of_sums(saved: Path) -> None:
+    stored = load_file(saved / "model.safetensors")
+    first, second = (layer_of(saved, rank, 2) for rank in range(2))
+    assert first.sinks_Q is not None and second.sinks_Q is not None
+    assert torch.equal(torch.cat((first.sinks_Q, second.sinks_Q)), stored["model.layers.1.self_attn.sinks"])
+    assert first.o_bias_H is not None and second.o_bias_H is None
+    assert experts_of(saved, 0, 2).down_bias_EH is not None and experts_of(saved, 1, 2).down_bias_EH is None
 
 
 def plain(weight: torch.Tensor | MXFP4) -> torch.Tensor:

@@ -141,6 +141,7 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             hidden_size=keys["hidden_size"],
             head_dim=32 if in_bf16 else 16,
             sliding_window=drafter_window,
+            rope_scaling=keys["rope_parameters"] if family == "gpt_oss" else None,  # as the target turns
         )
         if in_bf16:  # pages of 16 tokens, too
             return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})

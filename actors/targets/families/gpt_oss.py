@@ -63,6 +63,8 @@ class GptOssConfig(PlainConfig):
     )
     swiglu_limit: Annotated[float, Field(gt=0, description="a positive number")] = 7.0
     swiglu_alpha: Annotated[float, AfterValidator(_known_steepness)] = _ALPHA
+    # Published files say nothing of it.
+    checkpoint_dtype: str = Field("bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype"))
     quantization_config: _Quantisation | None = None
 
 

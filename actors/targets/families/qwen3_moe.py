@@ -1,6 +1,6 @@
 """Qwen3 with routed experts (Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B): Qwen3 but for its MLPs.
 
-    x += sum over the top k of  p_e down_e(silu(gate_e u) * up_e u),   p = softmax(W u) / their sum,  u = norm x
+    x += sum of the k best p_e down_e(silu(gate_e u) * up_e u),   p = softmax(W u), divided by their sum
 
 Sources: transformers' modeling_qwen3_moe.py and configuration_qwen3_moe.py.
 """
@@ -48,16 +48,12 @@ _TENSORS: Mapping[str, TensorRule] = {
 
 def read(raw: Json, file: str) -> ModelSpec:
     config = parse(Qwen3MoeConfig, raw, file)
-    if config.num_experts_per_tok > config.num_experts:
-        raise wrong(
-            file,
-            "num_experts_per_tok",
-            config.num_experts_per_tok,
-            f"at most {config.num_experts} (num_experts)",
-        )
+    chosen, there = config.num_experts_per_tok, config.num_experts
+    if chosen > there:
+        raise wrong(file, "num_experts_per_tok", chosen, f"at most num_experts ({there})")
     router = Router(
-        num_experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
+        num_experts=there,
+        top_k=chosen,
         score="softmax",
         renormalize=config.norm_topk_prob,
     )

@@ -2,8 +2,8 @@
 
 Heads, the MLP's inner size and the vocabulary are split over ranks; norms, routers and hidden states are
 whole everywhere. Experts are split by their inner size where it divides, else a rank has whole ones. K/V
-heads are repeated when there are fewer than ranks. One rank is the same code with collectives that do nothing.
-The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named here.
+heads are repeated when there are fewer than ranks. One rank is the same code with collectives that do
+nothing. The real collectives are `actors/workers/process_group.py`'s; torch.distributed is not named here.
 
 Legend: N rows, H hidden, O outputs, V vocabulary (all), U vocabulary of a rank (padded).
 """
