@@ -21,6 +21,17 @@ def test_a_linear_layer_multiplies_and_adds(dtype: torch.dtype, bias: bool):
     assert (total.double() - exact - residual.to(dtype).double()).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("num_inputs", [64, 1024, 1100, 2880])
+def test_a_row_of_fp32_has_the_same_bits_alone_and_among_others(num_inputs: int):
+    torch.manual_seed(0)
+    layer, x = Linear(torch.randn(96, num_inputs)), torch.randn(40, num_inputs)
+    residual = torch.randn(40, 96)
+    together, added = layer(x), layer(x, residual)
+    for count in (1, 2, 3, 16):
+        assert torch.equal(layer(x[:count]), together[:count])
+        assert torch.equal(layer(x[:count], residual[:count]), added[:count])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_follow_their_formula(dtype: torch.dtype):
     torch.manual_seed(1)

@@ -207,7 +207,7 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
 def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
     tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
-    monkeypatch.setattr(backends, "rows_are_invariant", lambda *_: invariant)
+    monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype
     assert by_products is (torch.bfloat16 if native and invariant else torch.float32)

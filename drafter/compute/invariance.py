@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, Stack
+from .backend import AttentionShape, Backend, BlockWeights, DenseMLP, PlacedRows, Routed, Stack
+from .experts import ExpertWeights, Router, RouterWeights
 from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 from .rope import RopeConfig, RotaryEmbedding
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 512, 4, 2
+_EXPERTS, _EXPERT_INNER = 8, 64
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
 _COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
 _LENGTHS = (16, 100, 200, 330, 390, 450, 730)
@@ -30,13 +32,16 @@ def rows_are_invariant(
     dtype: torch.dtype,
     device: torch.device | str,
     head_dims: Sequence[int] = (64,),
+    *,
+    routed: bool = False,
 ) -> bool:
     """Compare the rows of a block, alone, among others and at the end of a prompt, bit by bit.
 
     Args:
         head_dims: of attention.
+        routed: the block has experts beside its MLP.
     """
-    trials = (_Trial(backend, dtype, device, head_dim) for head_dim in head_dims)
+    trials = (_Trial(backend, dtype, device, head_dim, routed) for head_dim in head_dims)
     return all(trial.passes() for trial in trials)
 
 
@@ -44,11 +49,16 @@ class _Trial:
     """One transformer block with random weights, and pages of random K and V."""
 
     def __init__(
-        self, backend: Backend, dtype: torch.dtype, device: torch.device | str, head_dim: int
+        self,
+        backend: Backend,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        head_dim: int,
+        routed: bool,
     ) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._backend, self._dtype, self._device = backend, dtype, device
-        self._head_dim = head_dim
+        self._head_dim, self._routed = head_dim, routed
         self._stack = self._make_stack()
         num_requests = 1 + len(_COMPANIONS)
         self._cache = PagedKVCache(1, num_requests * _PAGES, _PAGE, _KV_HEADS, head_dim, dtype, device)
@@ -77,14 +87,27 @@ class _Trial:
             rope=rope,
             scale=dim**-0.5,
         )
+        dense = DenseMLP(gate_up=linear(2 * _INNER, _HIDDEN), down=linear(_HIDDEN, _INNER))
         weights = BlockWeights(
             attention_norm=norm(_HIDDEN),
             qkv=linear((_HEADS + 2 * _KV_HEADS) * dim, _HIDDEN),
             o=linear(_HIDDEN, _HEADS * dim),
             mlp_norm=norm(_HIDDEN),
-            mlp=DenseMLP(gate_up=linear(2 * _INNER, _HIDDEN), down=linear(_HIDDEN, _INNER)),
+            mlp=self._with_experts(dense) if self._routed else dense,
         )
         return self._backend.stack([(shape, weights)], norm(_HIDDEN))
+
+    def _with_experts(self, dense: DenseMLP) -> Routed:
+        """Which rows an expert gets depends on the batch: what is measured here beside all else."""
+        router = RouterWeights(
+            rule=Router(num_experts=_EXPERTS, top_k=3, score="softmax"),
+            weight_EH=self._random(_EXPERTS, _HIDDEN) * _HIDDEN**-0.5,
+        )
+        experts = ExpertWeights(
+            gate_up=self._random(_EXPERTS, 2 * _EXPERT_INNER, _HIDDEN) * _HIDDEN**-0.5,
+            down=self._random(_EXPERTS, _HIDDEN, _EXPERT_INNER) * _EXPERT_INNER**-0.5,
+        )
+        return Routed(route=self._backend.route(router), experts=self._backend.experts(experts), shared=dense)
 
     def passes(self) -> bool:
         return all(self._blocks_agree(length) and self._ends_agree(length) for length in _LENGTHS)

@@ -20,17 +20,19 @@ Activation = Literal["silu", "gelu_tanh"]
 
 _PACKABLE = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16  # rows of a verified block: what the packed layout is tuned for
+_SUMMED_ALIKE = 1024  # inputs up to which oneDNN adds up one row of fp32 as it does several
 
 
 class Linear:
     """y = x W^T (+ bias) (+ residual), for W [O, H].
 
-    On a CPU the weight is reordered once into oneDNN's blocked layout: twice as fast at 16 rows, and a
-    row's result is bitwise the same whatever the number of rows (tests/test_drafter_layers.py). The plain
+    On a CPU the weight is reordered once into oneDNN's blocked layout: twice as fast at 16 rows, and in fp32
+    a row's result is bitwise the same whatever the number of rows (tests/test_drafter_layers.py): a row of
+    many inputs that comes alone is computed twice, since it would be summed in another order. The plain
     weight is dropped then. Anywhere else this is `F.linear`.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight", "dtype", "in_features", "out_features")
+    __slots__ = ("_bias", "_never_alone", "_packed", "_weight", "dtype", "in_features", "out_features")
 
     def __init__(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OH.shape
@@ -38,6 +40,7 @@ class Linear:
         self._bias = bias_O
         self._packed: Tensor | None = None
         self._weight: Tensor | None = None
+        self._never_alone = self.dtype is torch.float32 and self.in_features > _SUMMED_ALIKE
         if _can_pack(weight_OH):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), _ROWS_HINT)
         else:
@@ -47,6 +50,9 @@ class Linear:
         if self._packed is None:
             y_NO = F.linear(x_NH, self._weight, self._bias)  # type: ignore[arg-type]
             return y_NO if residual_NO is None else y_NO + residual_NO
+        if self._never_alone and len(x_NH) == 1:
+            both_2O = None if residual_NO is None else residual_NO.repeat(2, 1)
+            return self(x_NH.repeat(2, 1), both_2O)[:1]
         if residual_NO is None:
             return torch.ops.mkldnn._linear_pointwise(x_NH, self._packed, self._bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x_NH, residual_NO, self._packed, self._bias, "add")

@@ -79,7 +79,8 @@ def choose_dtype(
         return torch.float32
     from ....drafter.compute.loops.backend import CpuBackend
 
-    exact = rows_are_invariant(CpuBackend(), torch.bfloat16, machine.device)
+    routed = any("routed experts" in model.features for model in models)
+    exact = rows_are_invariant(CpuBackend(), torch.bfloat16, machine.device, routed=routed)
     return torch.bfloat16 if exact else torch.float32
 
 

@@ -23,7 +23,8 @@ def check_invariance(plan: LoadPlan, backend: Backend) -> None:
     if plan.attention_backend in ("triton", "flash_attn") and not (asked and plan.device.type == "cuda"):
         return
     head_dims = sorted({dim for model in plan.models for dim in model.head_dims})
-    holds = rows_are_invariant(backend, plan.dtype, plan.device, head_dims)
+    routed = any("routed experts" in model.features for model in plan.models)
+    holds = rows_are_invariant(backend, plan.dtype, plan.device, head_dims, routed=routed)
     logger.info("rows are batch-invariant: %s", holds)
     if asked and not holds:
         raise ConfigError(

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..experts import ExpertActivation, ExpertWeights
-from ..layers import gate
+from ..layers import Linear, gate
 
 _STEEPNESS = 1.702  # of gpt-oss's sigmoid
 
@@ -18,29 +17,30 @@ _STEEPNESS = 1.702  # of gpt-oss's sigmoid
 class TorchExperts:
     """`experts.Experts`: expert by expert, each over the rows that chose it."""
 
-    __slots__ = ("_down_EHI", "_gate_up_EIH", "_weights")
+    __slots__ = ("_activation", "_down_E", "_first", "_gate_up_E", "_limit")
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self._weights = weights
-        self._gate_up_EIH, self._down_EHI = weights.unpacked()
+        self._activation: ExpertActivation = weights.activation
+        self._limit, self._first = weights.limit, weights.first_expert
+        gate_up_EIH, down_EHI = weights.unpacked()
+        self._gate_up_E = products_of(gate_up_EIH, weights.gate_up_bias_EI)
+        self._down_E = products_of(down_EHI, weights.down_bias_EH)
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         outputs_NkH = x_NH.new_zeros((*expert_ids_Nk.shape, x_NH.shape[1]), dtype=torch.float32)
-        first = self._weights.first_expert
-        for expert in range(len(self._gate_up_EIH)):
-            rows_M, places_M = (expert_ids_Nk == first + expert).nonzero(as_tuple=True)
+        products_E = zip(self._gate_up_E, self._down_E, strict=True)
+        for expert, (gate_up, down) in enumerate(products_E, self._first):
+            rows_M, places_M = (expert_ids_Nk == expert).nonzero(as_tuple=True)
             if len(rows_M):
-                outputs_NkH[rows_M, places_M] = self._expert(expert, x_NH[rows_M]).float()
+                inner_MI = expert_gate(gate_up(x_NH[rows_M]), self._activation, self._limit)
+                outputs_NkH[rows_M, places_M] = down(inner_MI).float()
         return weighted_sum(outputs_NkH, weights_Nk).to(x_NH.dtype)
 
-    def _expert(self, expert: int, x_MH: Tensor) -> Tensor:
-        weights = self._weights
-        bias_I, bias_H = (
-            None if bias is None else bias[expert] for bias in (weights.gate_up_bias_EI, weights.down_bias_EH)
-        )
-        gate_up_MI = F.linear(x_MH, self._gate_up_EIH[expert], bias_I)
-        inner_MI = expert_gate(gate_up_MI, weights.activation, weights.limit)
-        return F.linear(inner_MI, self._down_EHI[expert], bias_H)
+
+def products_of(weight_EOH: Tensor, bias_EO: Tensor | None) -> list[Linear]:
+    """A product for each expert."""
+    biases = [None] * len(weight_EOH) if bias_EO is None else bias_EO.unbind()
+    return [Linear(weight_OH, bias_O) for weight_OH, bias_O in zip(weight_EOH, biases, strict=True)]
 
 
 def expert_gate(gate_up_MI: Tensor, activation: ExpertActivation, limit: float | None) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..eager.attention import AttentionBatch, paged_attention
-from ..eager.experts import TorchExperts
 from ..eager.routing import TorchRoute
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, RMSNorm
 from ..rope import RotaryEmbedding
 from . import layers
+from .experts import CpuExperts
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -47,7 +47,7 @@ class CpuBackend(OperatorBackend):
         return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return TorchExperts(weights)
+        return CpuExperts(weights)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)

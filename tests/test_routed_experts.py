@@ -1,0 +1,204 @@
+"""Routers against their definition; experts against fp64, alone and in company, whole and in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.routing import choose
+from manta.drafter.compute.experts import ExpertWeights, Router, RouterWeights
+from manta.drafter.compute.invariance import rows_are_invariant
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.loops.backend import CpuBackend
+from torch import Tensor
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 72, 20, 8, 3
+BACKENDS = {"eager": TorchBackend(), "loops": CpuBackend()}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def by_definition(logits_E: Tensor, rule: Router, correction_E: Tensor) -> dict[int, float]:
+    """What one row gives to whom, in Python's own sorting and sums."""
+    logits = [float(v) for v in logits_E]
+    whole = logits_E.double().softmax(0) if rule.score == "softmax" else logits_E.double().sigmoid()
+    scores = logits if rule.choose_first else [float(v) for v in whole]
+    ranks = [s + float(c) * rule.correction for s, c in zip(scores, correction_E, strict=True)]
+    size = len(ranks) // rule.groups
+    groups = [range(g * size, (g + 1) * size) for g in range(rule.groups)]
+    if rule.groups > 1:
+        groups.sort(key=lambda group: -sum(sorted((ranks[e] for e in group), reverse=True)[:2]))
+        groups = groups[: rule.top_groups]
+    best = sorted((e for group in groups for e in group), key=lambda e: (-ranks[e], e))[: rule.top_k]
+    shares = [scores[e] for e in best]
+    if rule.choose_first:
+        shares = torch.tensor(shares, dtype=torch.float64).softmax(0).tolist()
+    if rule.renormalize:
+        shares = [share / sum(shares) for share in shares]
+    return {e: share * rule.scale for e, share in zip(best, shares, strict=True)}
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "softmax": {"score": "softmax"},
+    "softmax, shares as they are": {"score": "softmax", "renormalize": False},
+    "the best first": {"score": "softmax", "choose_first": True, "renormalize": False},
+    "sigmoid": {"score": "sigmoid", "correction": True, "scale": 2.5},
+    "sigmoid in groups": {
+        "score": "sigmoid",
+        "correction": True,
+        "groups": 4,
+        "top_groups": 2,
+        "renormalize": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_go_where_the_rule_says(name: str) -> None:
+    torch.manual_seed(0)
+    rule = Router(num_experts=EXPERTS, top_k=CHOSEN, **RULES[name])
+    logits_NE, correction_E = 2 * torch.randn(60, EXPERTS), torch.randn(EXPERTS)
+    ids_Nk, weights_Nk = choose(logits_NE, rule, correction_E if rule.correction else None)
+    assert (ids_Nk.dtype, weights_Nk.dtype) == (torch.int32, torch.float32)
+    for logits_E, ids, weights in zip(logits_NE, ids_Nk.tolist(), weights_Nk.tolist(), strict=True):
+        expected = by_definition(logits_E, rule, correction_E)
+        assert ids == list(expected)
+        assert weights == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+def test_of_equals_the_lower_number_is_chosen() -> None:
+    logits_NE = torch.zeros(2, 200)
+    logits_NE[1, [190, 3, 77]] = 1.0
+    rule = Router(num_experts=200, top_k=4, score="softmax")
+    assert choose(logits_NE, rule)[0].tolist() == [[0, 1, 2, 3], [3, 77, 190, 0]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_router_may_norm_the_residual_itself_and_weigh_its_experts(backend: Backend) -> None:
+    torch.manual_seed(0)
+    weight_EH, norm_H, scale_E = torch.randn(EXPERTS, HIDDEN), torch.rand(HIDDEN), torch.rand(EXPERTS)
+    rule = Router(
+        num_experts=EXPERTS, top_k=CHOSEN, score="softmax", bias=True, normed_input=True, expert_scale=True
+    )
+    bias_E = torch.randn(EXPERTS)
+    route = backend.route(
+        RouterWeights(
+            rule=rule, weight_EH=weight_EH, bias_E=bias_E, expert_scale_E=scale_E, norm=RMSNorm(norm_H, 1e-2)
+        )
+    )
+    u_NH, x_NH = torch.randn(9, HIDDEN), torch.randn(9, HIDDEN)
+    ids_Nk, weights_Nk = route(u_NH, x_NH)
+    normed_NH = x_NH * (x_NH.pow(2).mean(-1, keepdim=True) + 1e-2).rsqrt() * norm_H
+    logits_NE = normed_NH @ weight_EH.T + bias_E
+    for row in range(len(x_NH)):
+        expected = by_definition(logits_NE[row], rule, torch.zeros(EXPERTS))
+        assert ids_Nk[row].tolist() == list(expected)
+        shares = [share * float(scale_E[e]) for e, share in expected.items()]
+        assert weights_Nk[row].tolist() == pytest.approx(shares, rel=1e-4)
+
+
+def test_a_router_in_fp32_stays_in_fp32() -> None:
+    """As those by sigmoid: 1 + 2^-10 is 1 in bf16."""
+    weight_EH = torch.tensor([[1.0], [1.0 + 2**-10]])
+    rule = Router(num_experts=2, top_k=1, score="sigmoid")
+    x_NH = torch.ones(1, 1, dtype=torch.bfloat16)
+    for backend in BACKENDS.values():
+        exact = backend.route(RouterWeights(rule=rule, weight_EH=weight_EH))(x_NH, x_NH)[0]
+        rounded = backend.route(RouterWeights(rule=rule, weight_EH=weight_EH.bfloat16()))(x_NH, x_NH)[0]
+        assert (exact.item(), rounded.item()) == (1, 0)
+
+
+def random_experts(dtype: torch.dtype, **changes: Any) -> ExpertWeights:
+    gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN) * HIDDEN**-0.5
+    down = torch.randn(EXPERTS, HIDDEN, INNER) * INNER**-0.5
+    return replace(
+        ExpertWeights(gate_up=gate_up.to(dtype), down=down.to(dtype)),
+        gate_up_bias_EI=torch.randn(EXPERTS, 2 * INNER).to(dtype),
+        down_bias_EH=torch.randn(EXPERTS, HIDDEN).to(dtype),
+        **changes,
+    )
+
+
+def random_rows(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    ids_NE = torch.rand(num_rows, EXPERTS).argsort(1)
+    return torch.randn(num_rows, HIDDEN).to(dtype), ids_NE[:, :CHOSEN].int(), torch.rand(num_rows, CHOSEN)
+
+
+def exact(weights: ExpertWeights, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+    """In fp64, row by row."""
+    assert weights.gate_up_bias_EI is not None and weights.down_bias_EH is not None
+    rows = []
+    for x_H, ids, shares in zip(x_NH.double(), ids_Nk.tolist(), weights_Nk.tolist(), strict=True):
+        total_H = torch.zeros_like(x_H)
+        for expert, share in zip(ids, shares, strict=True):
+            local = expert - weights.first_expert
+            if not 0 <= local < len(weights.gate_up):
+                continue
+            bias = weights.gate_up_bias_EI[local].double()
+            gate, up = (weights.gate_up[local].double() @ x_H + bias).chunk(2)
+            if weights.activation == "swiglu_clamped":
+                limit = weights.limit
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1  # type: ignore[operator]
+                inner = gate * torch.sigmoid(1.702 * gate) * up
+            elif weights.activation == "silu":
+                inner = gate * torch.sigmoid(gate) * up
+            else:
+                inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+            total_H += share * (weights.down[local].double() @ inner + weights.down_bias_EH[local].double())
+        rows.append(total_H)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_rows_get_the_weighted_sum_of_their_experts(
+    backend: Backend, activation: Any, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    weights = random_experts(dtype, activation=activation, limit=0.7)
+    rows = random_rows(21, dtype)
+    got = backend.experts(weights)(*rows)
+    assert got.dtype is dtype
+    error = (got.double() - exact(weights, *rows)).abs().max()
+    assert error < (1e-5 if dtype is torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_rank_adds_what_its_own_experts_make(backend: Backend) -> None:
+    torch.manual_seed(2)
+    whole = random_experts(torch.float32)
+    parts = [
+        replace(
+            whole,
+            gate_up=whole.gate_up[first : first + 4],
+            down=whole.down[first : first + 4],
+            gate_up_bias_EI=whole.gate_up_bias_EI[first : first + 4],  # type: ignore[index]
+            down_bias_EH=whole.down_bias_EH[first : first + 4],  # type: ignore[index]
+            first_expert=first,
+        )
+        for first in (0, 4)
+    ]
+    rows = random_rows(17, torch.float32)
+    results = [backend.experts(part)(*rows) for part in parts]
+    torch.testing.assert_close(results[0] + results[1], backend.experts(whole)(*rows))
+    torch.testing.assert_close(results[1].double(), exact(parts[1], *rows), atol=1e-5, rtol=1e-5)
+    x_1H, only_first = rows[0][:1], torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    assert not backend.experts(parts[1])(x_1H, only_first, rows[2][:1]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_rows_bits_are_its_own(backend: Backend) -> None:
+    torch.manual_seed(3)
+    experts, rows = backend.experts(random_experts(torch.float32)), random_rows(40, torch.float32)
+    together = experts(*rows)
+    for size in (1, 3, 16):
+        parts = zip(*(tensor.split(size) for tensor in rows), strict=True)
+        assert torch.equal(torch.cat([experts(*part) for part in parts]), together)
+
+
+def test_rows_of_a_routed_block_are_invariant_in_fp32_on_a_cpu() -> None:
+    assert rows_are_invariant(CpuBackend(), torch.float32, "cpu", routed=True)

@@ -1,0 +1,149 @@
+"""Routed MLPs as checkpoints hold them and as ranks take them: forms, cuts, what is read, what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from manta.actors.targets.families import read_model
+from manta.actors.targets.model.mlp_weights import DenseTensors, RoutedTensors
+from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.spec import GatedMLP, RoutedMLP
+from manta.actors.targets.model.weights import TargetWeights, target_shapes
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.drafter.compute.experts import ExpertWeights
+from safetensors.torch import load_file, save_file
+from tiny import make_tiny_target
+
+CPU = torch.device("cpu")
+LAYER, NUM_EXPERTS, HIDDEN = 2, 8, 64
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("split"), "qwen3_moe")
+
+
+def fused(folder: Path, copy: Path) -> Path:
+    """The checkpoint with one tensor of gate and up and one of down for all experts of a layer."""
+    tensors = load_file(folder / "model.safetensors")
+    at = "model.layers.{}.mlp.experts."
+    for layer in (0, 2, 3):
+        each = {
+            name: torch.stack(
+                [tensors.pop(f"{at.format(layer)}{e}.{name}_proj.weight") for e in range(NUM_EXPERTS)]
+            )
+            for name in ("gate", "up", "down")
+        }
+        tensors[at.format(layer) + "gate_up_proj"] = torch.cat((each["gate"], each["up"]), dim=1)
+        tensors[at.format(layer) + "down_proj"] = each["down"]
+    copy.mkdir()
+    (copy / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeights:
+    spec = read_model(folder)
+    weights = TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU)
+    mlp = weights.layer(LAYER).mlp
+    assert isinstance(mlp, RoutedTensors) and isinstance(weights.layer(1).mlp, DenseTensors)
+    return mlp.experts
+
+
+def assert_same(got: ExpertWeights, expected: ExpertWeights) -> None:
+    assert torch.equal(got.gate_up, expected.gate_up) and torch.equal(got.down, expected.down)
+    assert got.first_expert == expected.first_expert
+
+
+def test_experts_in_one_tensor_are_those_that_stand_one_by_one(one_by_one: Path, tmp_path: Path) -> None:
+    in_one = fused(one_by_one, tmp_path / "fused")
+    whole = experts_of(one_by_one)
+    stored = load_file(one_by_one / "model.safetensors")
+    at = f"model.layers.{LAYER}.mlp.experts.5"
+    gate, up, down = (stored[f"{at}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    assert torch.equal(whole.gate_up[5], torch.cat((gate, up))) and torch.equal(whole.down[5], down)
+    for world_size in (1, 2, 4):
+        for rank in range(world_size):
+            assert_same(experts_of(in_one, rank, world_size), experts_of(one_by_one, rank, world_size))
+
+
+def test_ranks_have_a_part_of_each_expert_where_its_inner_size_divides(one_by_one: Path) -> None:
+    whole, parts = experts_of(one_by_one), [experts_of(one_by_one, rank, 4) for rank in range(4)]
+    assert [part.first_expert for part in parts] == [0] * 4
+    assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+    halves = [part.gate_up.unflatten(1, (2, -1)) for part in parts]
+    assert torch.equal(torch.cat(halves, dim=2).flatten(1, 2), whole.gate_up)
+
+
+@pytest.mark.parametrize("form", ["one by one", "fused"])
+def test_ranks_have_whole_experts_where_it_does_not(tmp_path: Path, form: str) -> None:
+    folder = make_tiny_target(tmp_path / "split", "qwen3_moe", moe_intermediate_size=30)
+    folder = fused(folder, tmp_path / "fused") if form == "fused" else folder
+    whole, parts = experts_of(folder), [experts_of(folder, rank, 4) for rank in range(4)]
+    assert [part.first_expert for part in parts] == [0, 2, 4, 6]
+    assert torch.equal(torch.cat([part.gate_up for part in parts]), whole.gate_up)
+    assert torch.equal(torch.cat([part.down for part in parts]), whole.down)
+
+
+@pytest.mark.parametrize("form", ["one by one", "fused"])
+def test_a_rank_reads_its_own_part_and_nothing_else(tmp_path: Path, form: str) -> None:
+    class Watched:
+        """Tensors of a checkpoint, and how many values of experts were asked for."""
+
+        def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            self.tensors, self.num_read = tensors, 0
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+        def get(self, name: str) -> torch.Tensor:
+            return self._seen(name, self.tensors[name])
+
+        def slice(self, name: str, rows: slice, dim: int = 0) -> torch.Tensor:
+            return self._seen(name, self.tensors[name][(*[slice(None)] * dim, rows)])
+
+        def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+            self.num_read += tensor.numel() * (".experts." in name)
+            return tensor
+
+    for inner in (32, 30):  # by inner states, by experts
+        folder = make_tiny_target(tmp_path / f"{inner}", "qwen3_moe", moe_intermediate_size=inner)
+        folder = fused(folder, tmp_path / f"{inner} fused") if form == "fused" else folder
+        spec = read_model(folder)
+        watched = Watched(load_file(folder / "model.safetensors"))
+        TargetWeights(watched, spec, Sharding(spec, 1, 4), torch.float32, CPU).layer(LAYER)
+        assert watched.num_read == NUM_EXPERTS * 3 * inner * HIDDEN // 4
+
+
+def test_a_missing_expert_is_named_before_anything_is_read(one_by_one: Path, tmp_path: Path) -> None:
+    tensors = load_file(one_by_one / "model.safetensors")
+    name = "model.layers.3.mlp.experts.7.up_proj.weight"
+    del tensors[name]
+    (tmp_path / "config.json").write_text((one_by_one / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(f"{name} is missing")):
+        experts_of(tmp_path)
+
+
+def test_the_shapes_of_a_model_are_those_of_its_checkpoint(one_by_one: Path) -> None:
+    spec = read_model(one_by_one)
+    stored = {name: tuple(t.shape) for name, t in load_file(one_by_one / "model.safetensors").items()}
+    assert target_shapes(spec) == stored
+
+
+def test_ranks_that_divide_neither_are_refused(tmp_path: Path) -> None:
+    changes = {"moe_intermediate_size": 30, "num_experts": 6, "mlp_only_layers": []}
+    folder = make_tiny_target(tmp_path, "qwen3_moe", **changes)
+    with pytest.raises(ConfigError, match="its number of experts is 6"):
+        Sharding(read_model(folder), 0, 4)
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    changes = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}
+    spec = read_model(make_tiny_target(tmp_path, "qwen3_moe", **changes))
+    kinds = [type(layer.mlp) for layer in spec.layers]
+    assert kinds == [GatedMLP, RoutedMLP, GatedMLP, GatedMLP]
+    routed = spec.layers[1].routed
+    assert routed is not None and not routed.router.renormalize
