@@ -143,7 +143,7 @@ def shared_name(config: EngineConfig) -> str:
     assert spec is not None, "only who speculates shares a drafter"
     alike = (
         *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
-        *(config.attention_backend, config.batch_invariant),
+        *(config.attention_backend, config.batch_invariant, spec.quantization),
     )
     key = hashlib.sha256(repr(alike).encode()).hexdigest()[:16]
     return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"

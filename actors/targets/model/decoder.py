@@ -63,7 +63,7 @@ class Decoder:
         head_UH = embedding_UH if spec.tied_head else weights.head()
         self._embedding = VocabEmbedding(embedding_UH, sharding, communicator)
         self.backend = backend = backend or TorchBackend()
-        self._head = VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator)
+        self._head = VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator)
         ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them
 
         def rope_of(config: RopeConfig) -> RotaryEmbedding:
