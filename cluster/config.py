@@ -18,6 +18,7 @@ Policy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8"]
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class SpeculativeConfig:
         hf_overrides: as the engine's, for the drafter's config.json.
         input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
             says, or else as the target scales its own. A wrong one costs acceptance, never a token.
+        quantization: as the engine's, of the drafter's weights; never inherited. It changes no token.
     """
 
     model: str
@@ -47,11 +49,13 @@ class SpeculativeConfig:
     adaptive: bool = True
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     input_embedding_scale: float | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         _is_mapping("speculative_config.hf_overrides", self.hf_overrides, "{block_size: 8}")
         one_of("speculative_config.method", self.method, ("dflash",))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
+        one_of("speculative_config.quantization", self.quantization, (None, *get_args(Quantization)))
         _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
 
@@ -82,6 +86,9 @@ class EngineConfig:
             package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a CPU with
             instructions for it; "torch" PyTorch's own kernels, driven from the host. "auto" takes triton on a
             GPU where it is installed, compiled on a CPU where it runs, else torch.
+        quantization: "fp8" keeps the target's weights in eight bits (e4m3, a scale for each row), made at
+            load, on GPUs: half the bytes of bf16 are read in each step. Outputs are those of the quantised
+            target. Embedding, head, routers and experts stay as they are.
         batch_invariant: a row's bits depend on nothing beside it, so that speculation and company change no
             token in half precision either. Checked at start; refused where it does not hold. On a GPU a
             product then reads its weights once per 64 rows, of prompts, too.
@@ -116,6 +123,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
+    quantization: Quantization | None = None
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -139,6 +147,7 @@ class EngineConfig:
         one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
         one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         one_of("load_format", self.load_format, get_args(LoadFormat))
+        one_of("quantization", self.quantization, (None, *get_args(Quantization)))
         for name in (
             "tensor_parallel_size",
             "max_model_len",

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cluster.config import AttentionBackend, DeviceKind, DType, LoadFormat, Policy
+from ..cluster.config import AttentionBackend, DeviceKind, DType, LoadFormat, Policy, Quantization
 from .settings import merge_settings
 
 ENGINE = "Engine"
@@ -110,6 +110,11 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
         AttentionBackend,
         "--attention-backend",
         help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
+    ),
+    "quantization": _engine(
+        Quantization,
+        "--quantization",
+        help="fp8: the target's weights in eight bits, on GPUs; outputs are the quantised target's.",
     ),
     "batch_invariant": _engine(
         bool,

@@ -222,6 +222,7 @@ def _product(
     *,
     dtype: str = "bf16",
     one_alone: bool = False,
+    quantised: bool = False,
     wgmma: bool = True,
 ) -> Variant:
     """A product with `fused`, of: bias, norm, gate, residual (with squares), layers (of a drafter's context).
@@ -229,10 +230,14 @@ def _product(
     Args:
         rows: of its tile.
         one_alone: a program adds up all splits.
+        quantised: weights are e4m3.
     """
     gated = "gate" in fused
-    plan = plan_product(outputs, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], gated=gated)
+    of_weight = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    of_weight = torch.float8_e4m3fn if quantised else of_weight
+    plan = plan_product(outputs, inputs, of_weight, gated=gated)
     given = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{dtype}:16")
+    given |= {"weight_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"} if quantised else {}
     given |= {"sums_ptr": "*fp32:16", "arrived_ptr": "*i32:16"}
     given |= {"eps": "fp32", "num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16"}
     given |= dict.fromkeys(("part_stride", "layer_stride", "row_stride"), "i32:16")
@@ -240,7 +245,7 @@ def _product(
     given |= {"norm_ptr": f"*{dtype}:16", "squares_ptr": "*fp32:16"} if "norm" in fused else {}
     more = {"residual_ptr": f"*{dtype}:16", "new_squares_ptr": "*fp32:16"}
     given |= more if "residual" in fused else {}
-    optional = ("bias_ptr", "norm_ptr", "squares_ptr", "residual_ptr", "new_squares_ptr")
+    optional = ("scale_ptr", "bias_ptr", "norm_ptr", "squares_ptr", "residual_ptr", "new_squares_ptr")
     step, split_tiles, stages = plan.stepping(rows)
     layers = 5 if "layers" in fused else 1
     constexprs = {
@@ -477,6 +482,8 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
+        _product(12288, 4096, 16, "norm gate", quantised=True),
+        _product(4096, 12288, 64, "residual bias", quantised=True),
     ],
     "compute.gpu.routing": [
         _choose_experts(128, 8),  # Qwen3-30B-A3B

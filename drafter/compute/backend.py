@@ -304,6 +304,10 @@ class Backend(Protocol):
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...
 
+    def head(self, weight_VH: Tensor) -> Projection:
+        """The product that makes logits; in the weight's own precision where others are quantised."""
+        ...
+
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
         """The product with a weight of O = P * L * R outputs whose blocks of R rows may lie apart; read where
         they lie, but by backends that lay out weights anew anyway."""

@@ -31,6 +31,9 @@ class OperatorBackend:
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
 
+    def head(self, weight_VH: Tensor) -> Projection:
+        return self.linear(weight_VH)
+
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return linear_of_blocks(weight_PLRH, bias_O)
 

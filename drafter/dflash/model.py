@@ -82,7 +82,7 @@ class DFlashDrafter:
             for layers in groups.values()
         ]
         self._embedding_VH = weights.get("embed_tokens.weight")
-        self._own_head = backend.linear(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
+        self._own_head = backend.head(weights["lm_head.weight"]) if "lm_head.weight" in weights else None
         self._target_ids_V: Tensor | None = None
         if config.maps_vocabulary:
             d2t = weights["d2t"].long()

@@ -63,6 +63,7 @@ def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: 
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
         **settings_identity(config),
         "dtype": config.dtype,
+        **({} if config.quantization is None else {"quantization": config.quantization}),
         "max_model_len": config.max_model_len,
         "sampling": dict(layout.defaults),
         "seed": layout.seed,

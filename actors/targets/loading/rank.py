@@ -34,7 +34,7 @@ from ..runners.runner import RemoteDrafter, Runner
 from .grammars import make_grammars
 from .invariance import check_invariance
 from .memory import affordable_pages, gpu_budget_bytes, page_bytes
-from .operators import make_backend, make_step_operators
+from .operators import make_backend, make_drafter_backend, make_step_operators
 from .plan import LoadPlan, plan_load
 from .warm_up import measure_step_bytes, warm_up
 
@@ -136,6 +136,8 @@ def start_runner(
     runner.prepare()
     info = _info(plan, num_pages, has_grammars=rank.grammars is not None)
     logger.info("%s; backend %s", info, plan.attention_backend)
+    if plan.config.quantization is not None:
+        logger.warning("The target is quantised (%s): outputs are its own.", plan.config.quantization)
     check_invariance(plan, rank.backend)
     return runner, info
 
@@ -146,7 +148,7 @@ def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
     weights = Checkpoints().target(plan, whole)
     embedding_VH = weights.embedding()
     head_VH = embedding_VH if plan.target.tied_head else weights.head()
-    return LentWeights(embedding_VH, backend.linear(head_VH))
+    return LentWeights(embedding_VH, backend.head(head_VH))
 
 
 def _info(plan: LoadPlan, num_pages: tuple[int, ...], *, has_grammars: bool) -> ExecutorInfo:
@@ -223,7 +225,8 @@ class _Rank:
         self.grammars = make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
-            self._drafter = models.drafter(plan, self._model.lends, backend)
+            drafts_with = make_drafter_backend(plan, backend)
+            self._drafter = models.drafter(plan, self._model.lends, drafts_with)
 
     def affordable_pages(self) -> tuple[int, ...]:
         """Pages of each pool that every rank can afford: page ids are the same everywhere."""

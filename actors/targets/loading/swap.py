@@ -17,6 +17,7 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
 from ...checkpoints import drafter_folder, with_drafter
 from ..runners.runner import Runner
+from .operators import make_drafter_backend
 from .plan import LoadPlan, read_drafter
 from .rank import Checkpoints
 
@@ -55,7 +56,8 @@ class DrafterExchange:
             self._remote.load(plan)
         else:
             target = self._runner.model
-            self._drafter = Checkpoints().drafter(plan, target.lends, target.backend)
+            backend = make_drafter_backend(plan, target.backend)
+            self._drafter = Checkpoints().drafter(plan, target.lends, backend)
         self._next = plan
 
     @torch.inference_mode()

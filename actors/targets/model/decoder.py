@@ -67,7 +67,7 @@ class Decoder:
             self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
         self.lends = LentEnds(
             VocabEmbedding(embedding_UH, sharding, communicator),
-            VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator),
+            VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
         )
         ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them

@@ -48,6 +48,7 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
+from .quantised import QuantisedProjection, QuantisedWeight
 from .routing import TritonRoute
 from .row_squares import row_squares
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
@@ -131,6 +132,7 @@ class TritonBackend(OperatorBackend):
         attend: what attends; by default our own kernel.
         batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
             tiles of one height, and attention is as `AttentionWorkspace` says.
+        quantised: weights of products are e4m3 (`quantised.py`), but heads', routers' and experts'.
     """
 
     attention_batch = staticmethod(rows_from_host)
@@ -142,16 +144,32 @@ class TritonBackend(OperatorBackend):
         attend: PagedAttention | None = None,
         *,
         batch_invariant: bool = False,
+        quantised: bool = False,
     ) -> None:
         self._device, self._batch_invariant = torch.device(device), batch_invariant
+        self._quantised = quantised
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
         self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
-        return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
+        if self._quantised:
+            return self._quantised_projection(weight_OH[None, None], bias_O)
+        return self._plain_linear(weight_OH, bias_O)
+
+    def head(self, weight_VH: Tensor) -> LayerProjection:
+        return self._plain_linear(weight_VH)
 
     def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        if self._quantised:
+            return self._quantised_projection(weight_PLRH, bias_O)
         return self._projection(weight_PLRH, bias_O, lambda: linear_of_blocks(weight_PLRH, bias_O))
+
+    def _plain_linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
+
+    def _quantised_projection(self, weight_PLRH: Tensor, bias_O: Tensor | None) -> LayerProjection:
+        weight = QuantisedWeight.of(weight_PLRH)
+        return QuantisedProjection(weight, bias_O, self._sums, one_tile=self._batch_invariant)
 
     def _projection(
         self,
@@ -177,7 +195,7 @@ class TritonBackend(OperatorBackend):
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
-        return TritonRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+        return TritonRoute(weights, self._plain_linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
         return TritonExperts(weights, one_height=self._batch_invariant)
