@@ -40,7 +40,7 @@ _GEMMA3_ROPES = {
 }
 
 # Of a head's 8 pairs one is in between, and there the ends of the ramp, not rounded, show.
-_GPT_OSS_YARN = {
+GPT_OSS_YARN = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
     "factor": 32.0,
@@ -90,7 +90,7 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "sliding_window": 9,
             "swiglu_limit": 0.3,
-            "rope_parameters": _GPT_OSS_YARN,
+            "rope_parameters": GPT_OSS_YARN,
         },
     ),
 }

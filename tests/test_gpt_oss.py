@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.rank import load_runner
 from manta.actors.targets.model.mlp_weights import RoutedTensors
 from manta.actors.targets.model.parallel import Sharding
 from manta.actors.targets.model.weights import LayerWeights, TargetWeights
@@ -22,9 +24,18 @@ from manta.drafter.compute.layers import RMSNorm
 from manta.drafter.compute.loops import layers as loops
 from manta.drafter.compute.mxfp4 import MXFP4
 from safetensors.torch import load_file, save_file
+from steps import settings
+from test_target_parallel import PROMPTS, ThreadRanks, tokens_by_steps
 from tiny import make_tiny_drafter, make_tiny_target
 
 CPU = torch.device("cpu")
+HOW: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "num_pages": 40,
+    "num_threads": 1,
+}
 # openai/gpt-oss-20b's, but for what says nothing of the model.
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
@@ -158,7 +169,7 @@ def test_a_published_checkpoint_answers_as_transformers_does(published: Path) ->
     )
     prompts = [[5, 9, 17, 3, 88, 2, 41, 7, 7, 30, 12], [100, 4]]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    with LLM(str(published), dtype="float32", skip_tokenizer_init=True, max_model_len=128) as llm:
+    with LLM(str(published), **HOW) as llm:
         ours = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     for prompt, output in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
@@ -209,6 +220,11 @@ def test_ranks_have_whole_experts_where_blocks_do_not_divide(tmp_path: Path) -> 
     assert torch.equal(torch.cat([plain(part.down) for part in parts]), plain(whole.down))
     assert [part.first_expert for part in parts] == [0, 4]
     assert experts_of(target, 1, 2).first_expert == 0, "unpacked they divide"
+    alone, _ = load_runner(settings(folder, num_pages=80, num_threads=1))
+    expected = tokens_by_steps(alone, PROMPTS, 2)
+    split = settings(folder, num_pages=80, num_threads=1, tensor_parallel_size=2)
+    for found in ThreadRanks(2).run(lambda rank: tokens_by_steps(load_runner(split, rank)[0], PROMPTS, 2)):
+        assert found == expected
 
 
 def test_ranks_have_the_sinks_of_their_heads_and_the_first_the_biases_of_sums(saved: Path) -> None:
@@ -249,12 +265,11 @@ def test_drafters_of_its_block_sizes_change_no_token(saved: Path, tmp_path: Path
     """The 20b's and the 120b's; they turn as the target does."""
     rope = json.loads((saved / "config.json").read_text())["rope_parameters"]
     drafter = make_tiny_drafter(tmp_path, block_size=block_size, rope_scaling=rope)
-    how = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}
     params = [SamplingParams(temperature=t, seed=4, max_tokens=30, ignore_eos=True) for t in (0.0, 1.0)]
     prompts = [{"prompt_token_ids": list(range(2, 2 + n))} for n in (20, 3)]
-    with LLM(str(saved), **how) as llm:
+    with LLM(str(saved), **HOW) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with LLM(str(saved), speculative_config={"model": str(drafter), "adaptive": False}, **how) as llm:
+    with LLM(str(saved), speculative_config={"model": str(drafter), "adaptive": False}, **HOW) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
         assert llm.stats().num_accepted_tokens > 0
     assert found == expected
