@@ -118,8 +118,8 @@ def findings(place: Place, name: str) -> Iterator[Finding]:
             yield examine(one)
 
 
-def _whatever_is_seen(*arguments: Any, causal: bool, window: int | None) -> Tensor:
-    return paged_attention(*arguments, causal=False, window=window)
+def _whatever_is_seen(*arguments: Any, **more: Any) -> Tensor:
+    return paged_attention(*arguments, **{**more, "causal": False})
 
 
 def _one_key_too_many(*arguments: Any, window: int | None, **more: Any) -> Tensor:
