@@ -118,12 +118,12 @@ def findings(place: Place, name: str) -> Iterator[Finding]:
             yield examine(one)
 
 
-def _whatever_is_seen(*arguments: Any, causal: bool, window: int | None) -> Tensor:
-    return paged_attention(*arguments, causal=False, window=window)
+def _whatever_is_seen(*arguments: Any, **more: Any) -> Tensor:
+    return paged_attention(*arguments, **{**more, "causal": False})
 
 
-def _one_key_too_many(*arguments: Any, causal: bool, window: int | None) -> Tensor:
-    return paged_attention(*arguments, causal=causal, window=None if window is None else window + 1)
+def _one_key_too_many(*arguments: Any, window: int | None, **more: Any) -> Tensor:
+    return paged_attention(*arguments, window=None if window is None else window + 1, **more)
 
 
 def _one_position_late(self: RotaryEmbedding, positions: Tensor, at: Any = RotaryEmbedding.at) -> Any:
