@@ -125,4 +125,20 @@ FAMILIES = {
         },
         lean=True,
     ),
+    "mimo_v2": TinyFamily(
+        transformers.MiMoV2FlashConfig,
+        transformers.MiMoV2FlashForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+        lean=True,
+    ),
 }
