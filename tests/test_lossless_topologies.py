@@ -14,7 +14,7 @@ KNOBS = ("greedy", "warm", "all", "rules")
 WHOLE = os.environ.get("MANTA_GRID") == "whole"  # how ranks cut other families, test_target_parallel.py says
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"] if WHOLE else ["qwen3"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe"] if WHOLE else ["qwen3"])
 def target(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(f"tiny_{request.param}")
 

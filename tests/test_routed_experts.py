@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from manta.drafter.compute.backend import Backend
+from manta.drafter.compute.backend import Backend, BlockWeights, DenseMLP, Routed
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.routing import choose
-from manta.drafter.compute.experts import ExpertWeights, Router, RouterWeights
+from manta.drafter.compute.experts import Experts, ExpertWeights, Router, RouterWeights
 from manta.drafter.compute.invariance import rows_are_invariant
 from manta.drafter.compute.layers import RMSNorm
 from manta.drafter.compute.loops.backend import CpuBackend
+from manta.drafter.compute.mlps import make_mlp
 from torch import Tensor
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 72, 20, 8, 3
@@ -200,5 +201,59 @@ def test_a_rows_bits_are_its_own(backend: Backend) -> None:
         assert torch.equal(torch.cat([experts(*part) for part in parts]), together)
 
 
-def test_rows_of_a_routed_block_are_invariant_in_fp32_on_a_cpu() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_the_expert_that_all_rows_share_is_added_before_ranks_are(backend: Any, gated: bool) -> None:
+    """Whole, or by sigmoid(w u); one sum over ranks has it and the experts."""
+    torch.manual_seed(4)
+    weights, (x_NH, _, _) = random_experts(torch.float32), random_rows(11, torch.float32)
+    router = RouterWeights(
+        rule=Router(num_experts=EXPERTS, top_k=CHOSEN, score="softmax"),
+        weight_EH=torch.randn(EXPERTS, HIDDEN),
+    )
+    gate_up_IH, down_HI = torch.randn(2 * INNER, HIDDEN), torch.randn(HIDDEN, INNER)
+    weight_1H, norm = torch.randn(1, HIDDEN), RMSNorm(torch.rand(HIDDEN), 1e-6)
+    reduced: list[Tensor] = []
+
+    def all_reduce(part_NH: Tensor) -> Tensor:
+        reduced.append(part_NH.clone())
+        return part_NH.mul_(2.0)  # as of two ranks
+
+    routed = Routed(
+        route=backend.route(router),
+        experts=backend.experts(weights),
+        shared=DenseMLP(gate_up=backend.linear(gate_up_IH), down=backend.linear(down_HI)),
+        shared_gate=backend.linear(weight_1H) if gated else None,
+        all_reduce=all_reduce,
+    )
+    square = backend.linear(torch.eye(HIDDEN))
+    block = BlockWeights(attention_norm=norm, qkv=square, o=square, mlp_norm=norm, mlp=routed)
+    got_NH, normed_NH = make_mlp(backend, block)(norm(x_NH), x_NH, norm)
+
+    u_NH = norm(x_NH)
+    gate_NI, up_NI = (u_NH @ gate_up_IH.T).chunk(2, dim=-1)
+    share_N1 = torch.sigmoid(u_NH @ weight_1H.T) if gated else 1.0
+    shared_NH = (gate_NI * torch.sigmoid(gate_NI) * up_NI) @ down_HI.T * share_N1
+    chosen = routed.route(u_NH, x_NH)
+    part_NH = exact(weights, u_NH, *chosen).float() + shared_NH
+    torch.testing.assert_close(reduced[0], part_NH, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got_NH, x_NH + 2 * part_NH, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(normed_NH, norm(got_NH))
+
+
+class _SummedByCompany(CpuBackend):
+    """Its experts see how many rows there are."""
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        made = super().experts(weights)
+
+        def compute(x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+            return made(x_NH, expert_ids_Nk, weights_Nk) * (1 + 1e-6 * (len(x_NH) == 1))
+
+        return compute
+
+
+def test_whether_rows_are_invariant_is_measured_with_experts_where_a_model_has_some() -> None:
     assert rows_are_invariant(CpuBackend(), torch.float32, "cpu", routed=True)
+    assert rows_are_invariant(_SummedByCompany(), torch.float32, "cpu")
+    assert not rows_are_invariant(_SummedByCompany(), torch.float32, "cpu", routed=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from manta.actors.targets.families import read_model
 from manta.actors.targets.model.mlp_weights import DenseTensors, RoutedTensors
 from manta.actors.targets.model.parallel import Sharding
-from manta.actors.targets.model.spec import GatedMLP, RoutedMLP
+from manta.actors.targets.model.spec import GatedMLP, RoutedMLP, TensorRule
 from manta.actors.targets.model.weights import TargetWeights, target_shapes
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.experts import ExpertWeights
@@ -89,25 +91,26 @@ def test_ranks_have_whole_experts_where_it_does_not(tmp_path: Path, form: str) -
     assert torch.equal(torch.cat([part.down for part in parts]), whole.down)
 
 
+class Watched:
+    """Tensors of a checkpoint, and how many values of experts were asked for."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors, self.num_read = tensors, 0
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._seen(name, self.tensors[name])
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> torch.Tensor:
+        return self._seen(name, self.tensors[name][(*[slice(None)] * dim, rows)])
+
+    def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_read += tensor.numel() * (".experts." in name)
+        return tensor
+
+
 @pytest.mark.parametrize("form", ["one by one", "fused"])
 def test_a_rank_reads_its_own_part_and_nothing_else(tmp_path: Path, form: str) -> None:
-    class Watched:
-        """Tensors of a checkpoint, and how many values of experts were asked for."""
-
-        def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-            self.tensors, self.num_read = tensors, 0
-            self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-        def get(self, name: str) -> torch.Tensor:
-            return self._seen(name, self.tensors[name])
-
-        def slice(self, name: str, rows: slice, dim: int = 0) -> torch.Tensor:
-            return self._seen(name, self.tensors[name][(*[slice(None)] * dim, rows)])
-
-        def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-            self.num_read += tensor.numel() * (".experts." in name)
-            return tensor
-
     for inner in (32, 30):  # by inner states, by experts
         folder = make_tiny_target(tmp_path / f"{inner}", "qwen3_moe", moe_intermediate_size=inner)
         folder = fused(folder, tmp_path / f"{inner} fused") if form == "fused" else folder
@@ -115,6 +118,50 @@ def test_a_rank_reads_its_own_part_and_nothing_else(tmp_path: Path, form: str) -
         watched = Watched(load_file(folder / "model.safetensors"))
         TargetWeights(watched, spec, Sharding(spec, 1, 4), torch.float32, CPU).layer(LAYER)
         assert watched.num_read == NUM_EXPERTS * 3 * inner * HIDDEN // 4
+
+
+def test_what_decides_is_fp32_and_one_rank_adds_the_bias_of_sums(tmp_path: Path) -> None:
+    """Parts that other routers have: a correction, a factor and biases per expert."""
+    at = "layers.{layer}.mlp."
+    rules = {
+        "router_correction": TensorRule(name=at + "gate.correction", axes=("experts",)),
+        "expert_scale": TensorRule(name=at + "gate.scale", axes=("experts",)),
+        "experts_gate_up_bias": TensorRule(name=at + "gate_up.bias", axes=("expert", "expert_gate_up")),
+        "experts_down_bias": TensorRule(name=at + "down.bias", axes=("expert", "hidden")),
+    }
+    for inner in (32, 30):  # by inner states, by experts
+        folder = make_tiny_target(tmp_path / f"{inner}", "qwen3_moe", moe_intermediate_size=inner)
+        plain = read_model(folder)
+        routed = plain.layers[LAYER].routed
+        assert routed is not None
+        router = replace(routed.router, correction=True, expert_scale=True)
+        layer = replace(plain.layers[LAYER], mlp=replace(routed, router=router, bias=True))
+        layers = (*plain.layers[:LAYER], layer, *plain.layers[LAYER + 1 :])
+        spec = replace(plain, layers=layers, tensors={**plain.tensors, **rules})
+        shapes = [
+            (f"model.{rule.name.format(layer=LAYER)}", [spec.axis_size(axis, LAYER) for axis in rule.axes])
+            for rule in rules.values()
+        ]
+        made = {name: torch.randn(shape) for name, shape in shapes}
+        tensors = Watched(load_file(folder / "model.safetensors") | made)
+        for rank in range(4):
+            weights = TargetWeights(tensors, spec, Sharding(spec, rank, 4), torch.bfloat16, CPU)
+            mlp = weights.layer(LAYER).mlp
+            assert isinstance(mlp, RoutedTensors)
+            correction_E, scale_E, gate_up_EI, down_EH = made.values()
+            assert mlp.router.correction_E is not None and mlp.router.expert_scale_E is not None
+            assert torch.equal(mlp.router.correction_E, correction_E)
+            assert torch.equal(mlp.router.expert_scale_E, scale_E)
+            gate_up, down = mlp.experts.gate_up_bias_EI, mlp.experts.down_bias_EH
+            assert gate_up is not None
+            if inner == 30:
+                mine = slice(2 * rank, 2 * rank + 2)
+                assert down is not None and torch.equal(down, down_EH[mine].bfloat16())
+                assert torch.equal(gate_up, gate_up_EI[mine].bfloat16())
+            else:
+                mine = gate_up_EI.unflatten(1, (2, -1))[..., 8 * rank : 8 * rank + 8].flatten(1)
+                assert torch.equal(gate_up, mine.bfloat16())
+                assert (down is None) == (rank > 0)
 
 
 def test_a_missing_expert_is_named_before_anything_is_read(one_by_one: Path, tmp_path: Path) -> None:
@@ -147,3 +194,24 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
     assert kinds == [GatedMLP, RoutedMLP, GatedMLP, GatedMLP]
     routed = spec.layers[1].routed
     assert routed is not None and not routed.router.renormalize
+
+
+def with_keys(folder: Path, copy: Path, **changes: object) -> Path:
+    """A config.json with other keys; None takes one away."""
+    keys = json.loads((folder / "config.json").read_text()) | changes
+    copy.mkdir()
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
+    return copy
+
+
+def test_experts_are_counted_by_the_key_of_published_files_and_of_saved_ones(
+    one_by_one: Path, tmp_path: Path
+) -> None:
+    assert json.loads((one_by_one / "config.json").read_text())["num_local_experts"] == NUM_EXPERTS
+    published = with_keys(one_by_one, tmp_path / "hub", num_local_experts=None, num_experts=NUM_EXPERTS)
+    assert read_model(published) == read_model(one_by_one)
+
+
+def test_more_chosen_than_there_are_is_refused(one_by_one: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"num_experts_per_tok=9 must be at most num_experts \(8\)"):
+        read_model(with_keys(one_by_one, tmp_path / "greedy", num_experts_per_tok=9))

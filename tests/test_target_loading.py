@@ -31,7 +31,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(TargetWeights, "_part", refuse)
+    monkeypatch.setattr(TargetWeights, "part", refuse)
 
 
 def copy_of(folder: Path, tmp_path: Path, **changes: object) -> Path:

@@ -99,6 +99,20 @@ def test_split_ranks_agree_with_each_other_and_with_the_whole(target: Path, worl
         assert got == expected
 
 
+def test_ranks_with_whole_experts_add_up_to_the_whole(tmp_path: Path) -> None:
+    """Four ranks cannot share out 30 inner states, but 8 experts."""
+    folder = make_tiny_target(tmp_path, "qwen3_moe", moe_intermediate_size=30)
+    whole, _ = load_runner(settings(folder, num_pages=80))
+    expected = tokens_by_steps(whole, PROMPTS, 6)
+    config = settings(folder, num_pages=80, tensor_parallel_size=4)
+
+    def work(rank: ThreadRank) -> list[list[int]]:
+        return tokens_by_steps(load_runner(config, rank)[0], PROMPTS, 6)
+
+    for got in ThreadRanks(4).run(work):
+        assert got == expected
+
+
 def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
     whole, _ = load_runner(settings(target, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)

@@ -21,7 +21,7 @@ from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 from .rope import RopeConfig, RotaryEmbedding
 
-_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 512, 4, 2
+_HIDDEN, _INNER, _HEADS, _KV_HEADS = 192, 1280, 4, 2  # so many inputs as libraries sum in parts
 _EXPERTS, _EXPERT_INNER = 8, 64
 _BLOCK, _PAGE, _PAGES = 16, 16, 64
 _COMPANIONS = ((900, 1), (200, 32))  # what else is computed: tokens known, rows
@@ -40,9 +40,10 @@ def rows_are_invariant(
 
     Args:
         head_dims: of attention.
-        routed: the block has experts beside its MLP.
+        routed: a block with experts beside its MLP, too.
     """
-    trials = (_Trial(backend, dtype, device, head_dim, routed) for head_dim in head_dims)
+    kinds = (False, True) if routed else (False,)
+    trials = (_Trial(backend, dtype, device, dim, kind) for kind in kinds for dim in head_dims)
     return all(trial.passes() for trial in trials)
 
 
