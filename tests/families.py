@@ -52,6 +52,17 @@ _GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+# Of a head's 8 pairs one is in between, and there the ends of the ramp, not rounded, show.
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
 FAMILIES = {
     "qwen3": TinyFamily(
         transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": True}
@@ -140,5 +151,16 @@ FAMILIES = {
             "routed_scaling_factor": 1.5,
         },
         lean=True,
+    ),
+    "gpt_oss": TinyFamily(
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 0.3,
+            "rope_parameters": GPT_OSS_YARN,
+        },
     ),
 }

@@ -145,6 +145,9 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
             "weight_block_size.*two positive integers",
         ),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha=1.5 must be 1\.702"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 must be a positive number"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' must be 'mxfp4'"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(

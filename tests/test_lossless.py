@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, GPT_OSS_YARN
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.loops.machine import bf16_instructions
@@ -148,6 +148,7 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             hidden_size=spec.hidden_size,
             head_dim=32 if in_bf16 else 16,
             sliding_window=drafter_window,
+            rope_scaling=GPT_OSS_YARN if family == "gpt_oss" else None,  # its drafters turn as it does
         )
         if in_bf16:  # pages of 16 tokens, too
             return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})

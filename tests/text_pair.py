@@ -26,10 +26,10 @@ TEMPLATE = (
 
 
 def make_text_pair(
-    folder: Path, *, special_tokens: Sequence[str] = (), template: str = TEMPLATE
+    folder: Path, *, family: str = "qwen3", special_tokens: Sequence[str] = (), template: str = TEMPLATE
 ) -> tuple[Path, Path]:
     """A target with a byte-level tokenizer and a chat template, and a drafter for it."""
-    target = make_tiny_target(folder / "target", "qwen3", vocab_size=VOCAB)
+    target = make_tiny_target(folder / "target", family, vocab_size=VOCAB)
     drafter = make_tiny_drafter(folder / "drafter", vocab_size=VOCAB)
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -48,10 +48,11 @@ def make_tiny_target(
     keys |= {"bos_token_id": None, "pad_token_id": None}
     model = tiny.model(tiny.config(**keys))
     with torch.no_grad():
-        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(_NOISY_BUFFERS)]
-        for tensor in (*model.parameters(), *buffers):
-            if tensor.dim() == 1:  # defaults of 0 and 1 hide errors
-                tensor.add_(torch.randn_like(tensor) * 0.1)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in named:
+            is_buffer = name.endswith(_NOISY_BUFFERS)
+            if is_buffer or (tensor.requires_grad and (tensor.dim() == 1 or name.endswith("_bias"))):
+                tensor.add_(torch.randn_like(tensor) * 0.1)  # defaults of 0 and 1 hide errors
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     return folder
@@ -86,6 +87,7 @@ def make_tiny_drafter(
     hidden_size: int = 64,
     head_dim: int = 16,
     sliding_window: int | None = None,
+    rope_scaling: dict | None = None,
 ) -> Path:
     """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id.
 
@@ -105,6 +107,7 @@ def make_tiny_drafter(
         "head_dim": head_dim,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
+        "rope_scaling": rope_scaling,
         "max_position_embeddings": 512,
         "hidden_act": "silu",
         "attention_bias": False,

@@ -247,7 +247,14 @@ class Stack(Protocol):
 
 
 class Backend(Protocol):
-    """See the module's text."""
+    """See the module's text.
+
+    Attributes:
+        packed_experts: `experts` takes packed weights; else they come dequantised.
+    """
+
+    @property
+    def packed_experts(self) -> bool: ...
 
     @property
     def attention_batch(self) -> Callable[..., Any]:

@@ -25,6 +25,8 @@ from .mlps import make_mlp
 class OperatorBackend:
     """The part of `backend.Backend` that is the same for all backends whose passes Python drives."""
 
+    packed_experts = False
+
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
 

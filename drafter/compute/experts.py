@@ -12,12 +12,14 @@ Legend: N rows, E experts, k chosen per row, H hidden, I inner size of an expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from .layers import RMSNorm
+from .mxfp4 import MXFP4
 
 # Of experts alone: `swiglu_clamped` is (v + 1) g sigmoid(1.702 g), v = clamp(up, -limit, limit) and
 # g = min(gate, limit).
@@ -79,7 +81,7 @@ class ExpertWeights:
     """One layer's experts on one rank: E whole ones, or a slice of the inner size of all.
 
     Attributes:
-        gate_up: [E, 2 I, H], gate rows, then up rows.
+        gate_up: [E, 2 I, H], gate rows, then up rows; it and `down` may be packed.
         down: [E, H, I].
         gate_up_bias_EI: [E, 2 I] in the order of `gate_up`.
         down_bias_EH: inside the weighted sum; zero but on one rank where the inner size is split.
@@ -87,13 +89,26 @@ class ExpertWeights:
         first_expert: the model's number of this rank's first; rows that chose others get nothing for them.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | MXFP4
+    down: Tensor | MXFP4
     gate_up_bias_EI: Tensor | None = None
     down_bias_EH: Tensor | None = None
     activation: ExpertActivation = "silu"
     limit: float | None = None
     first_expert: int = 0
+
+    def dequantised(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same with no weight packed: for backends whose products take none."""
+        return replace(self, gate_up=_plain(self.gate_up, dtype), down=_plain(self.down, dtype))
+
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """`gate_up` and `down`, for whoever is never given packed ones."""
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "they come dequantised"
+        return self.gate_up, self.down
+
+
+def _plain(weight: Tensor | MXFP4, dtype: torch.dtype) -> Tensor:
+    return weight.dequantised(dtype) if isinstance(weight, MXFP4) else weight
 
 
 class Route(Protocol):

@@ -12,7 +12,19 @@ from pathlib import Path
 
 from ....drafter.compute.config_json import Json, read_json, text_config, wrong
 from ..model.spec import ModelSpec
-from . import gemma3, glm4_moe, llama, mimo_v2, minimax_m2, mistral, muse_glimmer, qwen2, qwen3, qwen3_moe
+from . import (
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo_v2,
+    minimax_m2,
+    mistral,
+    muse_glimmer,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 Reader = Callable[[Json, str], ModelSpec]
 
@@ -28,6 +40,7 @@ FAMILIES: Mapping[str, Reader] = {
     "Glm4MoeForCausalLM": glm4_moe.read,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
     "MiMoV2FlashForCausalLM": mimo_v2.read,
+    "GptOssForCausalLM": gpt_oss.read,
 }
 
 

@@ -184,6 +184,6 @@ def _block(
         o=row_linear(parts.o_HO, parts.o_bias_H, communicator, backend),
         attention_out_norm=out_norm(parts.attention_out_norm_H),
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
-        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps),
+        mlp=make_mlp(spec, parts.mlp, communicator, backend, eps, parts.qkv_OH.dtype),
         mlp_out_norm=out_norm(parts.mlp_out_norm_H),
     )

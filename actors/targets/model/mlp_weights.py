@@ -1,7 +1,8 @@
 """The tensors of a layer's MLP, dense, routed or both, as a rank takes them; `weights.py` reads the parts.
 
-A routed MLP's experts stand in the checkpoint one by one, or in one tensor (`spec.EXPERT_FORMS`): here they
-are [E, 2 I, H] and [E, H, I] either way, of this rank's experts or of its part of each one's inner states.
+A routed MLP's experts stand in the checkpoint one by one, in one tensor, or packed (`spec.EXPERT_FORMS`):
+here they are [E, 2 I, H] and [E, H, I] each way, of this rank's experts or of its part of each one's inner
+states.
 
 Legend: H hidden, I inner size of a rank, E experts of a rank.
 """
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from ....drafter.compute.experts import ExpertWeights, RouterWeights
 from ....drafter.compute.layers import RMSNorm
-from .spec import RoutedMLP
+from ....drafter.compute.mxfp4 import MXFP4
+from .spec import FUSED_EXPERTS, PACKED_EXPERTS, RoutedMLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,15 @@ def read_routed(
     return RoutedTensors(router, weights, shared, parts.maybe("shared_weight"))
 
 
-def _read_experts(parts: LayerParts, form: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
+def _read_experts(
+    parts: LayerParts, form: tuple[str, ...], count: int
+) -> tuple[Tensor | MXFP4, Tensor | MXFP4]:
     """gate_up [E, 2 I, H] and down [E, H, I]."""
-    if form == ("experts_gate_up", "experts_down"):
+    if form == FUSED_EXPERTS:
         return parts.one("experts_gate_up"), parts.one("experts_down")
+    if form == PACKED_EXPERTS:
+        gate_up_blocks, gate_up_scales, down_blocks, down_scales = (parts.one(part) for part in form)
+        return MXFP4(gate_up_blocks, gate_up_scales), MXFP4(down_blocks, down_scales)
     gate_up, down = torch.empty(0), torch.empty(0)
     of_each = (parts.of_each_expert(part) for part in form)
     for i, (gate_IH, up_IH, down_HI) in enumerate(zip(*of_each, strict=True)):

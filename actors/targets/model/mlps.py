@@ -5,6 +5,8 @@ Called by `decoder.py`, at load.
 
 from __future__ import annotations
 
+import torch
+
 from ....drafter.compute.backend import Backend, Beside, DenseMLP, Routed
 from ....drafter.compute.layers import RMSNorm
 from .mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
@@ -13,23 +15,29 @@ from .spec import BesideMLP, GatedMLP, LayerSpec, RoutedMLP
 
 
 def make_mlp(
-    layer: LayerSpec, tensors: MlpTensors, communicator: Communicator, backend: Backend, eps: float
+    layer: LayerSpec,
+    tensors: MlpTensors,
+    communicator: Communicator,
+    backend: Backend,
+    eps: float,
+    dtype: torch.dtype,
 ) -> DenseMLP | Routed | Beside:
     """
     Args:
         eps: of the norms of MLPs that stand side by side.
+        dtype: to compute in.
     """
     match layer.mlp, tensors:
         case GatedMLP(), DenseTensors():
             return _dense(layer.mlp, tensors, communicator, backend)
         case RoutedMLP(), RoutedTensors():
-            return _routed(layer.mlp, tensors, communicator, backend)
+            return _routed(layer.mlp, tensors, communicator, backend, dtype)
         case BesideMLP(), BesideTensors():
             return Beside(
                 dense=_dense(layer.mlp.dense, tensors.dense, communicator, backend),
                 dense_out_norm=RMSNorm(tensors.dense_out_norm_H, eps),
                 routed_norm=RMSNorm(tensors.routed_norm_H, eps),
-                routed=_routed(layer.mlp.routed, tensors.routed, communicator, backend),
+                routed=_routed(layer.mlp.routed, tensors.routed, communicator, backend, dtype),
                 routed_out_norm=RMSNorm(tensors.routed_out_norm_H, eps),
             )
         case _:
@@ -44,13 +52,16 @@ def _dense(mlp: GatedMLP, tensors: DenseTensors, communicator: Communicator, bac
     )
 
 
-def _routed(mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend) -> Routed:
+def _routed(
+    mlp: RoutedMLP, tensors: RoutedTensors, communicator: Communicator, backend: Backend, dtype: torch.dtype
+) -> Routed:
     shared = tensors.shared
     assert (mlp.shared is None) == (shared is None), "read by the same specification"
     weight_1H = tensors.shared_weight_1H
+    experts = tensors.experts if backend.packed_experts else tensors.experts.dequantised(dtype)
     return Routed(
         route=backend.route(tensors.router),
-        experts=backend.experts(tensors.experts),
+        experts=backend.experts(experts),
         shared=None
         if mlp.shared is None or shared is None
         else DenseMLP(

@@ -119,10 +119,8 @@ class Sharding:
                 return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
             case "expert":
                 return None if self.splits_experts(layer) else self.experts(layer)
-            case "expert_inner":
-                return self._expert_rows(1, layer)
-            case "expert_pairs":
-                return self._expert_rows(2, layer)
+            case "expert_inner" | "expert_pairs" | "expert_inner_blocks":
+                return self._of_experts(axis, layer)
             case _:
                 return None
 
@@ -137,10 +135,10 @@ class Sharding:
         assert routed is not None, "a layer with experts"
         return _splits(routed, self.world_size)
 
-    def _expert_rows(self, per_state: int, layer: int) -> slice | None:
+    def _of_experts(self, axis: Axis, layer: int) -> slice | None:
         if not self.splits_experts(layer):
             return None
-        return _part(per_state * self.spec.axis_size("expert_inner", layer), self.rank, self.world_size)
+        return _part(self.spec.axis_size(axis, layer), self.rank, self.world_size)
 
 
 def _check_layer(layer: LayerSpec, world_size: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ....drafter.compute.backend import Feature, StackSpec
 from ....drafter.compute.experts import ExpertActivation, Router
 from ....drafter.compute.layers import Activation
+from ....drafter.compute.mxfp4 import BLOCK
 from ....drafter.compute.rope import RopeConfig
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -25,7 +26,8 @@ CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # either their inner states or the experts; not the rest. "value" is of K/V heads' values, "attended" of what
 # each query head makes of them; "inner" is a dense MLP's, "shared" that of the
 # expert that all rows share, "experts" the router's, whole; "expert_gate_up" are an expert's gate rows, then
-# its up rows, "expert_pairs" the same rows taking turns; "one" is one.
+# its up rows, "expert_pairs" the same rows taking turns; "_blocks" are those of packed weights
+# (`drafter/compute/mxfp4.py`), "block_bytes" what one holds; "one" is one.
 Axis = Literal[
     "hidden",
     "q",
@@ -42,10 +44,21 @@ Axis = Literal[
     "expert_gate_up",
     "expert_pairs",
     "shared",
+    "hidden_blocks",
+    "expert_inner_blocks",
+    "block_bytes",
     "one",
 ]
-# The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all.
-EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), ("experts_gate_up", "experts_down"))
+# The parts that a layer's experts may be stored as, the usual form first: a tensor for each, or one for all,
+# or that packed in MXFP4.
+FUSED_EXPERTS = ("experts_gate_up", "experts_down")
+PACKED_EXPERTS = (
+    "experts_gate_up_blocks",
+    "experts_gate_up_scales",
+    "experts_down_blocks",
+    "experts_down_scales",
+)
+EXPERT_FORMS = (("expert_gate", "expert_up", "expert_down"), FUSED_EXPERTS, PACKED_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +333,10 @@ class ModelSpec:
                 return 1
             case "hidden":
                 return self.hidden_size
+            case "hidden_blocks":
+                return self.hidden_size // BLOCK
+            case "block_bytes":
+                return BLOCK // 2
             case "q":
                 return mixer.num_heads * mixer.head_dim
             case "kv":
@@ -349,6 +366,8 @@ def _mlp_axis_size(axis: Axis, layer: LayerSpec) -> int:
             return routed.router.num_experts
         case "expert_inner":
             return routed.inner_size
+        case "expert_inner_blocks":
+            return routed.inner_size // BLOCK
         case "expert_gate_up" | "expert_pairs":
             return 2 * routed.inner_size
         case _:

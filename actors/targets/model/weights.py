@@ -153,7 +153,10 @@ class TargetWeights:
             tensor = rope.arranged(tensor)
         if rule.transform is not None:
             tensor = rule.transform(tensor)
-            return tensor if tensor.dtype is torch.float32 else tensor.to(self._dtype)
+            if tensor.dtype is torch.float32:
+                return tensor
+        if tensor.dtype is torch.uint8:
+            return tensor  # packed
         return tensor.to(torch.float32 if part in _PRECISE else self._dtype)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:

@@ -33,8 +33,9 @@ class CpuExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._activation: ExpertActivation = weights.activation
         self._limit, self._first = weights.limit, weights.first_expert
-        self._gate_up_E = products_of(weights.gate_up, weights.gate_up_bias_EI)
-        self._down_E = products_of(weights.down, weights.down_bias_EH)
+        gate_up_EIH, down_EHI = weights.unpacked()
+        self._gate_up_E = products_of(gate_up_EIH, weights.gate_up_bias_EI)
+        self._down_E = products_of(down_EHI, weights.down_bias_EH)
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         ids_Nk = expert_ids_Nk.numpy() - self._first

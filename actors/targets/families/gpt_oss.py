@@ -1,0 +1,158 @@
+"""gpt-oss: sinks, biases, layers that slide by turns, experts with a clamped SwiGLU in four bits a weight.
+
+    x += o(attention(norm x), sinks) + b;  x += sum of w_j (down_j(act(gate_up_j u + b_j)) + c_j),  u = norm x
+
+Experts' gate and up rows take turns in files; they are put apart at load. On the Hub experts are packed
+(MXFP4, as `quantization_config` says); without it they are [E, inputs, outputs] in the model's dtype.
+
+Sources: transformers' modeling_gpt_oss.py and configuration_gpt_oss.py; the defaults are the latter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AliasChoices, Field
+from torch import Tensor
+
+from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.experts import Router
+from ....drafter.compute.mxfp4 import BLOCK
+from ....drafter.compute.rope import RopeConfig
+from ..model.spec import Attention, Axis, LayerSpec, ModelSpec, RoutedMLP, TensorRule
+from .plain import TENSORS, PlainConfig, model_of
+
+_ALPHA = 1.702  # of `swiglu_clamped`
+_THETA = 150000.0
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _known_steepness(value: float) -> float:
+    if value != _ALPHA:
+        raise ValueError(f"must be {_ALPHA}: another is not yet supported")
+    return value
+
+
+class _Quantisation(HfConfig):
+    """Its list of modules that are not packed says no more than the tensors' names."""
+
+    quant_method: Literal["mxfp4"]
+
+
+class GptOssConfig(PlainConfig):
+    """config.json of GptOssForCausalLM."""
+
+    intermediate_size: Count = 2880
+    head_dim: Count | None = 64
+    max_position_embeddings: Count = 131072
+    rms_norm_eps: float = 1e-5
+    sliding_window: Count | None = 128
+    attention_bias: bool = True
+    num_local_experts: Count = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
+    num_experts_per_tok: Count = Field(
+        validation_alias=AliasChoices("num_experts_per_tok", "experts_per_token")
+    )
+    swiglu_limit: Annotated[float, Field(gt=0, description="a positive number")] = 7.0
+    swiglu_alpha: Annotated[float, AfterValidator(_known_steepness)] = _ALPHA
+    # Published files say nothing of it.
+    checkpoint_dtype: str = Field("bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype"))
+    quantization_config: _Quantisation | None = None
+
+
+def _apart(rows: Tensor) -> Tensor:
+    """Rows [E, 2 I, ...] that take turns -> gate rows, then up rows."""
+    return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def _inputs_last(weight_EIO: Tensor) -> Tensor:
+    return weight_EIO.transpose(1, 2).contiguous()
+
+
+def _inputs_last_apart(weight_EIO: Tensor) -> Tensor:
+    return _apart(weight_EIO.transpose(1, 2))
+
+
+def _rule(name: str, *axes: Axis, **more: Any) -> TensorRule:  # Any: fields of TensorRule
+    return TensorRule(name="layers.{layer}." + name, axes=axes, **more)
+
+
+_PAIRS: tuple[Axis, Axis] = ("expert", "expert_pairs")
+_DOWN: tuple[Axis, Axis] = ("expert", "hidden")
+_GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_TENSORS: Mapping[str, TensorRule] = {
+    **{part: rule for part, rule in TENSORS.items() if "mlp." not in rule.name},
+    "sinks": _rule("self_attn.sinks", "q_heads", transform=Tensor.float),
+    "router": _rule("mlp.router.weight", "experts", "hidden"),
+    "router_bias": _rule("mlp.router.bias", "experts"),
+    "experts_gate_up_bias": _rule(f"{_GATE_UP_PROJ}_bias", *_PAIRS, transform=_apart),
+    "experts_down_bias": _rule(f"{_DOWN_PROJ}_bias", *_DOWN),
+}
+_PLAIN: Mapping[str, TensorRule] = {
+    "experts_gate_up": _rule(_GATE_UP_PROJ, "expert", "hidden", "expert_pairs", transform=_inputs_last_apart),
+    "experts_down": _rule(_DOWN_PROJ, "expert", "expert_inner", "hidden", transform=_inputs_last),
+}
+_PACKED: Mapping[str, TensorRule] = {
+    "experts_gate_up_blocks": _rule(
+        f"{_GATE_UP_PROJ}_blocks", *_PAIRS, "hidden_blocks", "block_bytes", transform=_apart
+    ),
+    "experts_gate_up_scales": _rule(f"{_GATE_UP_PROJ}_scales", *_PAIRS, "hidden_blocks", transform=_apart),
+    "experts_down_blocks": _rule(f"{_DOWN_PROJ}_blocks", *_DOWN, "expert_inner_blocks", "block_bytes"),
+    "experts_down_scales": _rule(f"{_DOWN_PROJ}_scales", *_DOWN, "expert_inner_blocks"),
+}
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+        raw = {**raw, "rope_scaling": _YARN}
+    config = parse(GptOssConfig, raw, file)
+    is_packed = config.quantization_config is not None
+    if is_packed:
+        for key in ("hidden_size", "intermediate_size"):
+            if (size := getattr(config, key)) % BLOCK:
+                raise wrong(file, key, size, f"a multiple of {BLOCK}, the block of packed weights")
+    size = config.head_size(file)
+    derived = tuple(
+        "full_attention" if i % 2 else "sliding_attention" for i in range(config.num_hidden_layers)
+    )
+    attention = Attention(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.kv_heads(file),
+        head_dim=size,
+        rope=RopeConfig.read(raw, size, file, default_theta=_THETA),
+        scale=size**-0.5,
+        bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        sinks=True,
+    )
+    layers = [
+        LayerSpec(mixer=replace(attention, window=config.window_of(kind, file)), mlp=_experts(config))
+        for kind in config.types(file, derived)
+    ]
+    return model_of(config, tuple(layers), {**_TENSORS, **(_PACKED if is_packed else _PLAIN)})
+
+
+def _experts(config: GptOssConfig) -> RoutedMLP:
+    return RoutedMLP(
+        router=Router(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            score="softmax",
+            choose_first=True,
+            renormalize=False,
+            bias=True,
+        ),
+        inner_size=config.intermediate_size,
+        activation="swiglu_clamped",
+        limit=config.swiglu_limit,
+        bias=True,
+        inner_multiple=1 if config.quantization_config is None else BLOCK,
+    )

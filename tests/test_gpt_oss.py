@@ -1,0 +1,275 @@
+"""gpt-oss as it is on the Hub: packed experts in shards, published keys, its norms in bf16, its drafters.
+
+What every family must do is tested where all are (see test_families.py).
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manta import LLM, SamplingParams
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.rank import load_runner
+from manta.actors.targets.model.mlp_weights import RoutedTensors
+from manta.actors.targets.model.parallel import Sharding
+from manta.actors.targets.model.weights import LayerWeights, TargetWeights
+from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.experts import ExpertWeights
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.loops import layers as loops
+from manta.drafter.compute.mxfp4 import MXFP4
+from safetensors.torch import load_file, save_file
+from steps import settings
+from test_target_parallel import PROMPTS, ThreadRanks, tokens_by_steps
+from tiny import make_tiny_drafter, make_tiny_target
+
+CPU = torch.device("cpu")
+HOW: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "num_pages": 40,
+    "num_threads": 1,
+}
+# openai/gpt-oss-20b's, but for what says nothing of the model.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def publish(saved: Path, folder: Path) -> Path:
+    """A checkpoint of transformers in the Hub's form: experts packed (at random), bf16, two shards."""
+    generator = torch.Generator().manual_seed(3)
+
+    def some_bytes(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(saved / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = tensor.shape
+            blocks = experts, outputs, inputs // 32
+            tensors[f"{name}_blocks"] = some_bytes(0, 256, *blocks, 16)
+            tensors[f"{name}_scales"] = some_bytes(122, 126, *blocks)
+        else:
+            tensors[name] = tensor.bfloat16()
+    folder.mkdir()
+    names, files = sorted(tensors), ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    file_of = {name: files[i % 2] for i, name in enumerate(names)}
+    for file in files:
+        save_file({name: tensors[name] for name in names if file_of[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    keys = json.loads((saved / "config.json").read_text())
+    rope = keys.pop("rope_parameters")
+    for key in ("dtype", "swiglu_alpha"):
+        del keys[key]
+    keys |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    keys["quantization_config"] = GPT_OSS_20B["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(keys))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("saved"), "gpt_oss", intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def published(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish(saved, tmp_path_factory.mktemp("published") / "model")
+
+
+def layer_of(folder: Path, rank: int = 0, world_size: int = 1) -> LayerWeights:
+    spec = read_model(folder)
+    return TargetWeights(folder, spec, Sharding(spec, rank, world_size), torch.float32, CPU).layer(1)
+
+
+def experts_of(folder: Path, rank: int = 0, world_size: int = 1) -> ExpertWeights:
+    mlp = layer_of(folder, rank, world_size).mlp
+    assert isinstance(mlp, RoutedTensors)
+    return mlp.experts
+
+
+def test_a_published_config_says_what_transformers_reads_from_it(tmp_path: Path) -> None:
+    from transformers import GptOssConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [200002, 199999, 200012]}')
+    # transformers writes into what it is given.
+    spec, theirs = read_model(tmp_path), GptOssConfig(**deepcopy(GPT_OSS_20B))
+    assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (2880, 201088, 24)
+    assert spec.dtype == "bfloat16", "the file does not say"
+    assert spec.eos_token_ids == (200002, 199999, 200012), "no end of a message among them"
+    for layer, kind in zip(spec.layers, theirs.layer_types, strict=True):
+        mixer, mlp = layer.mixer, layer.routed
+        assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.scale) == (64, 8, 64, 0.125)
+        assert mixer.bias and mixer.out_bias and mixer.sinks and not mixer.qk_norm
+        assert mixer.window == (128 if kind == "sliding_attention" else None)
+        assert (mixer.rope.kind, mixer.rope.theta) == ("yarn", theirs.rope_parameters["rope_theta"])
+        assert mixer.rope.scaling["truncate"] is False and mixer.rope.scaling["factor"] == 32.0
+        assert mlp is not None and mlp.bias and mlp.limit == theirs.swiglu_limit
+        assert (mlp.router.num_experts, mlp.router.top_k, mlp.inner_size) == (32, 4, 2880)
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+    kept = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = ("vocab_size", "num_local_experts", "experts_per_token", "max_position_embeddings")
+    few = {key: GPT_OSS_20B[key] for key in (*kept, *sizes)}
+    for folder, keys in ((tmp_path / "few", few), (tmp_path / "all", GPT_OSS_20B)):
+        folder.mkdir()
+        stated = {key: value for key, value in keys.items() if key != "quantization_config"}
+        (folder / "config.json").write_text(json.dumps(stated))
+    assert read_model(tmp_path / "few").layers == read_model(tmp_path / "all").layers
+
+
+def test_a_published_checkpoint_answers_as_transformers_does(published: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        published, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    prompts = [[5, 9, 17, 3, 88, 2, 41, 7, 7, 30, 12], [100, 4]]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with LLM(str(published), **HOW) as llm:
+        ours = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    for prompt, output in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        found = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None
+        )
+        assert found[0, len(prompt) :].tolist() == output.outputs[0].token_ids
+
+
+def test_packed_experts_stay_packed_and_their_rows_are_put_apart(published: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        published, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    experts, right = experts_of(published), theirs.model.layers[1].mlp.experts
+    assert isinstance(experts.gate_up, MXFP4) and isinstance(experts.down, MXFP4)
+    gate_up_EOI = experts.gate_up.dequantised(torch.float32)
+    gate_EIH, up_EIH = gate_up_EOI.chunk(2, dim=1)
+    assert torch.equal(gate_EIH, right.gate_up_proj[..., 0::2].transpose(1, 2))
+    assert torch.equal(up_EIH, right.gate_up_proj[..., 1::2].transpose(1, 2))
+    assert torch.equal(experts.down.dequantised(torch.float32), right.down_proj.transpose(1, 2))
+
+
+@pytest.mark.parametrize("form", ["saved", "published"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_have_parts_of_each_expert(form: str, world_size: int, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(form)
+    whole = experts_of(folder)
+    parts = [experts_of(folder, rank, world_size) for rank in range(world_size)]
+    halves = [plain(part.gate_up).chunk(2, dim=1) for part in parts]
+    gate_up = torch.cat([half for pair in zip(*halves, strict=True) for half in pair], dim=1)
+    assert torch.equal(gate_up, plain(whole.gate_up))
+    assert torch.equal(torch.cat([plain(part.down) for part in parts], dim=2), plain(whole.down))
+    assert whole.gate_up_bias_EI is not None
+    biases = [part.gate_up_bias_EI.chunk(2, dim=1) for part in parts if part.gate_up_bias_EI is not None]
+    assert torch.equal(
+        torch.cat([half for pair in zip(*biases, strict=True) for half in pair], dim=1), whole.gate_up_bias_EI
+    )
+
+
+def test_ranks_have_whole_experts_where_blocks_do_not_divide(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "saved", "gpt_oss", intermediate_size=96)
+    folder = publish(target, tmp_path / "published")
+    whole = experts_of(folder)
+    parts = [experts_of(folder, rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([plain(part.gate_up) for part in parts]), plain(whole.gate_up))
+    assert torch.equal(torch.cat([plain(part.down) for part in parts]), plain(whole.down))
+    assert [part.first_expert for part in parts] == [0, 4]
+    assert experts_of(target, 1, 2).first_expert == 0, "unpacked they divide"
+    alone, _ = load_runner(settings(folder, num_pages=80, num_threads=1))
+    expected = tokens_by_steps(alone, PROMPTS, 2)
+    split = settings(folder, num_pages=80, num_threads=1, tensor_parallel_size=2)
+    for found in ThreadRanks(2).run(lambda rank: tokens_by_steps(load_runner(split, rank)[0], PROMPTS, 2)):
+        assert found == expected
+
+
+def test_ranks_have_the_sinks_of_their_heads_and_the_first_the_biases_of_sums(saved: Path) -> None:
+    stored = load_file(saved / "model.safetensors")
+    first, second = (layer_of(saved, rank, 2) for rank in range(2))
+    assert first.sinks_Q is not None and second.sinks_Q is not None
+    assert torch.equal(torch.cat((first.sinks_Q, second.sinks_Q)), stored["model.layers.1.self_attn.sinks"])
+    assert first.o_bias_H is not None and second.o_bias_H is None
+    assert experts_of(saved, 0, 2).down_bias_EH is not None and experts_of(saved, 1, 2).down_bias_EH is None
+
+
+def plain(weight: torch.Tensor | MXFP4) -> torch.Tensor:
+    return weight.dequantised(torch.float32) if isinstance(weight, MXFP4) else weight
+
+
+def test_sizes_that_are_no_whole_blocks_are_refused(published: Path, tmp_path: Path) -> None:
+    keys = json.loads((published / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"intermediate_size": 100}))
+    with pytest.raises(CheckpointError, match="intermediate_size=100 must be a multiple of 32"):
+        read_model(tmp_path)
+
+
+def test_norms_round_once_as_the_models_own_code_does() -> None:
+    """Its weights multiply before the cast, Llama's behind it."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+
+    generator = torch.Generator().manual_seed(0)
+    weight_H = (1 + 0.3 * torch.randn(256, generator=generator)).bfloat16()
+    x_NH = torch.randn(64, 256, generator=generator).bfloat16()
+    theirs = GptOssRMSNorm(256, 1e-5)
+    theirs.weight.data = weight_H.float()  # transformers keeps these in fp32
+    assert torch.equal(RMSNorm(weight_H, 1e-5)(x_NH), theirs(x_NH))
+    assert torch.equal(loops.rms_norm(x_NH, weight_H, 1e-5), theirs(x_NH))
+
+
+@pytest.mark.parametrize("block_size", [8, 10])
+def test_drafters_of_its_block_sizes_change_no_token(saved: Path, tmp_path: Path, block_size: int) -> None:
+    """The 20b's and the 120b's; they turn as the target does."""
+    rope = json.loads((saved / "config.json").read_text())["rope_parameters"]
+    drafter = make_tiny_drafter(tmp_path, block_size=block_size, rope_scaling=rope)
+    params = [SamplingParams(temperature=t, seed=4, max_tokens=30, ignore_eos=True) for t in (0.0, 1.0)]
+    prompts = [{"prompt_token_ids": list(range(2, 2 + n))} for n in (20, 3)]
+    with LLM(str(saved), **HOW) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with LLM(str(saved), speculative_config={"model": str(drafter), "adaptive": False}, **HOW) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        assert llm.stats().num_accepted_tokens > 0
+    assert found == expected
