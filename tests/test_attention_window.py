@@ -117,6 +117,12 @@ def test_requests_of_any_lengths_have_the_same_bits_together_and_alone(kind, win
         Case(kind, requests).check(window)
 
 
+@pytest.mark.parametrize("head_dim", [192, 512])
+def test_wide_heads_have_the_same_bits_too(head_dim: int):
+    for requests in ([(804, 3), (1156, 5), (723, 16), (442, 1)], [(1300, 34)]):
+        Case((torch.float32, (2, 1, head_dim)), requests).check(600)
+
+
 @pytest.mark.parametrize(
     ("keys", "rows", "window", "begin"),
     [

@@ -17,7 +17,7 @@ import pytest
 import torch
 from devices import DEVICE, HALVES, ON_GPU
 from manta.cluster.page_groups import KVGeometry
-from manta.drafter.compute.backend import Machine, StackSpec
+from manta.drafter.compute.backend import Feature, Machine, StackSpec
 from manta.drafter.compute.eager.attention import AttentionBatch, paged_attention
 from manta.drafter.compute.gpu import tiles
 from manta.drafter.compute.gpu.attention import verify_attention
@@ -166,6 +166,10 @@ def test_ragged_rows_equal_dense_attention_with_one_piece_or_several(max_keys, c
         (Shape(2, 2, 64, 128, torch.float32), [130, 1], [1, 1]),  # a head of its own for every query head
         *((Shape(2, 1, 256, 16, half), [70], [5]) for half in HALVES),
         (Shape(2, 1, 256, 64, torch.float32), [70], [5]),
+        *((Shape(8, 1, 512, 64, half), [140], [5]) for half in HALVES),  # Gemma 4's full layers
+        (Shape(2, 1, 512, 16, torch.float32), [70], [5]),
+        *((Shape(4, 2, 192, 32, half, 128), [150, 16], [5, 1]) for half in HALVES),  # MiMo-V2
+        (Shape(3, 1, 24, 16, torch.float32, 10), [300, 7], [9, 3]),  # sizes that no tile has
     ],
 )
 @pytest.mark.parametrize("causal", [True, False])
@@ -480,7 +484,7 @@ def test_the_flash_attn_package_is_told_what_our_kernel_is(flash_attn, rows, cau
         (64, torch.bfloat16, 128, "page_size=256"),
         (256, torch.float32, 128, "dtype=bfloat16"),
         (256, torch.bfloat16, 512, "head_dim above 256, the drafter's is 512"),
-        (256, torch.bfloat16, 96, "a power of two, the drafter's is 96"),  # our own kernels run beside it
+        (256, torch.bfloat16, 96, None),
     ],
 )
 def test_what_the_flash_attn_package_cannot_do_is_said_with_a_remedy(
@@ -488,6 +492,12 @@ def test_what_the_flash_attn_package_cannot_do_is_said_with_a_remedy(
 ):
     reason = why_not(*asked(page_size, dtype, head_dim))
     assert reason is None if named is None else reason is not None and named in reason
+
+
+def test_the_flash_attn_package_has_no_values_of_another_size(flash_attn):
+    spec, machine = asked(256, torch.bfloat16, 128)
+    feature: Feature = "values of another size than keys"
+    assert feature in str(why_not(replace(spec, features=frozenset({feature})), machine))
 
 
 def asked(page_size: int, dtype: torch.dtype, head_dim: int) -> tuple[StackSpec, Machine]:

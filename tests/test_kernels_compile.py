@@ -329,11 +329,7 @@ VARIANTS: dict[str, list[Variant]] = {
         _attention(16, 4, 256, page=256),
         _attention(32, 8, 128, dtype="fp32"),
         _attention(32, 4, 512),  # Gemma 4's full layers
-        _attention(32, 4, 512, batch_invariant=True),
-        _attention(16, 1, 512, rows=1),
-        _attention(32, 4, 512, dtype="fp32"),
-        _attention(64, 8, 192, v_dim=128, window=128, sinks=True),  # MiMo-V2
-        _attention(64, 8, 192, v_dim=128, batch_invariant=True),
+        _attention(64, 8, 192, v_dim=128, window=128, sinks=True, batch_invariant=True),  # MiMo-V2
     ],
     "compute.gpu.work": [
         _work(split_keys=0, run_splits=0),

@@ -34,12 +34,13 @@ Ints = NDArray[np.integer]
 
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
 _TILE_ROWS = 512  # query rows of a long request that are computed at once
-# How the CPU kernel's products round (measured, AVX-512, MKL): few query rows otherwise than more (1 to 3; in
-# fp32 fewer than 8 with heads of 128, than 16 with heads of 256), where query rows come in 32s or 64s; keys
-# are summed in blocks of 512, and within a block a sum whose length is no multiple of 16 (with AMX: of 32)
-# otherwise than others, and one of more than 192 is cut where its length says (AMD: at 192 from 384 on; Intel
-# with AMX: 384 at once, 512 not). So rows and such lengths are filled up.
-_ROW_MULTIPLE, _HEAD_DIM_PER_ROWS = 4, 64
+# How the CPU kernel's products round (measured, AVX-512, MKL): few query rows otherwise than more (1 to 3;
+# in fp32 fewer than 8 with heads of 128, than 16 with heads of 192 to 512), where query rows come in 32s or
+# 64s, the last of them as few as are left; keys are summed in blocks of 512, and within a block a sum whose
+# length is no multiple of 16 (with AMX: of 32) otherwise than others, and one of more than 192 is cut where
+# its length says (AMD: at 192 from 384 on; Intel with AMX: 384 at once, 512 not). So rows and such lengths
+# are filled up, rows to multiples that divide 32.
+_ROW_MULTIPLE, _MAX_ROW_MULTIPLE, _HEAD_DIM_PER_ROWS = 4, 32, 64
 _KEY_MULTIPLE, _KEY_BLOCK, _SHORT_KEYS = 32, 512, 192
 
 
@@ -319,7 +320,7 @@ def _attend(
 def _width(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
     """Query rows to compute: a number whose products round like those of any more."""
     wide = 1 if dtype.itemsize == 2 else -(-head_dim // _HEAD_DIM_PER_ROWS)
-    multiple = _ROW_MULTIPLE * wide
+    multiple = min(_ROW_MULTIPLE << (wide - 1).bit_length(), _MAX_ROW_MULTIPLE)
     return -(-num_rows // multiple) * multiple
 
 

@@ -171,7 +171,7 @@ def plan_tiles(kind: AttentionKind, max_rows: int, *, batch_invariant: bool = Fa
     block_keys = _block_keys(width, kind.dtype.itemsize)
     values = _BLOCK_VALUES[kind.dtype.itemsize]
     if batch_invariant:  # three sums under way at once: half the rows where heads are wide, and more warps
-        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // width
+        wanted_rows, most_rows = _INVARIANT_BLOCK_ROWS, values // 2 // tile_width(kind.v_head_dim)
     else:
         wanted_rows, most_rows = max_rows * group, min(_MAX_BLOCK_ROWS, values // width)
     block_rows = max(_MIN_BLOCK_ROWS, _power_of_two_above(max(min(wanted_rows, most_rows), group)))
