@@ -77,6 +77,7 @@ FAMILIES = {
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },
+        lean=True,
     ),
     "llama": TinyFamily(
         transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}
@@ -138,6 +139,7 @@ FAMILIES = {
             "swiglu_limit": 0.3,
             "rope_parameters": GPT_OSS_YARN,
         },
+        lean=True,
     ),
     "glm4_moe": TinyFamily(
         transformers.Glm4MoeConfig,
@@ -164,6 +166,22 @@ FAMILIES = {
             "num_experts_per_tok": 3,
             "rotary_dim": 8,
             "rms_norm_eps": 1e-2,
+        },
+        lean=True,
+    ),
+    "mimo_v2": TinyFamily(
+        transformers.MiMoV2FlashConfig,
+        transformers.MiMoV2FlashForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
         },
         lean=True,
     ),

@@ -135,6 +135,15 @@ def test_norms_that_are_offset_stay_in_fp32(tmp_path: Path) -> None:
         ("glm4_moe", {"num_experts_per_tok": 9}, r"at most 8 \(n_routed_experts\)"),
         ("glm4_moe", {"n_group": 3}, r"n_group=3 must be a divisor of n_routed_experts \(8\)"),
         ("glm4_moe", {"topk_group": 5}, r"topk_group=5 must be at most 4 \(n_group\)"),
+        ("mimo_v2", {"layer_types": None, "hybrid_layer_pattern": [0]}, "hybrid_layer_pattern.*one entry"),
+        ("mimo_v2", {"mlp_layer_types": ["dense"]}, "mlp_layer_types.*one entry for each"),
+        ("mimo_v2", {"v_head_dim": 25}, "v_head_dim=25 must be at most 24"),
+        ("mimo_v2", {"scoring_func": "softmax"}, "scoring_func='softmax' must be 'sigmoid'"),
+        (
+            "muse_glimmer",
+            {"architectures": ["MuseGlimmerForConditionalGeneration"], "text_config": {}},
+            "hidden_size is missing",
+        ),
         ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list.*must be all 1"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 must be absent"),
         ("minimax_m2", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' must be 'fp8'"),
@@ -276,3 +285,90 @@ def test_a_muse_glimmer_that_says_little_has_its_pattern_from_the_last_layer(tmp
     assert (spec.logit_multiplier, spec.logit_cap) == (theirs.output_multiplier, 20.0)
     assert (spec.out_norm_eps, spec.rms_norm_eps) == (theirs.post_norm_eps, theirs.rms_norm_eps)
     assert spec.tensors["q_norm"].constant == theirs.qk_scale_factor
+
+
+# XiaomiMiMo/MiMo-V2-Flash's, likewise; of its pattern of layers the beginning.
+MIMO_V2 = {
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "attention_bias": False,
+    "attention_value_scale": 0.707,
+    "head_dim": 192,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+    "intermediate_size": 16384,
+    "layernorm_epsilon": 1e-05,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
+
+
+def test_a_published_mimo_v2_says_by_layer_what_it_is(tmp_path: Path) -> None:
+    spec = spec_of(MIMO_V2, tmp_path)
+    assert (spec.rms_norm_eps, spec.fp8_block) == (1e-5, (128, 128))
+    slides = [layer.mixer.window is not None for layer in spec.layers]
+    assert slides == [False, True, True, True, True, False, True]
+    assert [layer.routed is None for layer in spec.layers] == [True] + [False] * 6
+    for layer in spec.layers:
+        mixer, sliding = layer.mixer, layer.mixer.window is not None
+        assert (mixer.num_heads, mixer.head_dim, mixer.value_dim) == (64, 192, 128)
+        assert (mixer.num_kv_heads, mixer.sinks) == ((8, True) if sliding else (4, False))
+        assert mixer.window in (None, 129) and mixer.rope is not None  # 128 before it, and itself
+        assert (mixer.rope.theta, mixer.rope.rotary_dim) == (1e4 if sliding else 5e6, 64)
+    transform = spec.tensors["v"].transform
+    assert transform is not None and transform(torch.ones(1)).item() == pytest.approx(0.707)
+
+
+def test_a_mimo_v2_that_says_little_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    from transformers import MiMoV2FlashConfig
+
+    theirs = MiMoV2FlashConfig(num_hidden_layers=13)
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts", "vocab_size")
+    names += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "num_hidden_layers")
+    said = {name: getattr(theirs, name) for name in names}
+    spec = spec_of({"architectures": ["MiMoV2FlashForCausalLM"], **said}, tmp_path)
+    assert spec.rms_norm_eps == theirs.rms_norm_eps
+    kinds = zip(spec.layers, theirs.layer_types, theirs.mlp_layer_types, strict=True)
+    for layer, kind, mlp in kinds:
+        mixer, rope = layer.mixer, theirs.rope_parameters[kind]
+        assert mixer.window == (theirs.sliding_window if kind == "sliding_attention" else None)
+        assert (layer.routed is not None) == (mlp == "sparse")
+        assert (mixer.head_dim, mixer.value_dim) == (theirs.head_dim, theirs.v_head_dim)
+        assert mixer.num_kv_heads == (8 if kind == "sliding_attention" else 4)
+        assert mixer.rope is not None and mixer.rope.theta == rope["rope_theta"]
+        assert mixer.rope.rotary_dim == int(theirs.head_dim * rope["partial_rotary_factor"])
+    for scale, expected in ((None, 1.0), (0.5, 0.5), (..., theirs.attention_value_scale)):
+        more = {} if scale is ... else {"attention_value_scale": scale}
+        transform = (
+            spec_of({"architectures": ["MiMoV2FlashForCausalLM"], **said, **more}, tmp_path)
+            .tensors["v"]
+            .transform
+        )
+        assert transform is not None and transform(torch.ones(1)).item() == pytest.approx(expected)

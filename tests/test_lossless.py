@@ -65,7 +65,11 @@ DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
 # What eight sequences run out of while the longest fits, by the page groups of its pools.
-FEW_PAGES = {"one group": {"num_pages": 44, "page_size": 4}, "two groups": {"num_pages": 66, "page_size": 4}}
+FEW_PAGES = {
+    "one group": {"num_pages": 44, "page_size": 4},
+    "two groups": {"num_pages": 66, "page_size": 4},
+    "three groups": {"num_pages": 96, "page_size": 4},  # of two K/V geometries: more layers of one
+}
 
 
 def small_cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tuple[str, int, int]]:
@@ -164,7 +168,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         )
         if in_bf16:  # pages of 16 tokens, too
             return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})
-        return Pair(target, drafter, FP32, FEW_PAGES["one group" if drafter_window is None else "two groups"])
+        geometries = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in spec.layers}
+        groups = "two groups" if len(geometries) == 1 else "three groups"
+        return Pair(target, drafter, FP32, FEW_PAGES["one group" if drafter_window is None else groups])
 
     return make
 

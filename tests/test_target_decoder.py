@@ -151,3 +151,20 @@ def test_config_values_that_files_leave_out_take_the_familys_defaults(tmp_path: 
     spec = read_model(folder)
     mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
     assert (mixer.head_dim, mixer.num_kv_heads, spec.tied_head, mlp.bias) == (16, 4, False, False)
+
+
+@torch.inference_mode()
+def test_a_drafter_borrows_the_ends_as_they_are_stored(tmp_path: Path) -> None:
+    """Not normed, neither scaled nor capped: what the target itself makes of them."""
+    folder = make_tiny_target(tmp_path, "muse_glimmer")
+    model, weights = load(folder), weights_of(folder)
+    spec, ids = weights.spec, torch.arange(TINY_VOCAB)
+    assert torch.equal(model.lends.embed(ids), weights.embedding())
+    hidden = 20 * torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    raw = hidden @ weights.head().T
+    for lent in (model.lends.logits(hidden), model.lends.local_logits(hidden)[0]):
+        torch.testing.assert_close(lent, raw)
+    assert spec.logit_cap is not None and raw.abs().max() > 5 * spec.logit_cap
+    capped = spec.logit_cap * torch.tanh(spec.logit_multiplier * raw / spec.logit_cap)
+    for own in (model.logits(hidden), model.local_logits(hidden)[0]):
+        torch.testing.assert_close(own, capped)

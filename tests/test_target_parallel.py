@@ -157,8 +157,8 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
     whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
     first, second, all_of = parts[0].layer(0), parts[1].layer(0), whole.layer(0)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
-    q, k, v = all_of.qkv_OH.split((64, 32, 32))
-    assert torch.equal(second.qkv_OH, torch.cat((q[32:], k[16:], v[16:])))
+    parts_of_qkv = all_of.qkv_OH.split([config.axis_size(axis, 0) for axis in ("q", "kv", "value")])
+    assert torch.equal(second.qkv_OH, torch.cat([part.chunk(2)[1] for part in parts_of_qkv]))
     for one, two, both in zip(*(products(layer.mlp) for layer in (first, second, all_of)), strict=True):
         gate_up, down = both
         gate, up = gate_up.chunk(2, dim=-2)

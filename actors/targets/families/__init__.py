@@ -18,6 +18,7 @@ from . import (
     glm4_moe,
     gpt_oss,
     llama,
+    mimo_v2,
     minimax_m2,
     mistral,
     muse_glimmer,
@@ -44,6 +45,7 @@ FAMILIES: Mapping[str, Reader] = {
     "GptOssForCausalLM": gpt_oss.read,
     "Glm4MoeForCausalLM": glm4_moe.read,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
+    "MiMoV2FlashForCausalLM": mimo_v2.read,
 }
 
 

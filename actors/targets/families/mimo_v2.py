@@ -1,0 +1,132 @@
+"""MiMo-V2: values smaller than keys, and scaled; layers that slide have sinks and more K/V heads; experts.
+
+    x += o(attention(q, k, scale v));  x += sum over the chosen of  w_e expert_e(u), or one MLP;  u = norm x
+
+A window of `sliding_window_size` counts the tokens before a row; `sliding_window`, which transformers writes,
+counts the row, too. The scale of values is a factor of v's rows, at load.
+
+Published files and those that transformers saves spell most of this differently; both are read. FP8 matrices
+in blocks are read as the numbers that they stand for (`fp8_weights.py`).
+
+Sources: transformers' modeling_mimo_v2_flash.py and configuration_mimo_v2_flash.py; a published file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+from torch import Tensor
+
+from ....drafter.compute.config_json import Count, Json, parse, wrong
+from ....drafter.compute.rope import RopeConfig
+from ..model.spec import Attention, GatedMLP, LayerSpec, ModelSpec, TensorRule
+from .fp8_weights import Fp8Weights
+from .plain import model_of
+from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
+
+_ROTATED = 0.334  # of a head, where config.json is silent: 64 of 192 dimensions
+_THETA = {"full_attention": 5e6, "sliding_attention": 1e4}
+_KINDS = ("full_attention", "sliding_attention")
+
+
+class MiMoV2Config(SigmoidExpertsConfig):
+    """config.json of MiMoV2FlashForCausalLM, published or saved; the defaults are transformers'."""
+
+    rms_norm_eps: float = Field(1e-5, validation_alias=AliasChoices("rms_norm_eps", "layernorm_epsilon"))
+    head_dim: Count | None = 192
+    v_head_dim: Count = 128
+    attention_bias: bool = False
+    attention_value_scale: float = 0.707
+    sliding_window: Count | None = 129
+    sliding_window_size: Count | None = None
+    swa_num_attention_heads: Count | None = None
+    swa_num_key_value_heads: Count | None = None
+    swa_head_dim: Count | None = None
+    swa_v_head_dim: Count | None = None
+    add_swa_attention_sink_bias: bool = True
+    add_full_attention_sink_bias: bool = False
+    hybrid_layer_pattern: tuple[Literal[0, 1], ...] | None = None
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
+    moe_layer_freq: tuple[Literal[0, 1], ...] | None = None
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    quantization_config: Fp8Weights | None = None
+
+    def kinds(self, file: str) -> tuple[str, ...]:
+        """Of each layer; where the file is silent, the first and every sixth see all."""
+        count = self.num_hidden_layers
+        default = tuple(_KINDS[i != 0 and (i + 1) % 6 != 0] for i in range(count))
+        if self.layer_types is None and self.hybrid_layer_pattern is not None:
+            self._one_each(self.hybrid_layer_pattern, "hybrid_layer_pattern", file)
+            default = tuple(_KINDS[slides] for slides in self.hybrid_layer_pattern)
+        return self.types(file, default)
+
+    def are_routed(self, file: str) -> tuple[bool, ...]:
+        """Of each layer; where the file is silent, all but the first."""
+        if self.mlp_layer_types is not None:
+            self._one_each(self.mlp_layer_types, "mlp_layer_types", file)
+            return tuple(kind == "sparse" for kind in self.mlp_layer_types)
+        if self.moe_layer_freq is not None:
+            self._one_each(self.moe_layer_freq, "moe_layer_freq", file)
+            return tuple(bool(each) for each in self.moe_layer_freq)
+        return tuple(i > 0 for i in range(self.num_hidden_layers))
+
+    def _one_each(self, entries: tuple[object, ...], key: str, file: str) -> None:
+        count = self.num_hidden_layers
+        if len(entries) != count:
+            raise wrong(file, key, entries, f"one entry for each of num_hidden_layers ({count})")
+
+    def attention(self, raw: Json, file: str, kind: str) -> Attention:
+        slides = kind == "sliding_attention"
+        heads, kv_heads = self.num_attention_heads, self.kv_heads(file)
+        size, v_size = self.head_size(file), self.v_head_dim
+        window = None
+        if slides:
+            heads = self.swa_num_attention_heads or heads
+            kv_heads = self.swa_num_key_value_heads or 2 * kv_heads
+            size, v_size = self.swa_head_dim or size, self.swa_v_head_dim or v_size
+            before = self.sliding_window_size
+            window = self.window_of(kind, file) if before is None else before + 1
+        if v_size > size:
+            raise wrong(file, "v_head_dim", v_size, f"at most {size}, the size of keys")
+        return Attention(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size,
+            v_head_dim=v_size,
+            rope=RopeConfig.read(raw, size, file, layer_type=kind, default_theta=_THETA[kind]),
+            scale=size**-0.5,
+            window=window,
+            bias=self.attention_bias,
+            sinks=self.add_swa_attention_sink_bias if slides else self.add_full_attention_sink_bias,
+        )
+
+
+def _tensors(value_scale: float) -> Mapping[str, TensorRule]:
+    def scaled(rows: Tensor) -> Tensor:
+        return rows * value_scale
+
+    sinks = "layers.{layer}.self_attn.attention_sink_bias"
+    return {
+        **EXPERT_TENSORS,
+        "v": replace(EXPERT_TENSORS["v"], transform=scaled),
+        "v_bias": replace(EXPERT_TENSORS["v_bias"], transform=scaled),
+        "sinks": TensorRule(name=sinks, axes=("q_heads",), transform=in_fp32),
+    }
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    raw = {"partial_rotary_factor": _ROTATED, **raw}
+    if raw.get("attention_value_scale", 1.0) is None:  # said to be none, not left unsaid
+        raw["attention_value_scale"] = 1.0
+    config = parse(MiMoV2Config, raw, file)
+    routed, dense = config.routed(file), GatedMLP(inner_size=config.intermediate_size)
+    attention = {kind: config.attention(raw, file, kind) for kind in set(config.kinds(file))}
+    layers = tuple(
+        LayerSpec(mixer=attention[kind], mlp=routed if is_routed else dense)
+        for kind, is_routed in zip(config.kinds(file), config.are_routed(file), strict=True)
+    )
+    spec = model_of(config, layers, _tensors(config.attention_value_scale))
+    return replace(spec, fp8_block=config.quantization_config and config.quantization_config.block)
