@@ -110,7 +110,9 @@ class ModelShape:
 
     Attributes:
         taps: tapped blocks that the drafter's fc takes in.
-        itemsize: bytes of a weight, but for experts', and of an element of K/V.
+        itemsize: bytes of a weight and of an element of K/V.
+        product_itemsize: of a weight of its blocks' dense products and of fc, if it is another: 1 in FP8. Of
+            experts' weights see `ExpertShape`.
     """
 
     layers: tuple[LayerShape, ...]
@@ -118,6 +120,7 @@ class ModelShape:
     vocab: int
     taps: int = 0
     itemsize: int = 2
+    product_itemsize: int | None = None
 
     @classmethod
     def dense(
@@ -132,12 +135,25 @@ class ModelShape:
         vocab: int,
         taps: int = 0,
         itemsize: int = 2,
+        product_itemsize: int | None = None,
         windows: Sequence[int | None] = (),
     ) -> ModelShape:
         """Dense layers that differ by their windows alone; without any, all see all."""
         like = LayerShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, inter=inter)
         blocks = tuple(replace(like, window=window) for window in windows or (None,) * layers)
-        return cls(layers=blocks, hidden=hidden, vocab=vocab, taps=taps, itemsize=itemsize)
+        return cls(
+            layers=blocks,
+            hidden=hidden,
+            vocab=vocab,
+            taps=taps,
+            itemsize=itemsize,
+            product_itemsize=product_itemsize,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight of a dense product."""
+        return self.product_itemsize or self.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -207,7 +223,7 @@ class ModelShape:
 
     def linears(self, rows: int) -> Work:
         """All dense products of the blocks."""
-        return Work(self.linear_params * self.itemsize, 2 * self.linear_params * rows)
+        return Work(self.linear_params * self.weight_bytes, 2 * self.linear_params * rows)
 
     def experts(self, rows: int) -> Work:
         """Routed experts, of which only those are read that a row chose."""
@@ -233,4 +249,4 @@ class ModelShape:
 
     def context(self, rows: int) -> Work:
         """A drafter's context K/V from taps. The weights of K and V are read by its blocks already."""
-        return Work(self.fc_params * self.itemsize, 2 * (self.fc_params + self.kv_params) * rows)
+        return Work(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)

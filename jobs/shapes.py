@@ -5,22 +5,38 @@ Called by `plan/` and `bench/step.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..actors.targets.model.spec import PACKED_EXPERTS, LayerSpec, ModelSpec
+from ..cluster.config import Quantization
 from ..cluster.model_shape import ExpertShape, LayerShape, ModelShape
 from ..drafter.compute.mxfp4 import BLOCK
 from ..drafter.dflash.config import DrafterConfig
 
+_BYTES: Mapping[Quantization | None, int] = {"fp8": 1}  # of a weight
 PACKED_BYTES = 0.5 + 1 / BLOCK  # of a weight in MXFP4: four bits, and a scale for a block
 
 
-def target_shape(spec: ModelSpec, itemsize: int = 2) -> ModelShape:
-    """Of a target whose weights, and K/V, take so many bytes each; packed experts stay packed."""
+def target_shape(spec: ModelSpec, itemsize: int = 2, quantization: Quantization | None = None) -> ModelShape:
+    """Of a target whose weights, and K/V, take so many bytes each; packed experts stay packed.
+
+    Args:
+        quantization: of its dense products.
+    """
     weight_bytes = PACKED_BYTES if PACKED_EXPERTS in spec.expert_forms else itemsize
     layers = tuple(_layer(layer, weight_bytes) for layer in spec.layers)
-    return ModelShape(layers=layers, hidden=spec.hidden_size, vocab=spec.vocab_size, itemsize=itemsize)
+    return ModelShape(
+        layers=layers,
+        hidden=spec.hidden_size,
+        vocab=spec.vocab_size,
+        itemsize=itemsize,
+        product_itemsize=_BYTES.get(quantization),
+    )
 
 
-def drafter_shape(config: DrafterConfig, itemsize: int = 2) -> ModelShape:
+def drafter_shape(
+    config: DrafterConfig, itemsize: int = 2, quantization: Quantization | None = None
+) -> ModelShape:
     return ModelShape.dense(
         layers=config.num_layers,
         hidden=config.hidden_size,
@@ -31,6 +47,7 @@ def drafter_shape(config: DrafterConfig, itemsize: int = 2) -> ModelShape:
         vocab=config.draft_vocab_size,
         taps=config.num_taps,
         itemsize=itemsize,
+        product_itemsize=_BYTES.get(quantization),
         windows=tuple(layer.window for layer in config.layers),
     )
 

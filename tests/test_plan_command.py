@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import yaml
 from manta.actors.http.settings import split_settings
-from manta.cluster.errors import CheckpointError, DatasetError, PlacementError
+from manta.actors.targets.families import read_model
+from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
+from manta.cluster.planner.pair import Pair
 from manta.jobs.cli import app
 from manta.jobs.plan.run import PlanOptions, make_plan
 from manta.jobs.settings import engine_config, read_settings
+from manta.jobs.shapes import target_shape
 from typer.testing import CliRunner
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -55,6 +58,25 @@ def test_the_command_prints_tables_and_writes_a_config_that_serve_takes(folders:
     config = engine_config(read_settings(file))
     assert (config.max_model_len, config.tensor_parallel_size, config.dtype) == (32768, 1, "bfloat16")
     assert config.speculative_config is not None and config.speculative_config.placement == "colocated"
+
+
+def test_weights_of_one_byte_are_planned_and_served_so(folders: Path) -> None:
+    """Half the bytes of the blocks' products: a lone user is served sooner, but not twice as soon."""
+    file, seldom = folders / "ray_config.yaml", {"batch": 1, "num_gpus": 1}
+    plain = make_plan(options(folders, **seldom))
+    report = make_plan(
+        options(folders, **seldom, quantization="fp8", drafter_quantization="fp8", output=file)
+    )
+    config = engine_config(read_settings(file))
+    assert config.speculative_config is not None
+    assert (config.quantization, config.speculative_config.quantization) == ("fp8", "fp8")
+    speeds = [found["candidates"][0]["alone"]["user_tokens_per_s"] for found in (plain, report)]
+    assert 1.2 < speeds[1] / speeds[0] < 2.0
+    target = target_shape(read_model(folders / "Qwen3-8B"), quantization="fp8")
+    whole = Pair(target=target, drafter=None, tied=False, tp_sizes=(1,))
+    assert whole.target_bytes(1) == pytest.approx(6.95e9 + 2 * 2 * 0.622e9, rel=0.01)
+    with pytest.raises(ConfigError, match="drafter_quantization is a drafter's"):
+        options(folders, drafter=None, drafter_quantization="fp8")
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])

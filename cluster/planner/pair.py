@@ -30,18 +30,18 @@ class Pair:
     @property
     def drafter_bytes(self) -> int:
         """Weights of the drafter's blocks."""
-        return 0 if self.drafter is None else self.drafter.linear_params * self.drafter.itemsize
+        return 0 if self.drafter is None else self.drafter.linear_params * self.drafter.weight_bytes
 
     @property
     def fc_bytes(self) -> int:
         """What makes the drafter's context of tapped states."""
-        return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.itemsize
+        return 0 if self.drafter is None else self.drafter.fc_params * self.drafter.weight_bytes
 
     def target_bytes(self, ranks: int) -> int:
         """Weights of a rank of so many."""
         mine = self.target.rank(ranks)
-        dense = mine.linear_params + self.num_vocab_matrices * mine.head_params
-        return dense * mine.itemsize + round(mine.expert_bytes)
+        vocab_bytes = self.num_vocab_matrices * mine.head_params * mine.itemsize
+        return mine.linear_params * mine.weight_bytes + vocab_bytes + round(mine.expert_bytes)
 
     @property
     def num_vocab_matrices(self) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ...cluster.config import Quantization
 from ...cluster.planner.gpus import GPUS
 from ..flags import parse_size
 
@@ -25,6 +26,14 @@ def plan(
     dtype: Annotated[
         PlanDType, typer.Option("--dtype", help="The checkpoint's if auto; bfloat16 where that is float32.")
     ] = "auto",
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option("--quantization", "-q", show_default=False, help="fp8: the target's weights in a byte."),
+    ] = None,
+    drafter_quantization: Annotated[
+        Quantization | None,
+        typer.Option("--drafter-quantization", show_default=False, help="The same of the drafter's."),
+    ] = None,
     acceptance: Annotated[
         str | None,
         typer.Option(
@@ -83,6 +92,8 @@ def plan(
             model=model,
             drafter=drafter,
             dtype=dtype,
+            quantization=quantization,
+            drafter_quantization=drafter_quantization,
             acceptance=acceptance,
             slo_tpot_ms=slo_tpot_ms,
             slo_ttft_ms=slo_ttft_ms,

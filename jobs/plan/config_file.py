@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ...actors.http.settings import split_settings
+from ...cluster.config import Quantization
 from ...cluster.planner.estimates import Estimate
 from ...cluster.planner.room import MAX_ROWS, UTILISATION
 from .models import ReadPair
@@ -21,8 +23,21 @@ _HEAD = """\
 _QUEUED_PER_RUNNING = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """How weights are kept, where not as they are in the checkpoints."""
+
+    target: Quantization | None = None
+    drafter: Quantization | None = None
+
+
 def serve_config(
-    model: str, drafter: str | None, read: ReadPair, chosen: Estimate, max_num_seqs: int
+    model: str,
+    drafter: str | None,
+    read: ReadPair,
+    chosen: Estimate,
+    max_num_seqs: int,
+    quantized: Quantized,
 ) -> dict[str, Any]:  # Any: YAML
     """The config as plain data; its `args` have been taken by `split_settings`."""
     layout = chosen.layout
@@ -32,6 +47,7 @@ def serve_config(
         "tensor_parallel_size": layout.tp,
         "device": "cuda",
         "dtype": read.dtype,
+        **_given(quantization=quantized.target),
         "max_model_len": read.max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": MAX_ROWS,
@@ -40,6 +56,7 @@ def serve_config(
     }
     if drafter is not None and layout.placement is not None:
         spec = {"method": "dflash", "model": _place(drafter), "placement": layout.placement}
+        spec |= _given(quantization=quantized.drafter)
         args["speculative_config"] = spec
     split_settings(args)
     application = {
@@ -59,6 +76,10 @@ def write_config(path: Path, config: dict[str, Any], why: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = _HEAD.format(why=why) + yaml.safe_dump(config, sort_keys=False, width=100)
     path.write_text(text, encoding="utf-8")
+
+
+def _given(**settings: str | None) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _place(name: str) -> str:

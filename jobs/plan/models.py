@@ -70,9 +70,11 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         survival, source = _acceptance(acceptance, drafter.max_drafts, draft_folder)
     elif acceptance is not None:
         raise ConfigError("acceptance is a drafter's: give --drafter, too.", param="acceptance")
+    spec = config.speculative_config
+    of_drafter = None if spec is None else spec.quantization
     pair = Pair(
-        target=target_shape(target),
-        drafter=None if drafter is None else drafter_shape(drafter),
+        target=target_shape(target, quantization=config.quantization),
+        drafter=None if drafter is None else drafter_shape(drafter, quantization=of_drafter),
         tied=target.tied_head,
         tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,

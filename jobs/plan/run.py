@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.config import EngineConfig, Quantization, SpeculativeConfig
 from ...cluster.errors import ConfigError
 from ...cluster.planner.choice import check_fitting, choose, choose_by_trace
 from ...cluster.planner.estimates import Estimate, Misfit, estimate
@@ -16,7 +16,7 @@ from ...cluster.planner.layouts import Layout, layouts
 from ...cluster.planner.pair import Demand
 from ...cluster.planner.playing import Arrival, Played, Slo, play
 from ...cluster.planner.step_time import StepTimes
-from .config_file import serve_config, write_config
+from .config_file import Quantized, serve_config, write_config
 from .models import ReadPair, read_pair
 from .tables import as_json, print_candidates, print_played
 from .trace import read_trace
@@ -32,6 +32,7 @@ class PlanOptions:
         num_gpus: of one node.
         gpu: its kind, by name.
         drafter: checkpoint; None plans plain decoding alone.
+        quantization, drafter_quantization: of weights, as the engine's settings.
         acceptance: see `read_pair`.
         slo_tpot_ms, slo_ttft_ms: most per output token, and (of a trace) until the first.
         trace: JSONL file of arrivals.
@@ -46,6 +47,8 @@ class PlanOptions:
     model: str
     drafter: str | None = None
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    quantization: Quantization | None = None
+    drafter_quantization: Quantization | None = None
     acceptance: str | None = None
     slo_tpot_ms: float | None = None
     slo_ttft_ms: float | None = None
@@ -65,6 +68,10 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
+        if self.drafter_quantization is not None and self.drafter is None:
+            raise ConfigError(
+                "drafter_quantization is a drafter's: give --drafter, too.", param="drafter_quantization"
+            )
         if self.slo_ttft_ms is not None and self.trace is None:
             raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")
 
@@ -92,7 +99,9 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
         chosen, why = choose_by_trace(fitting, played)
     else:
         chosen, why = choose(fitting, demand, options.num_gpus)
-    config = serve_config(options.model, options.drafter, read, chosen, _max_num_seqs(chosen, options))
+    quantized = Quantized(options.quantization, options.drafter_quantization)
+    num_seqs = _max_num_seqs(chosen, options)
+    config = serve_config(options.model, options.drafter, read, chosen, num_seqs, quantized)
     report = _report(options, read, found, played, chosen, why, config)
     if options.as_json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
@@ -107,11 +116,14 @@ def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON
 
 
 def _engine_config(options: PlanOptions) -> EngineConfig:
-    spec = SpeculativeConfig(model=options.drafter) if options.drafter is not None else None
+    spec = None
+    if options.drafter is not None:
+        spec = SpeculativeConfig(model=options.drafter, quantization=options.drafter_quantization)
     return EngineConfig(
         model=options.model,
         speculative_config=spec,
         dtype=options.dtype,
+        quantization=options.quantization,
         max_model_len=options.max_model_len,
     )
 
@@ -154,8 +166,9 @@ def _facts(options: PlanOptions, read: ReadPair, gpu: Gpu) -> str:
     device, length = gpu.device, 1.0 + sum(read.pair.survival)
     rates = f"{device.bytes_per_s / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s"
     drafts = f"; {length:.2f} tokens a block ({read.acceptance})" if read.pair.drafter else ""
+    kept = f"{read.dtype}, weights in {options.quantization}" if options.quantization else read.dtype
     return (
-        f"{options.model} in {read.dtype}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
+        f"{options.model} in {kept}, up to {read.max_model_len} tokens, on {gpu.name} ({rates}, link "
         f"{gpu.link.bytes_per_s / 1e9:,.0f} GB/s and {gpu.link.latency_s * 1e6:.0f} µs){drafts}.\n"
         "Estimates from shapes and rates (cluster/planner/): nothing was measured."
     )
@@ -176,6 +189,8 @@ def _report(
         "model": options.model,
         "drafter": options.drafter,
         "dtype": read.dtype,
+        "quantization": options.quantization,
+        "drafter_quantization": options.drafter_quantization,
         "max_model_len": read.max_model_len,
         "acceptance": {"survival": read.pair.survival, "source": read.acceptance},
         "candidates": as_json(found, played, options.num_gpus),
