@@ -25,7 +25,12 @@ GEMMA: frozenset[Feature] = frozenset(
         "values of another size than keys",
     }
 )
-ALL_FEATURES: frozenset[Feature] = GEMMA | {"attention sinks"}
+ALL_FEATURES: frozenset[Feature] = GEMMA | {
+    "attention sinks",
+    "layers without rotation",
+    "gate behind attention",
+    "norm of whole queries and keys",
+}
 CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 GPU = replace(CPU, device=torch.device("cuda"))
 
