@@ -16,7 +16,8 @@ from ..cluster.errors import CheckpointError, ConfigError
 _ROOT = Path(__file__).resolve().parent.parent
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SHAPE_FILES = ("config.json", "generation_config.json", "README.md", "mask_embedding.pt")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "mask_embedding.pt")
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "mask_embedding.pt")
+_HUB_FILES = (*_BESIDE_WEIGHTS, "*.safetensors")
 
 
 def resolve_checkpoint(name: str, *, field: str, files: Sequence[str] = _HUB_FILES) -> Path:
@@ -37,6 +38,31 @@ def resolve_checkpoint(name: str, *, field: str, files: Sequence[str] = _HUB_FIL
             param=field,
         )
     return _download(name, field, files)
+
+
+def target_folder(config: EngineConfig, *, field: str = "model") -> Path:
+    """The target's; without weights where none are to be read.
+
+    Args:
+        field: the setting that named it.
+    """
+    return resolve_checkpoint(config.model, field=field, files=_files_of(config))
+
+
+def tokenizer_folder(config: EngineConfig) -> Path:
+    """The target's where no other is named."""
+    if config.tokenizer is None:
+        return target_folder(config)
+    return resolve_checkpoint(config.tokenizer, field="tokenizer")
+
+
+def drafter_folder(config: EngineConfig, model: str) -> Path:
+    """Of a drafter for this engine: its own, or one that is to take that one's place."""
+    return resolve_checkpoint(model, field="speculative_config.model", files=_files_of(config))
+
+
+def _files_of(config: EngineConfig) -> Sequence[str]:
+    return _BESIDE_WEIGHTS if config.load_format == "dummy" else _HUB_FILES
 
 
 def with_absolute_paths(config: EngineConfig) -> EngineConfig:

@@ -17,7 +17,7 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, RequestError, shown
 from ..cluster.request import SamplingParams
 from .chat.template import Message
-from .checkpoints import resolve_checkpoint
+from .checkpoints import tokenizer_folder
 from .tokenizer import Tokenizer
 
 
@@ -152,9 +152,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The engine's tokenizer; None with `skip_tokenizer_init`."""
     if config.skip_tokenizer_init:
         return None
-    field = "model" if config.tokenizer is None else "tokenizer"
     return Tokenizer.load(
-        resolve_checkpoint(config.tokenizer or config.model, field=field),
+        tokenizer_folder(config),
         chat_template=None if config.chat_template is None else _read_template(config.chat_template),
         template_kwargs=config.default_chat_template_kwargs,
         trust_templates=config.trust_request_chat_template,

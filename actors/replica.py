@@ -11,7 +11,6 @@ engine ends the process, and Serve replaces the replica together with its worker
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from ..cluster.errors import ConfigError
 from ..cluster.placement import Topology
 from ..cluster.replica_figures import FiguresMeter
 from .autoscaling import scaling_options
+from .collector import spare_streams
 from .gateway.deployment import GATEWAY, Gateway, door_host
 from .gateway.directory import DirectoryClient
 from .gateway.fleet import ServedModel
@@ -97,9 +97,7 @@ class Replica:
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
         await ask_first(app, next(iter(self._settings.keys("api_key")), None), max_tokens)
-        # What has been loaded stays: the collector need not go through it again, with all streams waiting.
-        gc.collect()
-        gc.freeze()
+        spare_streams()
         self._live()
         return app
 

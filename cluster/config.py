@@ -17,6 +17,8 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Policy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "torch", "compiled", "triton", "flash_attn"]
 DrafterPlacement = Literal["colocated", "split", "shared"]
+LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,10 @@ class SpeculativeConfig:
             target, drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
+        hf_overrides: as the engine's, for the drafter's config.json.
+        input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
+            says, or else as the target scales its own. A wrong one costs acceptance, never a token.
+        quantization: as the engine's, of the drafter's weights; never inherited. It changes no token.
     """
 
     model: str
@@ -41,11 +47,17 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     placement: DrafterPlacement = "colocated"
     adaptive: bool = True
+    hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
+    input_embedding_scale: float | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
+        _is_mapping("speculative_config.hf_overrides", self.hf_overrides, "{block_size: 8}")
         one_of("speculative_config.method", self.method, ("dflash",))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
+        one_of("speculative_config.quantization", self.quantization, (None, *get_args(Quantization)))
         _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
+        _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,12 @@ class EngineConfig:
         trust_request_chat_template: requests may bring a template of their own. It is code: its steps are
             bounded, what it makes of them in memory is not.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
+        load_format: "auto" reads the checkpoints' weights. "dummy" makes random ones, of target and drafter,
+            where they run: the same on all ranks and in every start. No file of weights is looked for, and
+            what comes out is noise: to try shapes, memory and speed.
+        hf_overrides: keys of the target's config.json that get other values; objects are merged, anything
+            else is replaced. A smaller num_hidden_layers keeps the first entries of lists that have one per
+            layer.
         speculative_config: None decodes plainly.
         dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where that is native and
             exact (a row's bits do not depend on its batch), else float32.
@@ -68,6 +86,9 @@ class EngineConfig:
             package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a CPU with
             instructions for it; "torch" PyTorch's own kernels, driven from the host. "auto" takes triton on a
             GPU where it is installed, compiled on a CPU where it runs, else torch.
+        quantization: "fp8" keeps the target's weights in eight bits (e4m3, a scale for each row), made at
+            load, on GPUs: half the bytes of bf16 are read in each step. Outputs are those of the quantised
+            target. Embedding, head, routers and experts stay as they are.
         batch_invariant: a row's bits depend on nothing beside it, so that speculation and company change no
             token in half precision either. Checked at start; refused where it does not hold. On a GPU a
             product then reads its weights once per 64 rows, of prompts, too.
@@ -96,10 +117,13 @@ class EngineConfig:
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
     skip_tokenizer_init: bool = False
+    load_format: LoadFormat = "auto"
+    hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     speculative_config: SpeculativeConfig | None = None
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
+    quantization: Quantization | None = None
     batch_invariant: bool = False
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -122,6 +146,8 @@ class EngineConfig:
         one_of("device", self.device, get_args(DeviceKind))
         one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
         one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        one_of("load_format", self.load_format, get_args(LoadFormat))
+        one_of("quantization", self.quantization, (None, *get_args(Quantization)))
         for name in (
             "tensor_parallel_size",
             "max_model_len",
@@ -133,12 +159,9 @@ class EngineConfig:
             "num_threads",
         ):
             _at_least(name, getattr(self, name), 1)
-        kwargs = cast(object, self.default_chat_template_kwargs)  # from YAML: anything
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise ConfigError(
-                f"default_chat_template_kwargs={kwargs!r} must be a mapping, as {{enable_thinking: false}}.",
-                param="default_chat_template_kwargs",
-            )
+        example = "{enable_thinking: false}"
+        _is_mapping("default_chat_template_kwargs", self.default_chat_template_kwargs, example)
+        _is_mapping("hf_overrides", self.hf_overrides, "{num_hidden_layers: 4}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r} must lie in (0, 1].",
@@ -183,6 +206,19 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         choices = ", ".join(map(str, allowed))
         raise ConfigError(f"{name}={value!r} is not known. Choose one of: {choices}.", param=name)
+
+
+def _is_mapping(name: str, value: object, example: str) -> None:
+    """From YAML comes anything."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} must be a mapping, as {example}.", param=name)
+
+
+def _positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < float("inf"):
+        raise ConfigError(f"{name}={value!r} must be a positive number.", param=name)
 
 
 def _at_least(name: str, value: object, least: int) -> None:

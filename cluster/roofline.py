@@ -1,16 +1,18 @@
 """How fast a step can be at best: bytes over bandwidth or products over arithmetic, whichever takes longer.
 
 A floor, not a forecast: norms, rotations, sampling, activations and the host's time are left out. Plain
-arithmetic on shapes and rates; nothing is measured here. Called by `jobs/bench/step.py`; `planner/` adds what
-a floor leaves out, and sums over several devices.
+arithmetic on shapes (`model_shape.py`) and rates; nothing is measured here. Called by `jobs/bench/step.py`;
+`planner/` adds what a floor leaves out, and sums over several devices.
 
 Symbols: B requests, k rows of each (the anchor and k - 1 drafts), c context tokens, w bytes of an element of
-weights and K/V, P weights, L layers, Q query heads, D head dim, S_j how likely drafts 1..j are all accepted.
+weights and K/V, P weights that every row passes, X weights of an expert, E experts, q of them chosen for a
+row, L layers, Q query heads, D head dim, S_j how likely drafts 1..j are all accepted.
 
     t(op)    = max(bytes / bandwidth, flop / flops)            per group of products
     linears  : w P bytes, 2 P rows flop                        weights are read once per step
+    experts  : w X L E (1 - (1 - q/E)^rows) bytes, 2 X L q rows flop    those that some row chose
     attention: B (c + k) KV bytes, 4 L Q D B k (c + k) flop    K/V are read once
-    verify   = linears(B k) + head(B k) + attention(B, k, c)   plain step: k = 1
+    verify   = linears(B k) + experts(B k) + head(B k) + attention(B, k, c)      plain step: k = 1
     draft    = the drafter's linears(B k) + head(B (k - 1)) + attention(B, k, c)
     inject   = fc and context K/V of B k rows
     speed-up = tau(k) * plain / (draft + verify + inject),     tau(k) = 1 + S_1 + .. + S_{k-1}
@@ -19,20 +21,12 @@ weights and K/V, P weights, L layers, Q query heads, D head dim, S_j how likely 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from .acceptance import expected_acceptance_length
 from .errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What products ask of a device: bytes to move, and floating-point operations."""
-
-    num_bytes: float
-    flop: float
+from .model_shape import ModelShape, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,95 +74,6 @@ GPUS: Mapping[str, Device] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dense:
-    """The shape of a dense transformer with grouped queries: a target, or a drafter (`taps` > 0).
-
-    Attributes:
-        taps: tapped blocks that the drafter's fc takes in.
-        itemsize: bytes of a weight and of an element of K/V.
-        windows: of each layer, how many tokens back a row sees; None sees all, empty is all None.
-    """
-
-    layers: int
-    hidden: int
-    inter: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    taps: int = 0
-    itemsize: int = 2
-    windows: tuple[int | None, ...] = ()
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], itemsize: int = 2) -> Dense:
-        """From a parsed config.json of a target, or of a drafter in z-lab's format."""
-        heads: int = config["num_attention_heads"]
-        return cls(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            inter=config["intermediate_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab=config["vocab_size"],
-            taps=len(config.get("dflash_config", {}).get("target_layer_ids", ())),
-            itemsize=itemsize,
-        )
-
-    @property
-    def linear_params(self) -> int:
-        """Weights of all blocks."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return self.layers * (attention + 3 * self.hidden * self.inter)
-
-    @property
-    def kv_params(self) -> int:
-        """Those of them that make K and V."""
-        return self.layers * 2 * self.hidden * self.kv_heads * self.head_dim
-
-    @property
-    def head_params(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def fc_params(self) -> int:
-        return self.taps * self.hidden**2
-
-    @property
-    def kv_bytes(self) -> int:
-        """K and V of a token, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
-
-    def rank(self, ranks: int) -> Dense:
-        """What one of so many tensor-parallel ranks holds; K/V heads are repeated where there are fewer."""
-        return replace(
-            self,
-            heads=self.heads // ranks,
-            kv_heads=max(self.kv_heads // ranks, 1),
-            inter=self.inter // ranks,
-            vocab=-(-self.vocab // ranks),
-        )
-
-    def linears(self, rows: int) -> Work:
-        return Work(self.linear_params * self.itemsize, 2 * self.linear_params * rows)
-
-    def head(self, rows: int) -> Work:
-        return Work(self.head_params * self.itemsize, 2 * self.head_params * rows)
-
-    def attention(self, batch: int, rows: int, context: int) -> Work:
-        """`rows` of each request."""
-        seen = [context if window is None else min(context, window) for window in self.windows]
-        keys = sum(seen or (context,) * self.layers) + self.layers * rows  # of a request, over all layers
-        flop = 4 * self.heads * self.head_dim * batch * rows * keys
-        return Work(batch * keys * self.kv_bytes // self.layers, flop)
-
-    def context(self, rows: int) -> Work:
-        """A drafter's context K/V from taps. The weights of K and V are read by its blocks already."""
-        return Work(self.fc_params * self.itemsize, 2 * (self.fc_params + self.kv_params) * rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Floor:
     """The least seconds of a step's parts."""
@@ -187,8 +92,8 @@ class Roofline:
     """A pair on a device."""
 
     device: Device
-    target: Dense
-    drafter: Dense
+    target: ModelShape
+    drafter: ModelShape
 
     def verify_s(self, batch: int, rows: int, context: int) -> float:
         """The target's pass; with `rows` = 1 that is a step of plain decoding."""
@@ -202,9 +107,10 @@ class Roofline:
         """Context K/V from taps."""
         return self.device.seconds(self.drafter.context(batch * rows))
 
-    def _pass_s(self, model: Dense, batch: int, rows: int, chosen: int, context: int) -> float:
+    def _pass_s(self, model: ModelShape, batch: int, rows: int, chosen: int, context: int) -> float:
         parts = (
             model.linears(batch * rows),
+            model.experts(batch * rows),
             model.head(batch * chosen),
             model.attention(batch, rows, context),
         )

@@ -25,6 +25,7 @@ from .render.cli import render
 from .server_flags import server_options
 from .settings import engine_config, sampling_params
 from .simulate.cli import simulate
+from .stop import Stopped, StopSignals
 
 app = typer.Typer(
     name="manta",
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MantaError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(error.message)}")
         sys.exit(1)
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        sys.exit(stopped.exit_code)
 
 
 def _version(wanted: bool) -> None:
@@ -116,8 +120,6 @@ def serve(
     ] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
-    from .stop import Stopped, StopSignals
-
     settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **settings, **server}
     try:
         with StopSignals() as signals:

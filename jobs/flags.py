@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cluster.config import AttentionBackend, DeviceKind, DType, Policy
+from ..cluster.config import AttentionBackend, DeviceKind, DType, LoadFormat, Policy, Quantization
 from .settings import merge_settings
 
 ENGINE = "Engine"
@@ -94,12 +94,27 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
         "--trust-request-chat-template/--no-trust-request-chat-template",
         help="Take templates from requests; they are code, and can use up memory.",
     ),
+    "load_format": _engine(
+        LoadFormat, "--load-format", help="dummy: random weights of the right shapes; none are read."
+    ),
+    "hf_overrides": _engine(
+        dict,
+        "--hf-overrides",
+        parser=parse_object,
+        metavar="JSON",
+        help="Other values for keys of the target's config.json: '{\"num_hidden_layers\": 4}'.",
+    ),
     "dtype": _engine(DType, "--dtype", help="Of weights and K/V."),
     "device": _engine(DeviceKind, "--device", help="Where the models run."),
     "attention_backend": _engine(
         AttentionBackend,
         "--attention-backend",
         help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
+    ),
+    "quantization": _engine(
+        Quantization,
+        "--quantization",
+        help="fp8: the target's weights in eight bits, on GPUs; outputs are the quantised target's.",
     ),
     "batch_invariant": _engine(
         bool,

@@ -18,13 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from abuse_clients import ask, be_silent, leave, nonsense, read_slowly
-from abuse_long import measure
+from abuse_long import Measured, measure
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.tables import print_table
 from probed_server import Found, ProbedServer
@@ -41,6 +41,13 @@ ATTACKS: Mapping[str, Attack] = {
     "8 clients that do not read for a minute": lambda port: read_slowly(port, 8, 8, 15_000),
     "1,000 silent streams": lambda port: be_silent(port, 1000),
 }
+
+
+def _told(measured: Iterable[Measured]) -> Iterator[Measured]:
+    """Each as it comes: some take long."""
+    for each in measured:
+        print(f"{each.name}: {each.status} after {each.seconds} s", flush=True)
+        yield each
 
 
 def refuse_nonsense(port: int) -> list[str]:
@@ -99,7 +106,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the server inherits it
     wrong: list[str] = []
     with ProbedServer(MODEL) as server:
-        measured = list(measure(server))
+        measured = list(_told(measure(server)))
         wrong += [
             f"{m.name}: the loop stood still for {m.pause_ms} ms" for m in measured if m.pause_ms > BAR_MS
         ]

@@ -37,6 +37,10 @@ def _one(**fields: Any) -> Body:
     return {"prompt": "x", "max_tokens": 1, **fields}
 
 
+def _chat(**fields: Any) -> Body:
+    return {"messages": USER, "max_tokens": 1, **fields}
+
+
 _MANY = {"prompt": ["x"] * 1024, "n": 4, "max_tokens": 16}
 
 # Made when they are sent: together they are half a GB.
@@ -58,8 +62,8 @@ LONG: Mapping[str, tuple[str, Callable[[], Body]]] = {
     "10,000 wrong messages": (CHAT, lambda: _messages(10_000, 7)),
     "12,000 parts": (CHAT, lambda: _messages(1, [{"type": "text", "text": "a"}] * 12_000)),
     "12,000 wrong parts": (CHAT, lambda: _messages(1, [7] * 12_000)),
-    "60,000 template arguments": (CHAT, lambda: {"messages": USER, "chat_template_kwargs": _numbers(60_000)}),
-    "30,000 tools": (CHAT, lambda: {"messages": USER, "tools": [{"type": "function"}] * 30_000}),
+    "60,000 template arguments": (CHAT, lambda: _chat(chat_template_kwargs=_numbers(60_000))),
+    "30,000 tools": (CHAT, lambda: _chat(tools=[{"type": "function"}] * 30_000)),
     "60,000 biases": (TEXT, lambda: _one(logit_bias=_numbers(60_000))),
     "1 million allowed tokens": (TEXT, lambda: _one(allowed_token_ids=list(range(1_000_000)))),
     "4,000 allowed, 4,096 answers": (TEXT, lambda: {**_MANY, "allowed_token_ids": list(range(4000))}),

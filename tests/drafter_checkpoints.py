@@ -48,6 +48,16 @@ def speculators(*, layer: dict | None = None, **changes) -> dict:
     }
 
 
+def assistant(**changes) -> dict:
+    """transformers' own: z-lab's keys at the top, all sliding layers bidirectional."""
+    top = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    keys = {"mask_token_id": 90, "target_layer_ids": [1, 3, 4], "block_size": 16}
+    sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
+    return {**BACKBONE, **sliding, **top, **keys, **changes}
+
+
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+THREE_TAPS = {**SECOND, "conv_kernel_size": 3, "conv_group_size": 4, "selector_top_k": 16}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 VARIANTS: dict[str, dict] = {
     "z-lab full attention": z_lab(),
@@ -66,6 +76,21 @@ VARIANTS: dict[str, dict] = {
     "z-lab mask embedding": z_lab(dflash={"mask_token_id": VOCAB + 5}),
     "z-lab ungrouped heads": z_lab(num_key_value_heads=4),
     "z-lab nested block size": z_lab(block_size=None, dflash={"block_size": 16}),
+    "z-lab biases": z_lab(attention_bias=True),
+    "z-lab interleaved pairs": z_lab(is_neox_style=False),
+    "z-lab interleaved pairs, partly rotated": z_lab(is_neox_style=False, partial_rotary_factor=0.5),
+    "z-lab sinks and scaled values": z_lab(
+        attention_bias=True, dflash={"attention_sink_bias": True, "attention_value_scale": 0.612}
+    ),
+    "z-lab own vocabulary": z_lab(draft_vocab_size=40),
+    "z-lab second": z_lab(architectures=["DFlash2DraftModel"], **SLIDING, is_causal=False, dflash=SECOND),
+    "z-lab second, three taps": z_lab(
+        dflash={**THREE_TAPS, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+    ),
+    "z-lab convolutions alone": z_lab(dflash={"conv_kernel_size": 2, "conv_group_size": 16}),
+    "z-lab selector alone": z_lab(dflash={"selector_rank": 6, "selector_top_k": 5}),
+    "speculators second": speculators(speculators_model_type="dflash2", layer=SLIDING, **SECOND),
+    "assistant": assistant(),
     "speculators borrowed": speculators(),
     "speculators own vocabulary": speculators(draft_vocab_size=40),
     "speculators sliding": speculators(layer=SLIDING),
@@ -86,9 +111,10 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
 
     hidden, inner, dim = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    is_assistant = config.get("architectures") == ["MuseGlimmerAssistantModel"]
     tensors = {
-        "fc.weight": matrix(hidden, 3 * hidden),
-        "hidden_norm.weight": norm(hidden),
+        "encoder.fc.weight" if is_assistant else "fc.weight": matrix(hidden, 3 * hidden),
+        "encoder.output_norm_enc.weight" if is_assistant else "hidden_norm.weight": norm(hidden),
         "norm.weight": norm(hidden),
     }
     for i in range(raw["num_hidden_layers"]):
@@ -104,6 +130,24 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
             tensors[f"{at}.{name}.weight"] = norm(hidden)
         for name in ("q_norm", "k_norm"):
             tensors[f"{at}.self_attn.{name}.weight"] = norm(dim)
+    keys = config.get("dflash_config", config)
+    for i in range(raw["num_hidden_layers"]):
+        at = f"layers.{i}"
+        if raw.get("attention_bias"):
+            rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim, "o": hidden}
+            tensors |= {f"{at}.self_attn.{n}_proj.bias": norm(size) - 1 for n, size in rows.items()}
+        if keys.get("attention_sink_bias"):
+            tensors[f"{at}.self_attn.attention_sink_bias"] = norm(heads) * 2
+        if (taps := keys.get("conv_kernel_size")) is not None:
+            for name in ("attention_conv", "mlp_conv"):
+                columns = 2 * taps * hidden // keys["conv_group_size"]
+                tensors[f"{at}.{name}.base_kernel"] = matrix(2 * taps, hidden).view(2, taps, hidden) * 3
+                tensors[f"{at}.{name}.kernel_projection.weight"] = matrix(columns, hidden) * 0.5
+    if (rank := keys.get("selector_rank")) is not None:
+        at = "candidate_selector"
+        for name in ("predecessor_codebook", "successor_codebook"):
+            tensors[f"{at}.{name}"] = matrix(raw["vocab_size"], rank) * rank**0.5
+        tensors[f"{at}.hidden_projection.weight"] = matrix(rank, hidden)
     if config.get("draft_vocab_size", raw["vocab_size"]) != raw["vocab_size"]:
         tensors |= _own_vocabulary(config["draft_vocab_size"], raw["vocab_size"], matrix, generator)
     return tensors

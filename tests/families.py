@@ -77,6 +77,7 @@ FAMILIES = {
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },
+        lean=True,
     ),
     "llama": TinyFamily(
         transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}
@@ -95,6 +96,26 @@ FAMILIES = {
             "rope_parameters": _GEMMA3_ROPES,
         },
     ),
+    "gemma4": TinyFamily(
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            "hidden_size": 72,
+            "tie_word_embeddings": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "final_logit_softcapping": 2.0,  # logits of a tiny model feel no cap of 30
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        lean=True,
+    ),
     "muse_glimmer": TinyFamily(
         _muse_glimmer,
         transformers.MuseGlimmerForConditionalGeneration,
@@ -105,6 +126,18 @@ FAMILIES = {
             "post_norm_eps": 0.01,
             "final_logit_softcapping": 2.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+        lean=True,
+    ),
+    "gpt_oss": TinyFamily(
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 0.3,
+            "rope_parameters": GPT_OSS_YARN,
         },
         lean=True,
     ),
@@ -151,16 +184,5 @@ FAMILIES = {
             "routed_scaling_factor": 1.5,
         },
         lean=True,
-    ),
-    "gpt_oss": TinyFamily(
-        transformers.GptOssConfig,
-        transformers.GptOssForCausalLM,
-        {
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "sliding_window": 9,
-            "swiglu_limit": 0.3,
-            "rope_parameters": GPT_OSS_YARN,
-        },
     ),
 }

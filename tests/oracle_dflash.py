@@ -34,10 +34,16 @@ class Oracle:
 
     @property
     def dflash(self) -> dict:
-        return self.config if self.is_speculators else self.config["dflash_config"]
+        return self.config.get("dflash_config", self.config)
+
+    @property
+    def is_assistant(self) -> bool:
+        return self.config.get("architectures") == ["MuseGlimmerAssistantModel"]
 
     def tap_indices(self) -> list[int]:
         """Indices into transformers' `hidden_states`, whose entry 0 is the embedding."""
+        if self.is_assistant:
+            return [i + 1 for i in self.config["target_layer_ids"]]
         if self.is_speculators:
             return list(self.config["aux_hidden_state_layer_ids"])
         return [i + 1 for i in self.config["dflash_config"]["target_layer_ids"]]
@@ -46,8 +52,11 @@ class Oracle:
         """(causal within the block, window)."""
         raw, types = self.backbone, self.backbone.get("layer_types")
         sliding = types is not None and types[layer] == "sliding_attention"
+        if self.is_assistant:
+            return False, raw["sliding_window"] if sliding else None
         if self.is_speculators:
-            causal = sliding and not self.config.get("sliding_window_non_causal", False)
+            second = self.config["speculators_model_type"] == "dflash2"
+            causal = sliding and not self.config.get("sliding_window_non_causal", second)
             return causal, raw["sliding_window"] if sliding else None
         stated = raw.get("is_causal")
         if stated is None:
@@ -58,11 +67,35 @@ class Oracle:
 
     def context(self, taps: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, m, H] -> C [T, H]."""
-        projected = taps.flatten(1) @ self.tensors["fc.weight"].T
-        return self._norm(projected, "hidden_norm.weight")
+        fc, norm = "fc.weight", "hidden_norm.weight"
+        if self.is_assistant:
+            fc, norm = "encoder.fc.weight", "encoder.output_norm_enc.weight"
+        return self._norm(taps.flatten(1) @ self.tensors[fc].T, norm)
 
     def logits(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
         """Logits [num_masks, V] of the slots behind an anchor at T, given taps of positions 0..T-1."""
+        return self._head(self.hidden(taps, anchor, num_masks))
+
+    def drafts(self, taps: torch.Tensor, anchor: int, num_masks: int, choose, edit=None) -> list[int]:
+        """The slots' tokens, each by `choose(scores [V], slot)`; with a selector one after the other, out of
+        the slot's likeliest tokens, by the token before. `edit(logits [V], slot)` comes first."""
+        y = self.hidden(taps, anchor, num_masks)
+        z, second = self._head(y), "candidate_selector"
+        z = z if edit is None else torch.stack([edit(z[k], k) for k in range(num_masks)])
+        if f"{second}.predecessor_codebook" not in self.tensors:
+            return [choose(z[k], k) for k in range(num_masks)]
+        a, g = (self.tensors[f"{second}.{kind}_codebook"] for kind in ("predecessor", "successor"))
+        h = y @ self.tensors[f"{second}.hidden_projection.weight"].T
+        tokens = [anchor]
+        for k in range(num_masks):
+            scores = torch.full_like(z[k], -math.inf)
+            for b in z[k].argsort(descending=True)[: self.dflash["selector_top_k"]].tolist():
+                scores[b] = z[k, b] + (a[tokens[-1]] * h[k] * g[b]).sum()
+            tokens.append(choose(scores, k))
+        return tokens[1:]
+
+    def hidden(self, taps: torch.Tensor, anchor: int, num_masks: int) -> torch.Tensor:
+        """Normed hidden states [num_masks, D] of the same slots."""
         c = self.context(taps)
         block = [anchor] + [self.dflash["mask_token_id"]] * num_masks
         rows = self.tensors.get("embed_tokens.weight", self.embedding)
@@ -70,11 +103,33 @@ class Oracle:
         x = x * self.dflash.get("input_embedding_scale", 1.0)
         for i in range(self.backbone["num_hidden_layers"]):
             at = f"layers.{i}"
-            x = x + self._attention(at, self._norm(x, f"{at}.input_layernorm.weight"), c, i)
+            u = self._norm(x, f"{at}.input_layernorm.weight")
+            x = x + self._around(
+                f"{at}.attention_conv", u, lambda v, at=at, i=i: self._attention(at, v, c, i)
+            )
             u = self._norm(x, f"{at}.post_attention_layernorm.weight")
-            gate, up = (u @ self.tensors[f"{at}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-            x = x + (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{at}.mlp.down_proj.weight"].T
-        return self._head(self._norm(x, "norm.weight")[1:])
+            x = x + self._around(f"{at}.mlp_conv", u, lambda v, at=at: self._mlp(at, v))
+        return self._norm(x, "norm.weight")[1:]
+
+    def _mlp(self, at: str, u: torch.Tensor) -> torch.Tensor:
+        gate, up = (u @ self.tensors[f"{at}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        return (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{at}.mlp.down_proj.weight"].T
+
+    def _around(self, name: str, u: torch.Tensor, sublayer) -> torch.Tensor:
+        """The sublayer, between two convolutions if there are any; both have kernels by u."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return sublayer(u)
+        base = self.tensors[f"{name}.base_kernel"]
+        delta = (u @ self.tensors[f"{name}.kernel_projection.weight"].T).view(len(u), *base.shape[:2], -1)
+        return self._convolve(sublayer(self._convolve(u, base[0], delta[:, 0])), base[1], delta[:, 1])
+
+    def _convolve(self, v: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        group_of = torch.arange(v.shape[1]) // (v.shape[1] // delta.shape[2])
+        out = torch.zeros_like(v)
+        for t in range(len(v)):
+            for o in range(min(len(base), t + 1)):
+                out[t] += (base[o] + delta[t, o, group_of]) * v[t - o]
+        return out
 
     def _embed(self, rows: torch.Tensor, token: int, slot: int) -> torch.Tensor:
         return self.mask_embedding if slot > 0 and self.mask_embedding is not None else rows[token]
@@ -97,7 +152,10 @@ class Oracle:
         causal, window = self.attention_of(layer)
         both, anchor_at = torch.cat((c, u)), len(c)
         w = {n: self.tensors[f"{at}.self_attn.{n}_proj.weight"] for n in "qkvo"}
-        q, k, v = ((u if n == "q" else both) @ w[n].T for n in "qkv")
+        bias = {n: self.tensors.get(f"{at}.self_attn.{n}_proj.bias", 0.0) for n in "qkvo"}
+        q, k, v = ((u if n == "q" else both) @ w[n].T + bias[n] for n in "qkv")
+        v = v * self.dflash.get("attention_value_scale", 1.0)
+        sinks = self.tensors.get(f"{at}.self_attn.attention_sink_bias")
         out = []
         for h in range(heads):
             g = h // (heads // kv_heads)
@@ -110,8 +168,9 @@ class Oracle:
                     p, t = anchor_at + row, key
                     if (causal and t > p) or (window is not None and abs(p - t) >= window):
                         scores[row, key] = -math.inf
-            out.append(scores.softmax(-1) @ v[:, g * dim : (g + 1) * dim])
-        return torch.cat(out, dim=-1) @ w["o"].T
+            total = scores.exp().sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[h].exp())
+            out.append(scores.exp() / total @ v[:, g * dim : (g + 1) * dim])
+        return torch.cat(out, dim=-1) @ w["o"].T + bias["o"]
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         eps = self.backbone.get("rms_norm_eps", 1e-6)
@@ -119,14 +178,49 @@ class Oracle:
 
     def _rope(self, x: torch.Tensor, first: int) -> torch.Tensor:
         dim = int(x.shape[-1] * self.backbone.get("partial_rotary_factor", 1))
-        theta = (self.backbone.get("rope_parameters") or self.backbone)["rope_theta"]
-        out = x.clone()
+        out, interleaved = x.clone(), self.backbone.get("is_neox_style") is False
+        frequencies, scale = self._frequencies(dim)
         for i in range(dim // 2):
-            angle = torch.arange(first, first + len(x)) * theta ** (-2 * i / dim)
-            a, b = x[:, i], x[:, i + dim // 2]
-            out[:, i] = a * angle.cos() - b * angle.sin()
-            out[:, i + dim // 2] = b * angle.cos() + a * angle.sin()
+            angle = torch.arange(first, first + len(x)).double() * frequencies[i]
+            cos, sin = (scale * f(angle).to(x.dtype) for f in (torch.cos, torch.sin))
+            one, other = (2 * i, 2 * i + 1) if interleaved else (i, i + dim // 2)
+            a, b = x[:, one], x[:, other]
+            out[:, one] = a * cos - b * sin
+            out[:, other] = b * cos + a * sin
         return out
+
+    def _frequencies(self, dim: int) -> tuple[list[float], float]:
+        """Radians per position of each pair, and the factor on cosine and sine."""
+        raw = self.backbone
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        theta = rope.get("rope_theta") or raw["rope_theta"]
+        plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+        kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor", 1.0)
+        if kind == "default":
+            return plain, 1.0
+        length = rope["original_max_position_embeddings"]
+        if kind == "llama3":
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            smooth = [min(1.0, max(0.0, (length * f / (2 * math.pi) - low) / (high - low))) for f in plain]
+            return [(1 - s) * f / factor + s * f for s, f in zip(smooth, plain, strict=True)], 1.0
+        assert kind == "yarn"
+
+        def turning(turns: float) -> float:
+            return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = turning(rope.get("beta_fast", 32)), turning(rope.get("beta_slow", 1))
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        kept = [1 - min(1.0, max(0.0, (i - low) / (high - low))) for i in range(dim // 2)]
+
+        def magnitude(m: float) -> float:
+            return 0.1 * m * math.log(factor) + 1
+
+        scale = magnitude(rope.get("mscale", 1)) / (
+            magnitude(rope["mscale_all_dim"]) if rope.get("mscale_all_dim") else 1.0
+        )
+        return [k * f + (1 - k) * f / factor for k, f in zip(kept, plain, strict=True)], scale
 
 
 @dataclass
@@ -157,8 +251,7 @@ def decode(target, oracle: Oracle, prompt: list[int], num_tokens: int, block: in
         k = min(block - 1, len(prompt) + num_tokens - len(tokens) - 1)
         drafts = []
         if k > 0:
-            guess = oracle.logits(taps[:n], tokens[n], k)
-            drafts = [choose(guess[j], n + 1 + j) for j in range(k)]
+            drafts = oracle.drafts(taps[:n], tokens[n], k, lambda z, j: choose(z, n + 1 + j))  # noqa: B023
         taps, logits = _forward(target, oracle, tokens + drafts)
         chosen = [choose(logits[n + j], n + 1 + j) for j in range(k + 1)]
         accepted = 0

@@ -8,7 +8,6 @@ what holds the loop is the front's work, and a request of a thousand prompts end
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 import uvicorn
 from loop_probe import LoopProbe
+from manta.actors.collector import spare_streams
 from manta.actors.engine import AsyncEngine
 from manta.actors.http.app import create_app
 from manta.actors.http.settings import ServerSettings
@@ -171,8 +171,7 @@ async def serve(model: str, settings: dict[str, Any], engine_settings: dict[str,
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    gc.collect()
-    gc.freeze()  # as a replica does
+    spare_streams()
     probe = LoopProbe()
     loop = asyncio.get_running_loop()
     threading.Thread(target=_answer, args=(loop, engine, probe, server), daemon=True).start()

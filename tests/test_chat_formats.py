@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from chat_pairs import HARMONY, HARMONY_TOKENS, HERMES, NOW, TOOLS, WEATHER, chat_config
-from manta.actors.batch.identity import template_identity
+from manta.actors.batch.identity import settings_identity
 from manta.actors.chat.forced_calls import forced_calls
 from manta.actors.chat.formats import CALLS, marks_of
 from manta.actors.chat.model import ChatModel
@@ -286,7 +286,7 @@ def test_templates_are_bounded_and_settings_of_theirs_checked() -> None:
 
 def test_a_template_of_the_settings_replaces_the_checkpoints_and_names_answers(tmp_path: Path) -> None:
     config = chat_config(tmp_path, HERMES)
-    assert template_identity(config) == {}
+    assert settings_identity(config) == {}
     file = tmp_path / "own.jinja"
     identities: list[object] = []
     for source, text in (("{{ a }}{{ messages[0].content }}", "1x"), ("{{ a }}.", "1.")):
@@ -295,7 +295,7 @@ def test_a_template_of_the_settings_replaces_the_checkpoints_and_names_answers(t
         tokenizer = load_tokenizer(own)
         assert tokenizer is not None
         assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == text
-        identities.append(template_identity(own))
+        identities.append(settings_identity(own))
     assert identities[0] != identities[1]
     with pytest.raises(ConfigError, match="nowhere"):
         load_tokenizer(replace(config, chat_template=str(tmp_path / "nowhere")))

@@ -30,9 +30,14 @@ from manta.cluster.engine import EngineStats
 from manta.cluster.errors import ConfigError
 from manta.cluster.logprobs import StepLogprobs
 from manta.cluster.plan import StepResult
+from manta.drafter.compute.gpu import experts
+from manta.drafter.compute.gpu.expert_pairs import ExpertTiles
+from manta.drafter.compute.mxfp4 import MXFP4
 from steps import GREEDY, Steps, open_runner, settings
+from test_gpt_oss import publish
 from test_lossless import KNOBS, tokens_of
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target
+from torch import Tensor
 from waits import counting_waits
 
 # Few and short, for the interpreter takes seconds for a step: two without filters, one with all of them.
@@ -74,6 +79,24 @@ def opened(target: Path, drafter: Path | None, backend: str, **changes: object) 
     )
 
 
+def test_packed_experts_are_multiplied_packed_and_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss as it is published; PyTorch's kernels take its experts dequantised."""
+    target = publish(make_tiny_target(tmp_path / "saved", "gpt_oss", seed=5), tmp_path / "published")
+    params = [replace(KNOBS["greedy"], max_tokens=2)] * len(CASES)
+    expected, _ = generate(target, None, "torch", params)
+    multiply, found = experts.multiply_tiles, set[type]()
+
+    def watched(x: Tensor, weights: Tensor | MXFP4, tiles: ExpertTiles, **more: Any) -> Tensor:
+        found.add(type(weights))
+        return multiply(x, weights, tiles, **more)
+
+    monkeypatch.setattr(experts, "multiply_tiles", watched)
+    assert generate(target, None, "triton", params)[0] == expected
+    assert found == {MXFP4}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
     """Of every family; where its layers slide, the drafter's first one does, too: pages are given back."""
@@ -89,6 +112,19 @@ def test_kernels_change_no_token(tmp_path: Path, family: str) -> None:
     wrong = [knob for knob, mine, theirs in zip(KNOB_NAMES, got, expected, strict=True) if mine != theirs]
     assert not wrong, "these differ"
     assert stats.num_drafts > 0
+
+
+def test_a_dflash2_drafter_drafts_what_the_host_s_does(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Its layers slide, too; as many of its drafts stand, of each request."""
+    drafter = make_tiny_drafter(tmp_path, sliding_window=20, second=True)
+    hot = [replace(p, temperature=4.0, max_tokens=5) for p in PARAMS[1:]]
+    found: list[list[tuple[list[int], list[int]]]] = []
+    for backend in ("triton", "torch"):
+        with opened(tiny_qwen3, drafter, backend) as llm:
+            answers = llm.generate([{"prompt_token_ids": case} for case in CASES[1:]], hot)
+        found.append([(o.outputs[0].token_ids, o.metrics.acceptance_histogram) for o in answers])
+    assert found[0] == found[1]
+    assert sum(count for _, counts in found[0] for count in counts[1:]) > 0
 
 
 def test_running_ahead_changes_no_token(tiny_llama: Path, tiny_drafter: Path) -> None:

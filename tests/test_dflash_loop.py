@@ -10,6 +10,7 @@ import pytest
 import torch
 from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
 from manta.actors.tokenizer import Tokenizer
+from manta.cluster.errors import ConfigError
 from manta.jobs.bench.contenders import TransformersTarget
 from manta.jobs.bench.dflash_loop import LoopDrafter, dflash_loop
 from oracle_dflash import Oracle, decode
@@ -34,7 +35,26 @@ def oracle_of(folder: Path, target: PreTrainedModel) -> Oracle:
     )
 
 
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+BEYOND = {
+    "assistant": "tensors by transformers' names",
+    "speculators second": "convolutions",
+    "z-lab convolutions alone": "convolutions",
+    "z-lab interleaved pairs": "interleaved rotary pairs",
+    "z-lab interleaved pairs, partly rotated": "interleaved rotary pairs",
+    "z-lab second": "convolutions",
+    "z-lab second, three taps": "convolutions",
+    "z-lab selector alone": "selector of candidates",
+    "z-lab sinks and scaled values": "attention sinks",
+}
+
+
+@pytest.mark.parametrize("variant", sorted(BEYOND))
+def test_what_is_more_than_the_loop_s_modules_is_refused(variant: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"the plain loop has no {BEYOND[variant]}"):
+        LoopDrafter(checkpoints.write(tmp_path, VARIANTS[variant]), lender())
+
+
+@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - set(BEYOND)))
 @torch.no_grad()
 def test_drafts_equal_the_oracles_with_context_that_came_in_parts(variant: str, tmp_path: Path) -> None:
     config = VARIANTS[variant]

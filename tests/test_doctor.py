@@ -118,12 +118,12 @@ def findings(place: Place, name: str) -> Iterator[Finding]:
             yield examine(one)
 
 
-def _whatever_is_seen(*arguments: Any, causal: bool, window: int | None) -> Tensor:
-    return paged_attention(*arguments, causal=False, window=window)
+def _whatever_is_seen(*arguments: Any, **more: Any) -> Tensor:
+    return paged_attention(*arguments, **{**more, "causal": False})
 
 
-def _one_key_too_many(*arguments: Any, causal: bool, window: int | None) -> Tensor:
-    return paged_attention(*arguments, causal=causal, window=None if window is None else window + 1)
+def _one_key_too_many(*arguments: Any, window: int | None, **more: Any) -> Tensor:
+    return paged_attention(*arguments, window=None if window is None else window + 1, **more)
 
 
 def _one_position_late(self: RotaryEmbedding, positions: Tensor, at: Any = RotaryEmbedding.at) -> Any:
@@ -242,6 +242,46 @@ def test_a_fused_product_that_leaves_something_out_is_found(
         for name in seen_by:
             found = examine(lines[f"{name}, float32"])
             assert found.status == ("ok" if sound else "failed") and found.trace is None, found
+
+
+# What our own experts are asked wrongly, and which check must see it.
+WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"activation": "gelu_tanh"}, "plain, SiLU"),
+    ({"bias_EO": None}, "MXFP4, clamped"),
+    ({"limit": 1e9}, "MXFP4, clamped"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "seen_by"), WRONG_EXPERTS, ids=["activation", "bias", "clamp"])
+def test_experts_that_leave_something_out_are_found(
+    wrong: dict[str, Any], seen_by: str, monkeypatch: pytest.MonkeyPatch
+):
+    from manta.drafter.compute.gpu import experts
+    from manta.jobs.doctor.expert_kernels import expert_checks
+
+    multiply = experts.multiply_tiles
+
+    def forgetful(*arguments: Any, **asked: Any) -> Tensor:
+        return multiply(
+            *arguments, **{**asked, **{k: v for k, v in wrong.items() if asked.get(k) is not None}}
+        )
+
+    lines = {one.name: one for one in expert_checks(Place.here(), quick=True)}
+    for sound in (True, False):
+        if not sound:
+            monkeypatch.setattr(experts, "multiply_tiles", forgetful)
+        found = examine(lines[f"{seen_by}, float32"])
+        assert found.status == ("ok" if sound else "failed") and found.trace is None, found
+
+
+def test_experts_rates_are_those_of_the_weights_that_rows_chose(monkeypatch: pytest.MonkeyPatch):
+    from manta.jobs.doctor import rates
+
+    monkeypatch.setattr(rates, "_WEIGHT_BYTES", {"cpu": 1})  # one copy
+    lines = [one for one in rates.rate_checks(Place.here()) if one.name.startswith("experts of 16 rows")]
+    assert len(lines) == 3
+    packed = examine(lines[-1])
+    assert packed.status == "fact" and packed.measured.endswith("of the copy"), packed
 
 
 @pytest.fixture

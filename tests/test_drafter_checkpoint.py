@@ -16,7 +16,7 @@ from manta.drafter.dflash.features import LentWeights, TargetFacts
 from safetensors.torch import save_file
 
 from . import drafter_checkpoints as checkpoints
-from .drafter_checkpoints import BACKBONE, HIDDEN, SLIDING, TARGET_LAYERS, VOCAB, speculators, z_lab
+from .drafter_checkpoints import BACKBONE, HIDDEN, SECOND, SLIDING, TARGET_LAYERS, VOCAB, speculators, z_lab
 
 FACTS = TargetFacts(hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB, max_model_len=64)
 
@@ -78,12 +78,23 @@ def test_what_is_absent_null_or_neutral_is_not_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (z_lab(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel.*not yet supported"),
+        (z_lab(architectures=["DFlash2DraftModel"]), "conv_kernel_size is missing.*for DFlash2DraftModel"),
+        (z_lab(architectures=["DFlashDraftModel", "DFlash2DraftModel"]), "architectures=.*must be one of"),
         ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architectures=.*Eagle3.*not yet supported"),
         (BACKBONE, "dflash_config is missing; it must be an object"),
-        (z_lab(dflash={"attention_value_scale": 0.7}), "dflash_config.attention_value_scale=0.7.*not yet"),
-        (z_lab(dflash={"selector_top_k": 16}), "dflash_config.selector_top_k=16.*not yet supported"),
-        (z_lab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_kernel_size=2.*not yet supported"),
+        (z_lab(dflash={"selector_top_k": 16}), "dflash_config.selector_rank is missing; it must be given"),
+        (z_lab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_group_size is missing; it must be given"),
+        (
+            z_lab(dflash={**SECOND, "conv_group_size": 5}),
+            "conv_group_size=5 must be a divisor of hidden_size",
+        ),
+        (z_lab(dflash={**SECOND, "selector_top_k": 97}), "dflash_config.selector_top_k=97 must be at most"),
+        (z_lab(draft_vocab_size=40, dflash=SECOND), "draft_vocab_size=40 must be vocab_size .*selector_rank"),
+        (z_lab(dflash={"refiner_steps": 3}), "dflash_config.refiner_steps=3 must be absent or false"),
+        (z_lab(dflash={"projector_type": "domino"}), "dflash_config.projector_type='domino'.*not yet"),
+        (z_lab(use_gemma_norm=True), "use_gemma_norm=True.*not yet supported"),
+        (z_lab(swiglu_limit=7.0), "swiglu_limit=7.*not yet supported"),
+        (z_lab(quantization_config={"quant_method": "fp8"}), "quantization_config.*not yet supported"),
         (z_lab(dflash={"use_swa": True}), "dflash_config.swa_window_size is missing"),
         (z_lab(dflash={"block_size": 1}), "dflash_config.block_size=1 must be an integer from 2"),
         (z_lab(dflash={"output_multiplier": "2"}), "dflash_config.output_multiplier='2' must be a number"),
@@ -98,10 +109,8 @@ def test_what_is_absent_null_or_neutral_is_not_refused(tmp_path: Path):
         (speculators(layer={"num_key_value_heads": 3}), "transformer_layer_config.num_key_value_heads=3"),
         (speculators(layer={"vocab_size": None}), "transformer_layer_config.vocab_size is missing"),
         (speculators(mask_token_id=None), "mask_token_id is missing; it must be an integer"),
-        (z_lab(dflash={"selector_rank": 256}), "selector_rank.*not yet supported"),
         (z_lab(dflash={"lilicorr_depth": 2}), "lilicorr_depth.*not yet supported"),
-        (z_lab(dflash={"attention_sink_bias": True}), "attention_sink_bias"),
-        (z_lab(attention_bias=True), "attention_bias"),
+        (z_lab(dflash={"attention_sink_bias": 1}), "attention_sink_bias=1 must be true or false"),
         (z_lab(hidden_act="gelu"), "hidden_act"),
         (z_lab(block_size=None), "block_size is missing"),
         (z_lab(block_size=1), "block_size=1"),
@@ -112,7 +121,9 @@ def test_what_is_absent_null_or_neutral_is_not_refused(tmp_path: Path):
         (z_lab(layer_types=["full_attention"]), "layer_types"),
         (z_lab(num_key_value_heads=3), "num_key_value_heads"),
         (speculators(speculators_model_type="dspark"), "speculators_model_type.*not yet supported"),
-        (speculators(speculators_model_type="dflash2"), "speculators_model_type.*not yet supported"),
+        (speculators(projector_type="domino"), "projector_type='domino'.*not yet supported"),
+        (speculators(draft_ffn_type="moe"), "draft_ffn_type='moe'.*not yet supported"),
+        (speculators(**SECOND, draft_vocab_size=40), "draft_vocab_size=40 must be vocab_size"),
         (speculators(sample_from_anchor=True), "sample_from_anchor.*not yet supported"),
         (speculators(draft_vocab_size=VOCAB + 1), "draft_vocab_size"),
         (speculators(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),

@@ -61,13 +61,23 @@ class Pair:
     oracle: Oracle
 
 
-def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> Pair:
+def load_pair(
+    folder: Path,
+    config: dict,
+    dtype: torch.dtype = torch.float32,
+    own: torch.Tensor | None = None,
+) -> Pair:
+    """Args:
+    own: embedding and head [2, V, H] of the drafter's files, if they have them.
+    """
     generator = torch.Generator().manual_seed(5)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     head = torch.randn(VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
     nested = config.get("dflash_config", {})
     mask = torch.randn(HIDDEN, generator=generator) if nested.get("mask_token_id", 0) >= VOCAB else None
     tensors = checkpoints.random_tensors(config)
+    if own is not None:
+        tensors |= {"embed_tokens.weight": own[0].clone(), "lm_head.weight": own[1].clone()}
     checkpoints.write(folder, config, tensors, mask)
     lends = LentWeights(embedding.to(dtype), Linear(head.to(dtype)))
     return Pair(
@@ -78,7 +88,13 @@ def load_pair(folder: Path, config: dict, dtype: torch.dtype = torch.float32) ->
 class Requests:
     """Requests at scattered pages whose context has been written: `lengths` tokens each, then an anchor."""
 
-    def __init__(self, drafter: DFlashDrafter, lengths: list[int], taps: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        lengths: list[int],
+        taps: list[torch.Tensor],
+        params: list[SlotSampling] | None = None,
+    ) -> None:
         rng = np.random.default_rng(1)
         self.lengths = lengths
         self.anchors = [int(a) for a in rng.integers(0, 80, len(lengths))]
@@ -87,7 +103,8 @@ class Requests:
         self.proposer.cache.kv.normal_()  # what earlier requests left behind
         order = iter(rng.permutation(NUM_PAGES).tolist())
         pages = [(s, i, next(order)) for s, n in enumerate(lengths) for i in range(-(-(n + 16) // PAGE_SIZE))]
-        self.states.apply(plan_of([], [], [], [], pages=pages, samples=[]))
+        admitted = [AdmittedRequest(s, str(s), i32([]), p) for s, p in enumerate(params or ())]
+        self.states.apply(plan_of([], [], [], [], admitted=admitted, pages=pages, samples=[]))
         for slot, (length, anchor) in enumerate(zip(lengths, self.anchors, strict=True)):
             self.states.token_ids[slot, length] = anchor
             for begin, end in ((0, length // 2), (length // 2, length)):
@@ -98,10 +115,13 @@ class Requests:
         plan = plan_of([slot], [begin], [len(taps)], [0], samples=[False])
         self.proposer.inject(taps, self.states.lay_out_rows(plan))
 
+    def plan(self, drafts: list[int]) -> SchedulerOutput:
+        """A step of so many drafts each."""
+        return plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
+
     def block_logits(self, drafts: list[int]) -> list[torch.Tensor]:
         """Logits per request for so many drafts each."""
-        who = [r for r, k in enumerate(drafts) if k]
-        plan = plan_of(range(len(drafts)), self.lengths, [k + 1 for k in drafts], drafts)
+        who, plan = [r for r, k in enumerate(drafts) if k], self.plan(drafts)
         block = self.states.lay_out_block(plan, self.proposer.drafter.config.mask_token_id)
         logits = self.proposer.drafter.block_logits(block, self.proposer.cache)
         parts = iter(logits.split([drafts[r] for r in who]))
@@ -129,8 +149,9 @@ def test_batched_paged_blocks_equal_the_oracle(variant: str, tmp_path: Path):
             assert torch.allclose(ours[kept], expected[kept], atol=3e-5)
 
 
-def test_bf16_blocks_are_near_the_oracle(tmp_path: Path):
-    pair = load_pair(tmp_path, VARIANTS["z-lab full attention"], torch.bfloat16)
+@pytest.mark.parametrize("variant", ["z-lab full attention", "z-lab biases", "z-lab second"])
+def test_bf16_blocks_are_near_the_oracle(variant: str, tmp_path: Path):
+    pair = load_pair(tmp_path, VARIANTS[variant], torch.bfloat16)
     taps = random_taps([30, 9])
     requests = Requests(pair.ours, [30, 9], taps)
     for ours, context, anchor in zip(requests.block_logits([15, 15]), taps, requests.anchors, strict=True):
@@ -205,9 +226,9 @@ class KeepsWeights(TorchBackend):
         self.matrices.append(weight_OH)
         return super().linear(weight_OH, bias_O)
 
-    def linear_of_blocks(self, weight_PLRH: torch.Tensor) -> Projection:
+    def linear_of_blocks(self, weight_PLRH: torch.Tensor, bias_O: torch.Tensor | None = None) -> Projection:
         self.blocks.append(weight_PLRH)
-        return super().linear_of_blocks(weight_PLRH)
+        return super().linear_of_blocks(weight_PLRH, bias_O)
 
 
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 1, 0)], ids=["one page group", "two"])
@@ -330,33 +351,47 @@ def test_whole_generations_propose_and_accept_what_the_oracle_does(
         assert accepted > 10, "noise shared by target and drafter should let drafts stand"
 
 
-def test_blocks_equal_transformers_own_dflash(tmp_path: Path):
+def test_blocks_equal_transformers_own_assistant_as_it_saves_itself(tmp_path: Path):
     muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
-    config = checkpoints.z_lab(
-        layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    )
-    pair = load_pair(tmp_path, config)
-    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     theirs = muse.MuseGlimmerAssistantModel(
         muse.MuseGlimmerAssistantConfig(
-            **{key: config[key] for key in (*keys, "num_key_value_heads", "rms_norm_eps", "rope_parameters")},
-            layer_types=config["layer_types"],
+            vocab_size=VOCAB,  # the one key that ours needs where the target is not the published one
+            hidden_size=HIDDEN,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            rms_norm_eps=1e-2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=64,  # theirs reaches one key further than every engine's, which nobody sees here
             target_layer_ids=[1, 3, 4],
             block_size=16,
             mask_token_id=90,
             attn_implementation="eager",
         )
     ).eval()
-    theirs.load_state_dict({names.get(k, k): v for k, v in pair.oracle.tensors.items()})
+    torch.manual_seed(8)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2))
+            if parameter.dim() == 1:
+                parameter.add_(1)
+    theirs.save_pretrained(tmp_path)
+    embedding = torch.randn(VOCAB, HIDDEN)
+    lends = LentWeights(embedding, Linear(torch.randn(VOCAB, HIDDEN)))
+    ours = load_drafter(tmp_path, FACTS, lends, torch.float32, "cpu")
+    assert ours.config.layout == "assistant" and not any(kind.causal for kind in ours.config.layers)
     taps = random_taps([21])
-    requests = Requests(pair.ours, [21], taps)
+    requests = Requests(ours, [21], taps)
     ids = torch.tensor([requests.anchors[0]] + [90] * 15)
     with torch.no_grad():
         hidden = theirs(
-            noise_embeds=pair.oracle.embedding[ids][None],
+            noise_embeds=embedding[ids][None],
             context_hidden_states=taps[0].flatten(1)[None],
+            attention_mask=dict.fromkeys(("full_attention", "sliding_attention")),
             position_ids=torch.arange(37)[None],
             use_cache=False,
         ).last_hidden_state
-    assert torch.allclose(requests.block_logits([15])[0], hidden[0, 1:] @ pair.oracle.head.T, atol=3e-5)
+    assert torch.allclose(requests.block_logits([15])[0], lends.logits(hidden[0, 1:]), atol=2e-4)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, cut_weight
 from manta.drafter.compute.gpu.product_tiles import plan_product
 from manta.drafter.compute.gpu.tiles import AttentionKind, plan_tiles, tile_width
 
@@ -143,6 +144,30 @@ def _apply_rules(dtype: str, *, drafts: bool) -> Variant:
     return Variant("_apply", signature, constexprs | {"CHUNK": 1024}, 4)
 
 
+def _walk(dtype: str, *, filters: bool) -> Variant:
+    """16 candidates of a row, codebooks of rank 256."""
+    signature = _SETTINGS | _pointers(i64="positions ids token_ids seeds chosen", i32="cu_rows", fp32="z")
+    signature |= dict.fromkeys(("gates", "predecessors", "successors"), f"*{dtype}:16")
+    constexprs = {"FILTERS": filters, "RANK": 256, "TOP_K": 16, "RANKS": 256, "PLACES": 16}
+    return Variant("_walk", signature, constexprs)
+
+
+def _forbid(dtype: str) -> Variant:
+    signature = _pointers(i32="slots min_lengths stop_ids", i64="positions") | {"logits": f"*{dtype}:16"}
+    signature |= dict.fromkeys(("row_stride", "vocab_size", "vocab_start"), "i32")
+    return Variant("_forbid_early_stops", signature, {"NUM_STOP_IDS": 128}, 1)
+
+
+def _convolve(hidden: int, *, residual: bool, dtype: str = "bf16") -> Variant:
+    """Two taps, a kernel for 16 channels."""
+    given = ("x", "base", "y", *(("residual",) if residual else ()))
+    signature = dict.fromkeys(given, f"*{dtype}:16") | {"owners": "*i32", "num_rows": "i32"}
+    signature |= {"dynamic": f"*{dtype}"}
+    signature |= {"row_stride": "i32:16", "tap_stride": "i32:16"}
+    constexprs = {"HIDDEN": hidden, "GROUP": 16, "TAPS": 2, "ROWS": 4, "COLUMNS": 256, "PDL": True}
+    return Variant("_convolve", signature, constexprs | ({} if residual else {"residual": None}))
+
+
 def _mask(dtype: str) -> Variant:
     """Chunks of Qwen3's vocabulary."""
     signature = {"logits": f"*{dtype}:16", "row_stride": "i32:16", "num_words": "i32", "vocab_size": "i32:16"}
@@ -170,13 +195,20 @@ def _work(*, split_keys: int, run_splits: int) -> Variant:
 
 
 def _norm(
-    width: int, warps: int, *, add: bool = True, dtype: str = "bf16", weight: str | None = None
+    width: int,
+    warps: int,
+    *,
+    add: bool = True,
+    dtype: str = "bf16",
+    weight: str | None = None,
+    scaled: bool = False,
 ) -> Variant:
     given = ("x_ptr", "y_ptr", "weight_ptr", "sum_ptr", "normed_ptr")
-    absent = () if add else ("y_ptr", "sum_ptr")
+    absent = (() if add else ("y_ptr", "sum_ptr")) + (() if scaled else ("scalar",))
     signature = {name: f"*{dtype}:16" for name in given if name not in absent}
     signature |= {"weight_ptr": f"*{weight or dtype}:16"}
     signature |= {"x_stride": "i32:16", "y_stride": "i32:16", "eps": "fp32"}
+    signature |= {"scalar": "fp32"} if scaled else {}
     block = 1 << (width - 1).bit_length()
     constexprs = {"WIDTH": width, "BLOCK": block, "PDL": True} | dict.fromkeys(absent)
     return Variant("_rms_norm", signature, constexprs, warps)
@@ -190,6 +222,7 @@ def _product(
     *,
     dtype: str = "bf16",
     one_alone: bool = False,
+    quantised: bool = False,
     wgmma: bool = True,
 ) -> Variant:
     """A product with `fused`, of: bias, norm, gate, residual (with squares), layers (of a drafter's context).
@@ -197,10 +230,14 @@ def _product(
     Args:
         rows: of its tile.
         one_alone: a program adds up all splits.
+        quantised: weights are e4m3.
     """
     gated = "gate" in fused
-    plan = plan_product(outputs, inputs, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], gated=gated)
+    of_weight = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    of_weight = torch.float8_e4m3fn if quantised else of_weight
+    plan = plan_product(outputs, inputs, of_weight, gated=gated)
     given = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), f"*{dtype}:16")
+    given |= {"weight_ptr": "*fp8e4nv:16", "scale_ptr": "*fp32:16"} if quantised else {}
     given |= {"sums_ptr": "*fp32:16", "arrived_ptr": "*i32:16"}
     given |= {"eps": "fp32", "num_rows": "i32", "x_stride": "i32:16", "residual_stride": "i32:16"}
     given |= dict.fromkeys(("part_stride", "layer_stride", "row_stride"), "i32:16")
@@ -208,7 +245,7 @@ def _product(
     given |= {"norm_ptr": f"*{dtype}:16", "squares_ptr": "*fp32:16"} if "norm" in fused else {}
     more = {"residual_ptr": f"*{dtype}:16", "new_squares_ptr": "*fp32:16"}
     given |= more if "residual" in fused else {}
-    optional = ("bias_ptr", "norm_ptr", "squares_ptr", "residual_ptr", "new_squares_ptr")
+    optional = ("scale_ptr", "bias_ptr", "norm_ptr", "squares_ptr", "residual_ptr", "new_squares_ptr")
     step, split_tiles, stages = plan.stepping(rows)
     layers = 5 if "layers" in fused else 1
     constexprs = {
@@ -230,6 +267,80 @@ def _product(
     return Variant("_multiply", given, constexprs, 4, stages, wgmma, side_by_side=3)
 
 
+def _experts(
+    outputs: int,
+    inputs: int,
+    height: int,
+    *,
+    activation: str | None = None,
+    dtype: str = "bf16",
+    packed: bool = False,
+) -> Variant:
+    """A product of tiles of pairs, of gate and up with an activation, else of down; packed have biases."""
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    cut = cut_weight(height, torch_dtype, packed=packed)
+    words = {2: "i32", 4: "i64"}[torch_dtype.itemsize]
+    given = {"x_ptr": f"*{words if packed else dtype}:16", "weight_ptr": f"*{'u8' if packed else dtype}:16"}
+    given |= {"scale_ptr": "*u8:16", "bias_ptr": f"*{dtype}:16"} if packed else {}
+    given |= {"y_ptr": f"*{dtype}:16"} | _pointers(i32="pairs_ptr experts_ptr count_ptr")
+    given |= {"limit": "fp32", "num_pairs": "i32", "x_stride": "i32:16"}
+    constexprs = {
+        "PLACES": 8 if activation else 1,
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "ACTIVATION": activation,
+        "HEIGHT": height,
+        "COLUMNS": cut.columns,
+        "STEP": cut.step,
+        "PDL": True,
+    } | ({} if packed else {"scale_ptr": None, "bias_ptr": None})
+    most = 1 if height == HEIGHTS[-1] else 3
+    return Variant("_multiply_tiles", given, constexprs, cut.warps, cut.stages, wgmma=True, side_by_side=most)
+
+
+def _choose_experts(
+    experts: int,
+    places: int,
+    *,
+    score: str = "softmax",
+    choose_first: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    correction: bool = False,
+) -> Variant:
+    signature = _pointers(bf16="logits_ptr", i32="ids_ptr", fp32="weights_ptr")
+    signature |= {"scale": "fp32", "row_stride": "i32:16"}
+    signature |= _pointers(fp32="correction_ptr") if correction else {}
+    constexprs = {
+        "EXPERTS": experts,
+        "LANES": experts,
+        "CHOSEN": places,
+        "CHOSEN_LANES": places,
+        "SIGMOID": score == "sigmoid",
+        "CHOOSE_FIRST": choose_first,
+        "RENORMALIZE": True,
+        "GROUPS": groups,
+        "TOP_GROUPS": top_groups,
+        "PDL": True,
+        "expert_scale_ptr": None,
+    } | ({} if correction else {"correction_ptr": None})
+    return Variant("_choose", signature, constexprs, 1)
+
+
+def _list_tiles(experts: int, height: int) -> Variant:
+    signature = _pointers(i32="ids_ptr pairs_ptr experts_ptr count_ptr") | {"num_pairs": "i32"}
+    bins = 1 << experts.bit_length()
+    constexprs = {"FIRST": 0, "EXPERTS": experts, "BINS": bins, "HEIGHT": height, "CHUNK": 1024, "PDL": True}
+    return Variant("_list_tiles", signature, constexprs)
+
+
+def _add_up(width: int, places: int, dtype: str = "bf16") -> Variant:
+    signature = {"outputs_ptr": f"*{dtype}:16", "y_ptr": f"*{dtype}:16"}
+    signature |= _pointers(i32="ids_ptr", fp32="weights_ptr")
+    constexprs = {"FIRST": 0, "EXPERTS": 128, "PLACES": places, "WIDTH": width, "BLOCK": 1024, "PDL": True}
+    return Variant("_add_up", signature, constexprs)
+
+
 def _row_squares(first: int, second: int) -> Variant:
     signature = {"x_ptr": "*bf16:16", "squares_ptr": "*fp32:16", "x_stride": "i32:16"}
     constexprs = {"FIRST": first, "SECOND": second, "BLOCK": 1024, "PDL": True}
@@ -249,6 +360,7 @@ def _write(
     *,
     v_dim: int | None = None,
     normed: bool = True,
+    v_norm: bool = False,
     rotated: bool = True,
     dtype: str = "bf16",
     weight: str | None = None,
@@ -259,7 +371,8 @@ def _write(
     signature |= dict.fromkeys(norms if normed else (), f"*{weight or dtype}:16")
     widths = {"HALF": dim // 2, "WIDTH": tile_width(dim) // 2}
     widths |= {"V_HALF": (v_dim or dim) // 2, "V_WIDTH": tile_width(v_dim or dim) // 2}
-    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, **widths, "GROUP": group, "PDL": True}
+    constexprs = {"NUM_Q": heads, "NUM_KV": kv_heads, **widths, "GROUP": group}
+    constexprs |= {"V_NORM": v_norm, "PDL": True}
     absent = (*(() if normed else norms), *(() if rotated else tables))
     return Variant("_norm_rotate_write", signature, constexprs | dict.fromkeys(absent), 1)
 
@@ -290,6 +403,12 @@ VARIANTS: dict[str, list[Variant]] = {
     "step.device.rules": [
         _apply_rules("bf16", drafts=False),
         _apply_rules("fp32", drafts=True),
+    ],
+    "step.device.selection": [
+        _walk("bf16", filters=False),  # Muse-Glimmer's, Qwen3.8's
+        _walk("bf16", filters=True),
+        _walk("fp32", filters=True),
+        _forbid("bf16"),
     ],
     "step.device.masks": [_mask("bf16"), _mask("fp32")],
     "step.device.rows": [
@@ -343,6 +462,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _norm(8192, 16, dtype="fp32"),
         _norm(3840, 16, weight="fp32"),  # Gemma 3
         _norm(3840, 16, weight="fp32", add=False),
+        _norm(5376, 16, weight="fp32", scaled=True),  # Gemma 4
+    ],
+    "compute.gpu.convolution": [
+        _convolve(6656, residual=False),
+        _convolve(6656, residual=True),
+        _convolve(5120, residual=True, dtype="fp32"),
     ],
     "compute.gpu.activations": [
         _gate(dim, dtype, gelu=gelu)
@@ -357,6 +482,27 @@ VARIANTS: dict[str, list[Variant]] = {
         _product(10240, 4096, 32, "layers"),  # its drafter's context
         _product(4096, 4096, 64, "residual bias", one_alone=True),  # batch-invariant
         _product(4096, 4096, 16, "norm", dtype="fp32"),
+        _product(12288, 4096, 16, "norm gate", quantised=True),
+        _product(4096, 12288, 64, "residual bias", quantised=True),
+    ],
+    "compute.gpu.routing": [
+        _choose_experts(128, 8),  # Qwen3-30B-A3B
+        _choose_experts(128, 4, choose_first=True),  # gpt-oss
+        _choose_experts(256, 8, score="sigmoid", groups=8, top_groups=4, correction=True),  # DeepSeek-V3
+    ],
+    "compute.gpu.expert_pairs": [_list_tiles(128, 16), _list_tiles(512, 64)],
+    "compute.gpu.expert_products": [
+        _experts(1536, 2048, 16, activation="silu"),  # Qwen3-30B-A3B: gate and up of a verified block
+        _experts(2048, 768, 16),  # down
+        _experts(1536, 2048, 64, activation="silu"),
+        _experts(1408, 2816, 128, activation="gelu_tanh"),  # Gemma 4 26B: a prompt
+        _experts(5760, 2880, 16, activation="swiglu_clamped", packed=True),  # gpt-oss
+        _experts(2880, 2880, 64, packed=True),
+        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True),
+        _experts(1536, 2048, 16, activation="silu", dtype="fp32"),
+        _experts(5760, 2880, 128, activation="swiglu_clamped", packed=True, dtype="fp32"),
+        _add_up(2048, 8),
+        _add_up(2880, 4),
     ],
     "compute.gpu.row_squares": [_row_squares(6144, 1024)],  # MiniMax-M2
     "compute.gpu.write_kv": [
@@ -365,9 +511,10 @@ VARIANTS: dict[str, list[Variant]] = {
         _write(8, 1, 64, 8),
         _write(16, 4, 256, 2, dtype="fp32"),
         _write(16, 8, 256, 2, weight="fp32"),  # Gemma 3
-        _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
-        _write(32, 4, 512, 1, weight="fp32"),  # Gemma 4
+        _write(32, 16, 256, 2, weight="fp32", v_norm=True),  # Gemma 4
+        _write(32, 4, 512, 1, weight="fp32", v_norm=True),
         _write(64, 4, 192, 2, v_dim=128, normed=False),  # MiMo-V2
+        _write(32, 2, 128, 4, weight="fp32", rotated=False),  # Muse-Glimmer
         _write_context(5, 8, 128, 4),
     ],
 }

@@ -90,6 +90,14 @@ def test_a_residual_is_added_and_normed_and_left_as_it_was(rows: int, width: int
     assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scaled_residual_is_rounded_before_and_after(dtype: torch.dtype):
+    y_NH, x_NH, weight_H = randn(9, 640, dtype=dtype), randn(9, 640, dtype=dtype), weights(640, dtype=FP32)
+    sum_NH, normed_NH = add_rms_norm(y_NH, x_NH, weight_H, EPS, 0.7)
+    assert_same(sum_NH, (x_NH + y_NH) * 0.7)
+    assert_same(normed_NH, RMSNorm(weight_H, EPS)(sum_NH))
+
+
 def test_rows_of_norms_may_be_slices():
     wide_NH, weight_H = randn(5, 3 * 96, dtype=torch.float32), weights(96, dtype=torch.float32)
     x_NH, y_NH = wide_NH[:, :96], wide_NH[:, 192:]
@@ -245,6 +253,23 @@ def test_heads_normed_by_fp32_are_rounded_once():
         qkv_NJD.flatten(1), norm_D, norm_D, EPS, *tables(64, torch.float16), at_N, torch.arange(50), *pages
     )
     assert (qkv_NJD[:, :2] == exact_NJD.half()).float().mean() > 0.9999
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 24])
+def test_values_are_normed_where_a_model_wants_it(dtype: torch.dtype, dim: int):
+    qkv_NJD, norm_D = 3 * randn(5, 10, dim, dtype=dtype), weights(dim, dtype=FP32)
+    positions_N, slots_N = some_rows(5)
+    cache, expected_cache = two_caches(1, 3, dim, dtype)
+    expected_NJD = qkv_NJD.clone()
+    expected_NJD[:, 7:] = F.rms_norm(expected_NJD[:, 7:], (dim,), None, EPS)
+    expected_q = reference_write(expected_NJD, (norm_D, norm_D), positions_N, slots_N, expected_cache, 0)
+    pages, rope = cache.heads(0), tables(dim, dtype)
+    norm_rotate_write(
+        qkv_NJD.flatten(1), norm_D, norm_D, EPS, *rope, positions_N, slots_N, *pages, v_norm=True
+    )
+    assert_same(qkv_NJD[:, :4], expected_q)
+    assert_same(cache.kv, expected_cache.kv)
 
 
 def test_rows_may_be_slices_with_padding_and_small_integers():

@@ -25,6 +25,7 @@ from manta.drafter.compute.gpu.projections import (
     TorchProjection,
     as_tensor,
 )
+from manta.drafter.compute.gpu.quantised import QuantisedProjection, QuantisedWeight
 from manta.drafter.compute.layers import Activation, Linear, RMSNorm, linear_of_blocks
 from torch import Tensor
 
@@ -238,3 +239,33 @@ def test_whose_product_runs_is_measured_once_per_weight_and_use():
     assert_near(chosen.gated(left, "silu"), gate(product.exact(left.tensor()), "silu"))
     assert not clock.left
     assert_near(sum_NH, product.exact(product.x_NK) + product.x_NK)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", (5, 64, 70))
+def test_a_quantised_product_is_that_of_the_dequantised_weight(rows: int, dtype: torch.dtype):
+    """With all that is fused to it, whoever computes it: more rows than a tile are PyTorch's."""
+    plain = Product(rows, 200, 90, dtype, bias=True)
+    plain.weight_OK[3] = 0
+    weight = QuantisedWeight.of(plain.weight_OK[None, None])
+    plain.weight_OK, exact = weight.dequantised(dtype), plain.weight_OK
+    torch.testing.assert_close(plain.weight_OK, exact, rtol=2**-4, atol=1e-4)
+    assert not torch.equal(plain.weight_OK, exact)
+    own = QuantisedProjection(weight, plain.bias_O, WORKSPACE)
+    residual_NO, norm = tensor(rows, 90, dtype=dtype), RMSNorm(torch.rand(90).to(dtype) + 0.5, EPS)
+    assert_near(own(plain.x_NK, residual_NO), plain.exact(plain.x_NK) + residual_NO)
+    assert_near(own.gated(plain.x_NK, "silu"), gate(plain.exact(plain.x_NK), "silu"))
+    sum_NO, left = own.added(plain.x_NK, residual_NO, norm)
+    assert_near(as_tensor(left), norm(sum_NO))
+
+
+def test_quantised_weights_of_blocks_are_those_of_their_rows():
+    qkv_LOK = tensor(3, 90, 72, dtype=torch.float32)
+    blocks_PLRK = qkv_LOK[:, 50:].unflatten(1, (2, 20)).transpose(0, 1)
+    weight = QuantisedWeight.of(blocks_PLRK)
+    rows = [QuantisedWeight.of(row_K[None, None, None]) for row_K in blocks_PLRK.flatten(0, 2)]
+    dequantised_OK = torch.cat([row.dequantised(torch.float32) for row in rows])
+    assert torch.equal(weight.dequantised(torch.float32), dequantised_OK)
+    x_NK = tensor(7, 72, dtype=torch.float32)
+    expected = (x_NK.double() @ dequantised_OK.double().T).float()
+    assert_near(QuantisedProjection(weight, None, WORKSPACE)(x_NK), expected)

@@ -126,6 +126,7 @@ class Model:
             rope=None if rich and layer == UNTURNED else self.ropes[layer],
             scale=0.3,
             window=WINDOWS[layer],
+            v_norm=rich and layer == GATED,
             sinks_Q=torch.randn(HEADS, generator=self._random).to(self.device) if rich else None,
         )
         weights = BlockWeights(
@@ -142,6 +143,7 @@ class Model:
                 down=linear(HIDDEN, INNER),
             ),
             mlp_out_norm=self._norm(HIDDEN) if rich else None,
+            scalar=0.7 if rich and layer == GATED else None,
         )
         return shape, weights
 

@@ -60,6 +60,7 @@ ENGINES = {
 }
 PAIRS = (*FAMILIES, "qwen3 in bf16", "llama in bf16", "mistral in bf16")
 LEAN = frozenset(name for name, family in FAMILIES.items() if family.lean)
+DFLASH2 = "qwen3 by DFlash2"  # a pair of its own in few cells: what it changes is what is drafted
 DRAFTS = (1, 3, 15)
 SIZES = (1, 3)
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
@@ -91,6 +92,15 @@ def cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tupl
             for d, drafts in enumerate(DRAFTS):
                 if whole or d == (p + e) % len(DRAFTS):
                     yield pair, engine, drafts
+
+
+def dflash2_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
+    """(pair, engine, drafts)."""
+    short = {("chunks of 16 rows", 3), ("planned ahead, forced preemption", 15)}
+    for engine in ENGINES:
+        for drafts in DRAFTS:
+            if whole or (engine, drafts) in short:
+                yield DFLASH2, engine, drafts
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -133,12 +143,18 @@ BF16 = {"dtype": "bfloat16", "attention_backend": "compiled", "num_threads": 2}
 
 @pytest.fixture(scope="module")
 def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """Of every family, once; where layers of the target slide, the drafter's first one does, too."""
+    """Of every family, once; where layers of the target slide, the drafter's first one does, too.
+
+    A DFlash2 drafter drafts for the target of another pair, of which the references are known.
+    """
 
     @cache
     def make(name: str) -> Pair:
         family, _, in_bf16 = name.partition(" ")
         folder = tmp_path_factory.mktemp(family)
+        if name == DFLASH2:
+            drafter = make_tiny_drafter(folder / "drafter", sliding_window=20, second=True)
+            return Pair(make(family).target, drafter, FP32, FEW_PAGES["two groups"])
         # The compiled pass wants sizes that are multiples of 32.
         target = make_tiny_target(folder / "target", family, seed=5, **({"head_dim": 32} if in_bf16 else {}))
         spec = read_model(target)
@@ -234,7 +250,7 @@ def test_speculation_changes_no_token_in_small_batches(
         assert llm.stats().num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(("pair", "engine", "drafts"), cells(), indirect=["pair"])
+@pytest.mark.parametrize(("pair", "engine", "drafts"), [*cells(), *dflash2_cells()], indirect=["pair"])
 def test_no_token_changes_among_eight_at_once_with_every_knob(
     pair: Pair, reference: Reference, engine: str, drafts: int | None
 ) -> None:

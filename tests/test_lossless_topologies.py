@@ -9,6 +9,7 @@ import pytest
 from devices import ON_GPU
 from manta import LLM
 from test_lossless import params_of, prompts, tokens_of
+from tiny import make_tiny_drafter
 
 KNOBS = ("greedy", "warm", "all", "rules")
 WHOLE = os.environ.get("MANTA_GRID") == "whole"  # how ranks cut other families, test_target_parallel.py says
@@ -69,15 +70,14 @@ def test_the_topology_changes_no_token(
 
 
 @pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
-def test_kernels_of_two_ranks_change_no_token(
-    ray_session: None, tiny_qwen3: Path, tiny_drafter: Path
-) -> None:
-    """Logits stay sharded until a token is chosen."""
+def test_kernels_of_two_ranks_change_no_token(ray_session: None, tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Logits stay sharded until the target's token, and the candidates for a draft, are chosen."""
     pytest.importorskip("triton")
     from test_device_runner import generate
 
     expected, _ = generate(tiny_qwen3, None, "torch")
-    spec = {"model": str(tiny_drafter), "num_speculative_tokens": 2}
+    drafter = make_tiny_drafter(tmp_path, second=True)
+    spec = {"model": str(drafter), "num_speculative_tokens": 2}
     got, stats = generate(
         tiny_qwen3, None, "triton", speculative_config=spec, tensor_parallel_size=2, async_scheduling=True
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manta.actors.targets.families import read_model
+from manta.actors.targets.families import FAMILIES, read_model
 from manta.actors.targets.loading.memory import page_bytes as engine_page_bytes
 from manta.actors.targets.loading.plan import plan_models
 from manta.actors.targets.model.parallel import Sharding
@@ -30,7 +30,7 @@ from manta.drafter.dflash.config import DrafterConfig
 from manta.jobs.plan.models import ReadPair, card_length, read_pair
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-SERVED = [name for name in PUBLISHED if name not in ("gpt-oss-20b", "Qwen3-8B-DFlash-b16")]
+SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]
 H200, H100 = GPUS["h200"], GPUS["h100"]
 DEMAND = Demand(max_model_len=8192, context=1024)
 
@@ -62,11 +62,11 @@ def test_the_weights_of_a_rank_are_those_it_loads(folders: Path, name: str) -> N
     spec, found = read_model(folders / name), read(folders, name)
     for ranks in found.pair.tp_sizes:
         mine = Sharding(spec, 0, ranks)
-        assert found.pair.target_bytes(ranks) == pytest.approx(2 * rank_size(spec, mine), rel=2e-3)
+        assert found.pair.target_bytes(ranks) == pytest.approx(rank_bytes(spec, mine), rel=2e-3)
 
 
-def rank_size(spec: ModelSpec, sharding: Sharding) -> int:
-    """Elements of all tensors that a rank holds, by the family's own rules."""
+def rank_bytes(spec: ModelSpec, sharding: Sharding) -> int:
+    """Of all tensors that a rank holds in 16 bits, or packed, by the family's own rules."""
     whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in whole]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
@@ -75,7 +75,17 @@ def rank_size(spec: ModelSpec, sharding: Sharding) -> int:
         mine = sharding.slice_of(axis, layer)
         return spec.axis_size(axis, layer) if mine is None else mine.stop - mine.start
 
-    return sum(math.prod(length(axis, layer) for axis in spec.tensors[part].axes) for part, layer in parts)
+    def times(part: str, layer: int) -> int:
+        experts = sharding.experts(layer) if "{expert}" in spec.tensors[part].name else slice(0, 1)
+        return experts.stop - experts.start
+
+    def size(part: str, layer: int) -> int:
+        itemsize = 1 if part.endswith(("_blocks", "_scales")) else 2
+        return (
+            times(part, layer) * itemsize * math.prod(length(axis, layer) for axis in spec.tensors[part].axes)
+        )
+
+    return sum(size(part, layer) for part, layer in parts)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -175,15 +185,22 @@ def test_too_long_a_sequence_is_refused_with_the_length_that_fits(folders: Path)
 
 def test_layers_with_a_window_leave_room_for_more(folders: Path) -> None:
     pair = read(folders, "gemma-3-27b-it").pair
-    full = replace(pair, target=replace(pair.target, windows=()))
+    full = replace(
+        pair,
+        target=replace(
+            pair.target, layers=tuple(replace(layer, window=None) for layer in pair.target.layers)
+        ),
+    )
     demand = Demand(max_model_len=131072, context=32768)
     sliding, seeing_all = (find_room(p, H200, Layout(1, None, 1), demand) for p in (pair, full))
     assert sliding.largest_batch > 2 * seeing_all.largest_batch
 
 
-def test_families_that_are_not_served_are_refused(folders: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"GptOssForCausalLM.*not served"):
-        read(folders, "gpt-oss-20b")
+def test_families_that_are_not_served_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "latent").mkdir()
+    (tmp_path / "latent" / "config.json").write_text('{"architectures": ["DeepseekV3ForCausalLM"]}')
+    with pytest.raises(CheckpointError, match=r"DeepseekV3ForCausalLM.*not served"):
+        read(tmp_path, "latent")
 
 
 def test_a_drafter_of_another_target_is_refused(folders: Path) -> None:

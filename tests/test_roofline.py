@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from manta.cluster.acceptance import expected_acceptance_length, mean_acceptance_length
 from manta.cluster.errors import ConfigError
+from manta.cluster.model_shape import ExpertShape, LayerShape, ModelShape
 from manta.cluster.roofline import (
     GPUS,
-    Dense,
     Device,
     Roofline,
     check_survival,
     geometric_survival,
 )
 
-SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-TARGET = Dense.from_config({**SHAPE, "num_hidden_layers": 36})
-DRAFTER = Dense.from_config(
-    {**SHAPE, "num_hidden_layers": 5, "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33]}}
-)
+SHAPE = {"hidden": 4096, "inter": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 151936}
+TARGET = ModelShape.dense(**SHAPE, layers=36)
+DRAFTER = ModelShape.dense(**SHAPE, layers=5, taps=5)
 H200 = Roofline(GPUS["NVIDIA H200"], TARGET, DRAFTER)
 SURVIVAL = geometric_survival(0.8599, 15)  # acceptance length 6.5
 
@@ -84,17 +72,66 @@ def test_a_step_without_drafts_has_no_drafter_and_no_speedup() -> None:
 
 
 def test_wider_elements_take_more_time_where_memory_is_the_bound() -> None:
-    wide = Roofline(H200.device, Dense.from_config({**SHAPE, "num_hidden_layers": 36}, 4), DRAFTER)
+    wide = Roofline(H200.device, ModelShape.dense(**SHAPE, layers=36, itemsize=4), DRAFTER)
     assert wide.verify_s(1, 1, 1024) == pytest.approx(2 * H200.verify_s(1, 1, 1024))
 
 
-def test_heads_that_a_config_leaves_out_are_derived() -> None:
-    folder = Path(__file__).parent.parent / "models"
-    shipped = Dense.from_config(json.loads((folder / "drafter" / "config.json").read_text()))
-    assert (shipped.taps, shipped.head_dim, shipped.kv_heads) == (5, 64, 2)
-    bare = {k: v for k, v in SHAPE.items() if k not in ("head_dim", "num_key_value_heads")}
-    derived = Dense.from_config({**bare, "num_hidden_layers": 1})
-    assert (derived.head_dim, derived.kv_heads, derived.taps) == (128, 32, 0)
+MXFP4, INT4 = 17 / 32, 18 / 32  # bytes of a weight: a scale of 8, or of 16 bits for 32 weights
+# Layers with experts, hidden, I, E, k, bytes of a weight; distinct experts of 1, 8, 16 and 64 rows; GB read
+EXPERTS = {
+    "Qwen3-30B": (48, 2048, 768, 128, 8, 2, (8, 52, 82, 126), (3.6, 23, 37)),
+    "gpt-oss-20b": (24, 2880, 2880, 32, 4, MXFP4, (4, 21, 28, 32), (1.3, 6.7, 9.0)),
+    "gpt-oss-120b": (36, 2880, 2880, 128, 4, MXFP4, (4, 29, 51, 111), (1.9, 14, 24)),
+    "Qwen3.5-35B": (40, 2048, 512, 256, 8, 2, (8, 57, 102, 222), (2.0, 14, 26)),
+    "Kimi": (60, 7168, 2048, 384, 8, INT4, (8, 60, 110, 284), (12, 88, 163)),
+}
+
+
+def of_experts(
+    layers: int, hidden: int, inter: int, count: int, chosen: int, weight_bytes: float, **more: int
+) -> ModelShape:
+    """A model that has little else."""
+    experts = ExpertShape(
+        count=count, held=count, chosen=chosen, inter=inter, weight_bytes=weight_bytes, **more
+    )
+    layer = LayerShape(heads=4, kv_heads=2, head_dim=64, v_head_dim=64, experts=experts)
+    return ModelShape(layers=(layer,) * layers, hidden=hidden, vocab=1000)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_verify_reads_the_experts_that_its_rows_chose(name: str) -> None:
+    *sizes, distinct, gigabytes = EXPERTS[name]
+    model = of_experts(*sizes)
+    ((experts, times),) = model.routed
+    assert times == sizes[0]
+    assert tuple(round(experts.distinct(rows)) for rows in (1, 8, 16, 64)) == distinct
+    for rows, wanted in zip((1, 8, 16), gigabytes, strict=True):
+        rounded = 0.05 if wanted < 10 else 0.5  # as the table above is
+        assert model.experts(rows).num_bytes / 1e9 == pytest.approx(wanted, abs=rounded)
+    assert model.experts(10_000).num_bytes == pytest.approx(model.expert_bytes)
+    assert model.experts(7).flop == 2 * 7 * experts.chosen * model.expert_params(experts) * times
+
+
+def test_few_rows_of_a_routed_target_cost_much_more_than_one() -> None:
+    """Of Qwen3-30B: 2.5 GB that all rows share. So what drafts are worth depends on the batch otherwise."""
+    *sizes, _, _ = EXPERTS["Qwen3-30B"]
+
+    def read_gb(rows: int) -> float:
+        return 2.5 + of_experts(*sizes).experts(rows).num_bytes / 1e9
+
+    costs = [read_gb(rows) / read_gb(1) for rows in (4, 8, 16)]
+    assert costs == pytest.approx([2.6, 4.2, 6.5], abs=0.1)
+
+
+def test_ranks_have_parts_of_all_experts_or_whole_ones() -> None:
+    whole = of_experts(24, 2880, 2880, 32, 4, MXFP4, inner_multiple=32, shared_inter=64)
+    split, by_expert = (whole.rank(ranks).routed[0][0] for ranks in (2, 4))
+    assert (split.inter, split.held, split.shared_inter) == (1440, 32, 32)
+    assert (by_expert.inter, by_expert.held, by_expert.shared_inter) == (2880, 8, 16), "90 blocks by 4"
+    for ranks in (2, 4):
+        assert whole.rank(ranks).experts(16).num_bytes == pytest.approx(whole.experts(16).num_bytes / ranks)
+        assert whole.rank(ranks).experts(16).flop == pytest.approx(whole.experts(16).flop / ranks)
+        assert whole.rank(ranks).expert_bytes == pytest.approx(whole.expert_bytes / ranks)
 
 
 def test_an_acceptance_length_counts_the_bonus_token_and_is_none_where_nothing_was_drafted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.process_clocks import ROLES, read_role_clocks, role_of
+from manta.jobs.bench.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
 from manta.jobs.bench.serve_tax import ServeTaxOptions, run_serve_tax
+from served import wait_for
 from text_pair import make_text_pair
 
 
@@ -86,3 +88,26 @@ def test_the_time_of_a_child_is_counted_under_its_role() -> None:
         child.kill()
         child.wait()
     assert set(spent) == set(ROLES) and spent["worker"] == spent["haproxy"] == 0.0
+
+
+def test_a_signal_ends_the_server_that_is_measured_too(config: EngineConfig, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "def f("}) + "\n")
+    command = [sys.executable, "-m", "manta.jobs.cli", "bench", "serve-tax", config.model, "--no-speculation"]
+    command += ["--prompts", str(prompts), "--max-tokens", "200", "--rounds", "1000", "--side", "asgi"]
+    with subprocess.Popen([*command, "--side", "engine", "--num-threads", "1"]) as process:
+        try:
+            wait_for(lambda: bool(servers_of(process.pid)), 60, "there is no server")
+            servers = servers_of(process.pid)
+            process.terminate()
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 30, f"{servers} are there")
+
+
+def servers_of(pid: int) -> list[int]:
+    """The benchmark's server: a child of this process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
+    return [child for child, command in commands.items() if SERVER_MODULE in command]

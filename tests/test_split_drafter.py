@@ -29,6 +29,7 @@ from manta.actors.workers.split_drafter import RemoteDrafts, SplitRunner
 from manta.cluster.plan import SchedulerOutput, StepResult
 from manta.drafter.compute.backend import Backend
 from steps import GREEDY, Steps, open_runner, settings
+from tiny import make_tiny_drafter
 
 
 class Listener(DeviceSeat):
@@ -110,9 +111,13 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_link, "MOST_WAIT_S", 60.0)
 
 
-def test_a_drafter_split_off_drafts_what_a_colocated_one_drafts(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+@pytest.mark.parametrize("second", [False, True], ids=["DFlash", "DFlash2"])
+def test_a_drafter_split_off_drafts_what_a_colocated_one_drafts(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path, second: bool
+) -> None:
     """Prompts in chunks, decoding beside a prompt, ragged drafts, filters; nobody says where slots stand."""
-    spec: dict[str, object] = {"model": str(tiny_drafter), "num_speculative_tokens": 3, "adaptive": False}
+    drafter = make_tiny_drafter(tmp_path, second=True) if second else tiny_drafter
+    spec: dict[str, object] = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
     small = {"max_num_seqs": 2, "max_model_len": 48}
     host, _ = open_runner(tiny_qwen3, attention_backend="torch", speculative_config=spec, **small)
     expected: list[list[int]] = []

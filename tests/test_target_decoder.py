@@ -39,6 +39,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama with a kv head per head": ("llama", {"num_key_value_heads": 4}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "gemma3 with attention biases": ("gemma3", {"attention_bias": True}),
+    "gemma4 without experts": ("gemma4", {"enable_moe_block": False}),
+    "gemma4 whose full layers have values of their own": (
+        "gemma4",
+        {"attention_k_eq_v": False, "num_global_key_value_heads": None, "enable_moe_block": False},
+    ),
+    "gemma4 with attention biases": ("gemma4", {"attention_bias": True, "enable_moe_block": False}),
     "gemma3 with three layers that slide to one": ("gemma3", {"sliding_window_pattern": 4}),
 }
 

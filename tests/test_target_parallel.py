@@ -14,7 +14,7 @@ from families import FAMILIES
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.rank import load_runner
 from manta.actors.targets.model.decoder import Decoder
-from manta.actors.targets.model.mlp_weights import DenseTensors, MlpTensors, RoutedTensors
+from manta.actors.targets.model.mlp_weights import BesideTensors, DenseTensors, MlpTensors, RoutedTensors
 from manta.actors.targets.model.parallel import Sharding, SingleRank, VocabEmbedding, VocabHead
 from manta.actors.targets.model.weights import TargetWeights
 from manta.cluster.errors import ConfigError
@@ -127,12 +127,27 @@ def test_a_split_target_drafts_too(target: Path, tmp_path: Path) -> None:
         assert [g[: len(e)] for g, e in zip(got, expected, strict=True)] == expected
 
 
-def matrices(mlp: MlpTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up [.., 2 I, H] and down [.., H, I] of a dense MLP, or of all routed experts."""
-    if isinstance(mlp, DenseTensors):
-        return mlp.gate_up_IH, mlp.down_HI
-    assert isinstance(mlp, RoutedTensors)
-    return mlp.experts.gate_up, mlp.experts.down
+def test_a_dflash2_drafter_proposes_on_two_ranks_what_it_does_on_one(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Its candidates are of a head that is split."""
+    drafter = make_tiny_drafter(tmp_path / "drafter", second=True)
+
+    def proposals(runner) -> list[list[list[int]]]:
+        found, propose = [], runner.drafts.propose
+
+        def listen(*args: object) -> torch.Tensor:
+            found.append((drafts_RK := propose(*args)).tolist())
+            return drafts_RK
+
+        runner.drafts.propose = listen
+        tokens_by_steps(runner, PROMPTS, 3)
+        return found
+
+    expected = proposals(load_runner(settings(tiny_qwen3, drafter, num_pages=80))[0])
+    config = settings(tiny_qwen3, drafter, num_pages=80, tensor_parallel_size=2)
+    assert ThreadRanks(2).run(lambda rank: proposals(load_runner(config, rank)[0])) == [expected] * 2
+    assert sum(len(row) for step in expected for row in step) == 3 * 3 * len(PROMPTS)
 
 
 def test_ranks_read_only_their_slices(target: Path) -> None:
@@ -140,17 +155,30 @@ def test_ranks_read_only_their_slices(target: Path) -> None:
     cpu = torch.device("cpu")
     parts = [TargetWeights(target, config, Sharding(config, rank, 2), torch.float32, cpu) for rank in (0, 1)]
     whole = TargetWeights(target, config, Sharding(config, 0, 1), torch.float32, cpu)
-    first, second, all_of = parts[0].layer(1), parts[1].layer(1), whole.layer(1)
+    first, second, all_of = parts[0].layer(0), parts[1].layer(0), whole.layer(0)
     assert torch.equal(torch.cat((first.o_HO, second.o_HO), dim=1), all_of.o_HO)
-    one, two, both = (matrices(layer.mlp) for layer in (first, second, all_of))
-    assert torch.equal(torch.cat((one[1], two[1]), dim=-1), both[1])
-    parts_of_qkv = all_of.qkv_OH.split([config.axis_size(axis, 1) for axis in ("q", "kv", "value")])
+    parts_of_qkv = all_of.qkv_OH.split([config.axis_size(axis, 0) for axis in ("q", "kv", "value")])
     assert torch.equal(second.qkv_OH, torch.cat([part.chunk(2)[1] for part in parts_of_qkv]))
-    gate, up = (part.chunk(2, dim=-2)[0] for part in both[0].chunk(2, dim=-2))
-    assert torch.equal(one[0], torch.cat((gate, up), dim=-2))
+    for one, two, both in zip(*(products(layer.mlp) for layer in (first, second, all_of)), strict=True):
+        gate_up, down = both
+        gate, up = gate_up.chunk(2, dim=-2)
+        half = gate.shape[-2] // 2
+        assert torch.equal(one[0], torch.cat((gate[..., :half, :], up[..., :half, :]), dim=-2))
+        assert torch.equal(torch.cat((one[1], two[1]), dim=-1), down)
     rows = torch.cat((parts[0].head(), parts[1].head()))
     assert torch.equal(rows[: config.vocab_size], whole.head())
     assert not rows[config.vocab_size :].any()
+
+
+def products(mlp: MlpTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gate and up, and down, of its dense MLP and of its experts."""
+    match mlp:
+        case DenseTensors():
+            return [(mlp.gate_up_IH, mlp.down_HI)]
+        case RoutedTensors():
+            return [(mlp.experts.gate_up, mlp.experts.down)]
+        case BesideTensors():
+            return [*products(mlp.dense), *products(mlp.routed)]
 
 
 def test_vocabulary_pieces_make_the_whole_embedding_and_head(target: Path) -> None:

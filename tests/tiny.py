@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ TINY_VOCAB = 128
 TINY_BLOCK = 16
 TINY_TAPS = (0, 1, 2)
 _NOISY_BUFFERS = ("layer_scalar", "e_score_correction_bias")
+TINY_SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 16}
 
 
 def make_tiny_target(
@@ -87,12 +89,14 @@ def make_tiny_drafter(
     hidden_size: int = 64,
     head_dim: int = 16,
     sliding_window: int | None = None,
+    second: bool = False,
     rope_scaling: dict | None = None,
 ) -> Path:
     """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id.
 
     Args:
         sliding_window: of its first layer.
+        second: whether it is a DFlash2.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -120,6 +124,9 @@ def make_tiny_drafter(
         "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": list(TINY_TAPS)},
         "torch_dtype": "float32",
     }
+    if second:
+        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+        config["dflash_config"] |= TINY_SECOND
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(_tiny_drafter_tensors(config, seed), folder / "model.safetensors")
     return folder
@@ -156,4 +163,22 @@ def _tiny_drafter_tensors(config: dict, seed: int) -> dict[str, torch.Tensor]:
             f"{at}.mlp.up_proj.weight": matrix(inner, hidden),
             f"{at}.mlp.down_proj.weight": matrix(hidden, inner),
         }
+    if "selector_rank" in config["dflash_config"]:
+        tensors |= _second_tensors(config, matrix)
+    return tensors
+
+
+def _second_tensors(config: dict, matrix: Callable[[int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    keys, hidden, vocab = config["dflash_config"], config["hidden_size"], config["vocab_size"]
+    taps, rank = keys["conv_kernel_size"], keys["selector_rank"]
+    tensors = {
+        "candidate_selector.predecessor_codebook": matrix(vocab, rank),
+        "candidate_selector.successor_codebook": matrix(vocab, rank),
+        "candidate_selector.hidden_projection.weight": matrix(rank, hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        for name in ("attention_conv", "mlp_conv"):
+            kernels = 2 * taps * hidden // keys["conv_group_size"]
+            tensors[f"layers.{i}.{name}.base_kernel"] = matrix(2 * taps, hidden).view(2, taps, hidden) * 4
+            tensors[f"layers.{i}.{name}.kernel_projection.weight"] = matrix(kernels, hidden) * 0.3
     return tensors

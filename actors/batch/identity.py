@@ -30,11 +30,18 @@ def checkpoint_identity(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def template_identity(config: EngineConfig) -> Mapping[str, object]:
-    """What settings make of the checkpoint's chat template; nothing where they leave it as it is."""
+def settings_identity(config: EngineConfig) -> Mapping[str, object]:
+    """What settings make of the checkpoint: of its chat template, its config.json, its weights.
+
+    Nothing of what they leave as it is.
+    """
     found: dict[str, object] = {}
     if config.chat_template is not None:
         found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()
     if config.default_chat_template_kwargs:
         found["default_chat_template_kwargs"] = dict(config.default_chat_template_kwargs)
+    if config.hf_overrides:
+        found["hf_overrides"] = dict(config.hf_overrides)
+    if config.load_format != "auto":
+        found["load_format"] = config.load_format
     return found

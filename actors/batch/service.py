@@ -17,14 +17,14 @@ from dataclasses import asdict
 
 from ...cluster.errors import EngineDeadError, InUseError, RequestError
 from ..chat.model import ChatModel
-from ..checkpoints import resolve_checkpoint
+from ..checkpoints import target_folder, tokenizer_folder
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
 from .answering import RowAnswerer
 from .batch_run import BatchRun
 from .batch_store import Batch, BatchStore
 from .file_store import FileStore, JsonObject
-from .identity import checkpoint_identity, template_identity
+from .identity import checkpoint_identity, settings_identity
 from .opening import LAYOUT, OpenBatch, Opener
 from .storage import Storage
 
@@ -187,12 +187,11 @@ class BatchService:
 def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObject:
     """What answers depend on; not the drafter, nor what a request brings."""
     config = engine.config
-    target = resolve_checkpoint(config.model, field="model")
-    tokenizer = resolve_checkpoint(config.tokenizer, field="tokenizer") if config.tokenizer else target
+    target, tokenizer = target_folder(config), tokenizer_folder(config)
     return {
         "model": checkpoint_identity(target),
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
-        **template_identity(config),
+        **settings_identity(config),
         "dtype": engine.info.dtype,
         "max_model_len": engine.info.max_model_len,
         "generation": asdict(generation),

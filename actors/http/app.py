@@ -13,7 +13,7 @@ from starlette.types import Lifespan
 from ... import __version__
 from ..batch.service import BatchService
 from ..batch.storage import Storage
-from ..checkpoints import resolve_checkpoint
+from ..checkpoints import target_folder
 from ..engine import AsyncEngine
 from ..telemetry import StatsMirror, Telemetry
 from .batches import batch_routes
@@ -86,7 +86,7 @@ def create_app(
 def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaults:
     if settings.generation_config == "openai":
         return GenerationDefaults()
-    return GenerationDefaults.load(resolve_checkpoint(engine.config.model, field="model"))
+    return GenerationDefaults.load(target_folder(engine.config))
 
 
 def _batches(frontend: Frontend) -> BatchService | None:

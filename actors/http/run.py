@@ -236,7 +236,8 @@ async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outpu
             async for output in only:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=64)
+    # Short: as many pumps as it holds make an output each in one turn of the loop.
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=8)
     tasks: list[asyncio.Task[None]] = []
     begin = asyncio.create_task(
         _begin_in_turns(tasks, (_pump(i, stream, queue) for i, stream in enumerate(streams)))

@@ -30,6 +30,7 @@ from ...drafter.step.device.rows import (
     place_drafts,
 )
 from ...drafter.step.device.sampling import SamplingWorkspace, sample_rows
+from ...drafter.step.device.selection import candidates, walk_paths
 from ...drafter.step.device.states import DeviceStates
 from ...drafter.step.device.upload import Upload
 from ...drafter.step.device.verification import accept_and_advance
@@ -93,15 +94,23 @@ class DeviceSeat:
         step, drafter, tables = self._open[plan.step], self._drafter, self._states.tables
         rows = lay_out_block(step.passes[0], tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, self._cache)
-        chosen_N, _ = sample_rows(
-            drafter.logits(hidden_NH),
-            rows.slots_N,
-            rows.positions_N,
-            self._states.sampling,
-            filters=step.filters,
-            workspace=self._workspace,
-            drafts=True,
-        )
+        logits_NV, selector = drafter.logits(hidden_NH), drafter.selector
+        sampling, filters = self._states.sampling, step.filters
+        if selector is None:
+            chosen_N, _ = sample_rows(
+                logits_NV,
+                rows.slots_N,
+                rows.positions_N,
+                sampling,
+                filters=filters,
+                workspace=self._workspace,
+                drafts=True,
+            )
+        else:
+            books, cu_rows_R1 = selector.codebooks, step.passes[0].cu_rows_R1
+            found = candidates(logits_NV, rows, sampling, books.top_k, filters=filters)
+            gates_NE = selector.gates(hidden_NH)
+            chosen_N = walk_paths(*found, gates_NE, rows, cu_rows_R1, sampling, books, filters=filters)
         place_drafts(chosen_N, rows, tables)
         return chosen_N
 

@@ -143,7 +143,8 @@ def shared_name(config: EngineConfig) -> str:
     assert spec is not None, "only who speculates shares a drafter"
     alike = (
         *(config.model, spec.model, config.dtype, config.device, config.max_model_len),
-        *(config.attention_backend, config.batch_invariant),
+        *(config.attention_backend, config.batch_invariant, config.load_format),
+        *(config.hf_overrides, spec.hf_overrides, spec.input_embedding_scale, spec.quantization),
     )
     key = hashlib.sha256(repr(alike).encode()).hexdigest()[:16]
     return f"manta-drafter-{ray.get_runtime_context().get_node_id()[:12]}-{key}"

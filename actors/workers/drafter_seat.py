@@ -28,7 +28,7 @@ from ...drafter.compute.backend import Backend
 from ...drafter.dflash.propose import Proposer
 from ...drafter.step.states import RequestStates
 from ..targets.loading.memory import gpu_budget_bytes, page_bytes
-from ..targets.loading.operators import make_backend, make_step_operators
+from ..targets.loading.operators import make_drafter_backend, make_step_operators
 from ..targets.loading.plan import LoadPlan
 from ..targets.loading.rank import Checkpoints, lent_weights, pages_of, runs_on_device
 from .mailbox import Kinds
@@ -71,7 +71,7 @@ class LoadedDrafter:
     @torch.inference_mode()
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
-        self._backend: Backend = make_backend(plan)
+        self._backend: Backend = make_drafter_backend(plan)
         self._drafter = Checkpoints().drafter(plan, lent_weights(plan, self._backend), self._backend)
 
     @property

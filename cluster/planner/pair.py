@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..roofline import Dense
+from ..model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +17,8 @@ class Pair:
         survival: survival[i] is how likely drafts 0..i are all accepted; empty without a drafter.
     """
 
-    target: Dense
-    drafter: Dense | None
+    target: ModelShape
+    drafter: ModelShape | None
     tied: bool
     tp_sizes: tuple[int, ...]
     survival: tuple[float, ...] = ()
@@ -40,7 +40,8 @@ class Pair:
     def target_bytes(self, ranks: int) -> int:
         """Weights of a rank of so many."""
         mine = self.target.rank(ranks)
-        return (mine.linear_params + self.num_vocab_matrices * mine.head_params) * mine.itemsize
+        dense = mine.linear_params + self.num_vocab_matrices * mine.head_params
+        return dense * mine.itemsize + round(mine.expert_bytes)
 
     @property
     def num_vocab_matrices(self) -> int:

@@ -10,8 +10,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import PlacementError
-from ..page_groups import LayerPlace, PagePlan, plan_pages
-from ..roofline import Dense
+from ..model_shape import ModelShape
+from ..page_groups import LayerPlace, PagePlan, plan_pages, plane_width
 from .gpus import GIB, Gpu
 from .layouts import Layout
 from .pair import Demand, Pair
@@ -93,8 +93,8 @@ def _drafter_gpu(pair: Pair, layout: Layout, given: int) -> int:
     return given - pair.drafter_bytes - lent - PROCESS_BYTES - steps
 
 
-def _step_bytes(rank: Dense, num_drafts: int) -> int:
-    states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.inter)
+def _step_bytes(rank: ModelShape, num_drafts: int) -> int:
+    states = MAX_ROWS * (HIDDEN_COPIES * rank.hidden + INNER_COPIES * rank.widest_inter)
     logits = LOGIT_COPIES * min(MAX_NUM_SEQS * (1 + num_drafts), MAX_ROWS) * rank.vocab
     return PROCESS_BYTES + (states + logits) * rank.itemsize
 
@@ -102,24 +102,21 @@ def _step_bytes(rank: Dense, num_drafts: int) -> int:
 def page_plan(pair: Pair, layout: Layout, max_model_len: int) -> PagePlan:
     """Which layers share pages, as the engine decides it."""
     drafter = pair.drafter if layout.placement else None
-    windows = () if drafter is None else _windows(drafter)
-    return plan_pages(_windows(pair.target), windows, max_model_len)
-
-
-def _windows(model: Dense) -> tuple[int | None, ...]:
-    return model.windows or (None,) * model.layers
+    windows = () if drafter is None else drafter.windows
+    target = pair.target.rank(layout.tp)
+    return plan_pages(target.windows, windows, max_model_len, target.kv_geometries)
 
 
 def page_bytes(pair: Pair, layout: Layout, pages: PagePlan, *, target: bool) -> tuple[int, ...]:
     """Of a page of each pool, on a GPU of the target or on the drafter's own, which keeps engines apart."""
     sizes = [0] * pages.num_pools
-    models: list[tuple[Dense, tuple[LayerPlace, ...], int]] = []
+    models: list[tuple[ModelShape, tuple[LayerPlace, ...], int]] = []
     if target:
         models.append((pair.target.rank(layout.tp), pages.target, 1))
     if pair.drafter is not None and (layout.placement == "colocated" or (layout.drafts_apart and not target)):
         models.append((pair.drafter, pages.drafter, layout.drafted_engines))
     for model, places, times in models:
-        per_plane = 2 * PAGE_SIZE * model.kv_heads * model.head_dim * model.itemsize
+        per_plane = PAGE_SIZE * plane_width(places, model.kv_geometries) * model.itemsize
         for pool in range(pages.num_pools):
             sizes[pool] += times * pages.num_planes(places, pool) * per_plane
     return tuple(sizes)

@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..roofline import Work
+from ..model_shape import ModelShape, Work
 from .gpus import Gpu
 from .layouts import Layout
 from .pair import Pair
 
 # Estimates, worked out in docs/benchmarks/gpu.md: seconds that each kernel loses beside its floor, and
-# kernels of a step: so many a layer, and around the layers of target and drafter together.
+# kernels of a step: so many a layer, more where it has experts (router, choice, order, two products, sum in
+# place of two products), and around the layers of target and drafter together.
 LAUNCH_S = 3e-6
 LAUNCHES_PER_LAYER, LAUNCHES_AROUND = 6, 27
+LAUNCHES_OF_EXPERTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,10 @@ class StepTimes:
         A plain step has rows = 1.
         """
         target, tokens = self._target, batch * rows + chunk.rows
-        works = [target.linears(tokens), target.head(batch * rows + 1)]
+        works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
         works += [target.attention(batch, rows, context)] if batch else []
         works += [target.attention(1, chunk.rows, chunk.context)] if chunk.rows else []
-        return self._spend(works) + self._sums(2 * target.layers + 1, tokens) + _launches(target.layers)
+        return self._spend(works) + self._sums(2 * target.num_layers + 1, tokens) + _launches(target)
 
     def draft(self, batch: int, rows: int, context: int) -> Spent:
         """The drafter's pass over blocks of `rows`; nothing if they hold no draft."""
@@ -105,7 +107,7 @@ class StepTimes:
             drafter.attention(batch, rows, context),
         ]
         sums = Spent() if self._layout.drafts_apart else self._sums(2, tokens)  # embedding, choice
-        return self._spend(works) + sums + Spent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.layers)
+        return self._spend(works) + sums + Spent(launches=LAUNCH_S * LAUNCHES_PER_LAYER * drafter.num_layers)
 
     def inject(self, rows: int) -> Spent:
         """The drafter's context of so many rows."""
@@ -153,8 +155,10 @@ class StepTimes:
         return Spent(link=count * self._gpu.link.all_reduce_s(self._layout.tp, num_bytes))
 
 
-def _launches(layers: int) -> Spent:
-    return Spent(launches=LAUNCH_S * (LAUNCHES_PER_LAYER * layers + LAUNCHES_AROUND))
+def _launches(target: ModelShape) -> Spent:
+    routed = LAUNCHES_OF_EXPERTS * sum(times for _, times in target.routed)
+    count = LAUNCHES_PER_LAYER * target.num_layers + routed + LAUNCHES_AROUND
+    return Spent(launches=LAUNCH_S * count)
 
 
 def _waiting_s(service_s: float, round_s: float, engines: int) -> float:

@@ -9,7 +9,8 @@
     StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
-size, F head dim of values, G page groups; P parts and R rows of a block of a weight.
+size, F head dim of values, G page groups; P parts and R rows of a block of a weight; S sides (in, out), T
+taps and C groups of channels of a convolution.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ Feature = Literal[
     "GELU",
     "norm weights in fp32",
     "layers that rotate differently",
+    "normed values",
+    "scaled residuals",
     "layers without rotation",
     "gate behind attention",
     "norm of whole queries and keys",
     "attention sinks",
+    "convolutions around attention and MLP",
     "routed experts",
     "layers whose heads differ",
     "values of another size than keys",
@@ -99,6 +103,7 @@ class AttentionShape:
     Attributes:
         head_dim, v_head_dim: of queries and keys; of values, no more than that.
         q_norm_D, k_norm_D: weights of the heads' RMSNorm; both None where the model has none.
+        v_norm: values are RMS-normed per head too, without a weight (Gemma 4).
         eps: of these norms.
         rope: of queries and keys; None rotates nothing.
         scale: of scores.
@@ -117,6 +122,7 @@ class AttentionShape:
     scale: float
     causal: bool = True
     window: int | None = None
+    v_norm: bool = False
     sinks_Q: Tensor | None = None
 
     def head_norm(self) -> Tensor | None:
@@ -180,6 +186,7 @@ class BlockWeights:
         attention_gate: product whose sigmoid multiplies what is attended; None likewise.
         attention_out_norm, mlp_out_norm: of what they add to the residual; None where it is added as it is.
         mlp: what is behind attention.
+        scalar: multiplies the whole residual behind the block (Gemma 4); None leaves it as it is.
     """
 
     attention_norm: RMSNorm
@@ -191,6 +198,36 @@ class BlockWeights:
     mlp_norm: RMSNorm
     mlp: DenseMLP | Routed | Beside
     mlp_out_norm: RMSNorm | None = None
+    scalar: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """DFlash2's, around one sublayer: `eager/convolution.py` says what it means.
+
+    Attributes:
+        kernels: H -> S * T * C, what each row adds to the base kernels.
+        base_STH: in the model's dtype.
+    """
+
+    kernels: Projection
+    base_STH: Tensor
+
+    def dynamic(self, normed_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows' own kernels [N, T, C] of both sides."""
+        sides, taps, _ = self.base_STH.shape
+        before, after = self.kernels(normed_NH).unflatten(-1, (sides, taps, -1)).unbind(1)
+        return before, after
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedBlock:
+    """A block's plain parts and the convolutions around them (`convolved.py`)."""
+
+    shape: AttentionShape
+    weights: BlockWeights
+    around_attention: Convolution
+    around_mlp: Convolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +244,10 @@ class PlacedRows:
     positions_N: Tensor
     kv_slots: tuple[Tensor, ...]
     batches: tuple[Any, ...]
+
+    def owners(self) -> Tensor:
+        """Of a drafter's block: integers [N], the same in neighbouring rows if these are of one request."""
+        raise NotImplementedError("only a step's rows know whose they are")
 
 
 class Attention(Protocol):
@@ -263,8 +304,12 @@ class Backend(Protocol):
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection: ...
 
-    def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
-        """The product with a weight of P * L * R outputs whose blocks of R rows may lie apart; read where
+    def head(self, weight_VH: Tensor) -> Projection:
+        """The product that makes logits; in the weight's own precision where others are quantised."""
+        ...
+
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        """The product with a weight of O = P * L * R outputs whose blocks of R rows may lie apart; read where
         they lie, but by backends that lay out weights anew anyway."""
         ...
 
@@ -283,6 +328,10 @@ class Backend(Protocol):
         tap_ids: Sequence[int] = (),
     ) -> Stack:
         """The blocks in order and the norm behind the last; taps are 0-based, in the drafter's order."""
+        ...
+
+    def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> Stack:
+        """The same of blocks with convolutions."""
         ...
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
@@ -309,17 +358,36 @@ class Operators(Protocol):
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Normed]:
         """The new residual, project(x) + residual, and its norm. The old residual stays as it was.
 
         Args:
             out_norm: norms project(x) before it is added.
+            scalar: multiplies the sum, which is rounded before and after.
         """
         ...
 
     def gated(self, gate_up: Projection, normed_NH: Normed, activation: Activation) -> Tensor:
         """activation(first half) * second half of the product."""
+        ...
+
+    def convolve(
+        self,
+        x_NH: Tensor,
+        dynamic_NTC: Tensor,
+        base_TH: Tensor,
+        owners_N: Tensor,
+        residual_NH: Tensor | None = None,
+        /,
+    ) -> Tensor:
+        """As `eager.convolution.convolve`."""
         ...
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:

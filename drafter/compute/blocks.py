@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .backend import AttentionShape, BlockWeights, Normed, Operators, PlacedRows, Projection, Stack
+from .convolved import ConvolvedBlock, ConvolvedStack
 from .kv_cache import PagedKVCache
 from .layers import Linear, RMSNorm, linear_of_blocks
 from .mlps import make_mlp
@@ -30,8 +31,11 @@ class OperatorBackend:
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
         return Linear(weight_OH, bias_O)
 
-    def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
-        return linear_of_blocks(weight_PLRH)
+    def head(self, weight_VH: Tensor) -> Projection:
+        return self.linear(weight_VH)
+
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return linear_of_blocks(weight_PLRH, bias_O)
 
     def as_tensor(self, normed_NH: Normed) -> Tensor:
         return normed_NH
@@ -47,6 +51,11 @@ class OperatorBackend:
         tap_ids: Sequence[int] = (),
     ) -> Stack:
         return BlockStack(self, blocks, final_norm, tap_ids)
+
+    def convolved_stack(
+        self: Operators, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm
+    ) -> ConvolvedStack:
+        return ConvolvedStack(self, blocks, final_norm)
 
 
 class BlockStack:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -27,13 +28,15 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from ...cluster.errors import CheckpointError
+from ...cluster.errors import CheckpointError, ConfigError, did_you_mean
 
 Json = Mapping[str, Any]  # Any: JSON values
 T = TypeVar("T", bound="HfConfig")
+R = TypeVar("R")
 
 _INHERITED = ("architectures", "eos_token_id", "tie_word_embeddings", "quantization_config")
 _DTYPES = ("dtype", "torch_dtype")  # new and old spelling of one thing
+_DEPTH = "num_hidden_layers"
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
@@ -73,6 +76,43 @@ def text_config(raw: Json) -> Json:
     own = {key: value for key, value in cast(Json, nested).items() if value is not None}
     inherited = _INHERITED if own.keys() & set(_DTYPES) else (*_INHERITED, *_DTYPES)
     return {key: raw[key] for key in inherited if raw.get(key) is not None} | own
+
+
+def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: str) -> R:
+    """What `read` makes of a config.json in which some keys have other values.
+
+    Objects are merged, other values replaced. With a smaller num_hidden_layers, lists of an entry per layer
+    keep the first ones, unless they are overridden themselves.
+
+    Args:
+        param: the setting that holds them.
+
+    Raises:
+        ConfigError: the file has no such key, and it changes nothing: a typing error, or another family's.
+    """
+    found = read(_merged(raw, overrides))
+    for key in sorted(overrides.keys() - raw.keys()):
+        rest = {name: value for name, value in overrides.items() if name != key}
+        with suppress(CheckpointError):  # without it there is nothing to read: it changes something
+            if read(_merged(raw, rest)) == found:
+                raise ConfigError(
+                    f"{param}: {key}={overrides[key]!r} changes nothing: this model's config.json has no "
+                    f"such key. {did_you_mean(key, sorted(raw))}",
+                    param=param,
+                )
+    return found
+
+
+def _merged(raw: Json, overrides: Json) -> Json:
+    merged = {**raw, **overrides}
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(raw.get(key), Mapping):
+            merged[key] = _merged(raw[key], cast(Json, value))
+    was, depth = raw.get(_DEPTH), merged.get(_DEPTH)
+    if isinstance(was, int) and isinstance(depth, int) and 0 < depth < was:
+        per_layer = {key for key, value in raw.items() if isinstance(value, list) and len(value) == was}
+        merged |= {key: raw[key][:depth] for key in per_layer - overrides.keys()}
+    return merged
 
 
 class HfConfig(BaseModel):

@@ -61,10 +61,10 @@ class Linear:
 class BlockLinear:
     """`Linear` of a weight whose blocks of rows may lie apart: O = P * L * R, and nothing is copied."""
 
-    __slots__ = ("_weight_PLRH",)
+    __slots__ = ("_bias_O", "_weight_PLRH")
 
-    def __init__(self, weight_PLRH: Tensor) -> None:
-        self._weight_PLRH = weight_PLRH
+    def __init__(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> None:
+        self._weight_PLRH, self._bias_O = weight_PLRH, bias_O
 
     def __call__(self, x_NH: Tensor, residual_NO: Tensor | None = None) -> Tensor:
         parts, layers, rows, _ = self._weight_PLRH.shape
@@ -73,12 +73,16 @@ class BlockLinear:
         x_LNH = x_NH.expand(layers, -1, -1)
         for weight_LRH, y_LNR in zip(self._weight_PLRH.unbind(), y_PLNR.unbind(), strict=True):
             torch.bmm(x_LNH, weight_LRH.transpose(1, 2), out=y_LNR)
+        if self._bias_O is not None:
+            y_NO.add_(self._bias_O)
         return y_NO if residual_NO is None else y_NO.add_(residual_NO)
 
 
-def linear_of_blocks(weight_PLRH: Tensor) -> Linear | BlockLinear:
+def linear_of_blocks(weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Linear | BlockLinear:
     """The product with a weight of blocks, where they lie; in a layout of its own where `Linear` has one."""
-    return Linear(weight_PLRH.flatten(0, 2)) if _can_pack(weight_PLRH) else BlockLinear(weight_PLRH)
+    if _can_pack(weight_PLRH):
+        return Linear(weight_PLRH.flatten(0, 2), bias_O)
+    return BlockLinear(weight_PLRH, bias_O)
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -32,43 +32,53 @@ class Mlp(Protocol):
 
 
 def make_mlp(operators: Operators, weights: BlockWeights) -> Mlp:
+    ends = weights.mlp_out_norm, weights.scalar
     match weights.mlp:
         case DenseMLP():
-            return _Dense(operators, weights.mlp, weights.mlp_out_norm)
+            return _Dense(operators, weights.mlp, *ends)
         case Routed():
-            return _Routed(operators, weights.mlp, weights.mlp_out_norm)
+            return _Routed(operators, weights.mlp, *ends)
         case Beside():
-            return _Beside(operators, weights.mlp, weights.mlp_out_norm)
+            return _Beside(operators, weights.mlp, *ends)
 
 
 class _Dense:
-    __slots__ = ("_operators", "_out_norm", "_weights")
+    __slots__ = ("_operators", "_out_norm", "_scalar", "_weights")
 
-    def __init__(self, operators: Operators, weights: DenseMLP, out_norm: RMSNorm | None) -> None:
-        self._operators, self._weights, self._out_norm = operators, weights, out_norm
+    def __init__(
+        self, operators: Operators, weights: DenseMLP, out_norm: RMSNorm | None, scalar: float | None
+    ) -> None:
+        self._operators, self._weights = operators, weights
+        self._out_norm, self._scalar = out_norm, scalar
 
     def __call__(self, normed_NH: Normed, x_NH: Tensor, next_norm: RMSNorm) -> tuple[Tensor, Normed]:
         weights, operators = self._weights, self._operators
         inner_NI = operators.gated(weights.gate_up, normed_NH, weights.activation)
-        return operators.residual_norm(weights.down, inner_NI, x_NH, next_norm, self._out_norm)
+        return operators.residual_norm(weights.down, inner_NI, x_NH, next_norm, self._out_norm, self._scalar)
 
 
 class _Routed:
-    __slots__ = ("_operators", "_out_norm", "_sum")
+    __slots__ = ("_operators", "_out_norm", "_scalar", "_sum")
 
-    def __init__(self, operators: Operators, weights: Routed, out_norm: RMSNorm | None) -> None:
-        self._operators, self._sum, self._out_norm = operators, _RoutedSum(operators, weights), out_norm
+    def __init__(
+        self, operators: Operators, weights: Routed, out_norm: RMSNorm | None, scalar: float | None
+    ) -> None:
+        self._operators, self._sum = operators, _RoutedSum(operators, weights)
+        self._out_norm, self._scalar = out_norm, scalar
 
     def __call__(self, normed_NH: Normed, x_NH: Tensor, next_norm: RMSNorm) -> tuple[Tensor, Normed]:
         y_NH = self._sum(self._operators.as_tensor(normed_NH), x_NH)
-        return self._operators.residual_norm(_as_it_is, y_NH, x_NH, next_norm, self._out_norm)
+        return self._operators.residual_norm(_as_it_is, y_NH, x_NH, next_norm, self._out_norm, self._scalar)
 
 
 class _Beside:
-    __slots__ = ("_operators", "_out_norm", "_routed", "_weights")
+    __slots__ = ("_operators", "_out_norm", "_routed", "_scalar", "_weights")
 
-    def __init__(self, operators: Operators, weights: Beside, out_norm: RMSNorm | None) -> None:
-        self._operators, self._weights, self._out_norm = operators, weights, out_norm
+    def __init__(
+        self, operators: Operators, weights: Beside, out_norm: RMSNorm | None, scalar: float | None
+    ) -> None:
+        self._operators, self._weights = operators, weights
+        self._out_norm, self._scalar = out_norm, scalar
         self._routed = _RoutedSum(operators, weights.routed)
 
     def __call__(self, normed_NH: Normed, x_NH: Tensor, next_norm: RMSNorm) -> tuple[Tensor, Normed]:
@@ -76,7 +86,7 @@ class _Beside:
         dense_NH = operators.norm(weights.dense_out_norm, _dense(operators, weights.dense, normed_NH))
         routed_NH = self._routed(operators.norm(weights.routed_norm, x_NH), x_NH)
         y_NH = operators.norm(weights.routed_out_norm, routed_NH).add_(dense_NH)
-        return operators.residual_norm(_as_it_is, y_NH, x_NH, next_norm, self._out_norm)
+        return operators.residual_norm(_as_it_is, y_NH, x_NH, next_norm, self._out_norm, self._scalar)
 
 
 class _RoutedSum:

@@ -1,8 +1,9 @@
 """Rotary positions: what a config.json asks for, its tables, and the rotation of a step's rows.
 
 The pairs of a head are c, c + D/2, whatever the checkpoint rotates. Where that is only the first R dimensions
-with pairs c, c + R/2, the rows of its query and key projections, and its head norms, are put into another
-order when they are loaded (`RopeConfig.arranged`): scores stay what they are, and no backend knows of it.
+with pairs c, c + R/2, or where pairs are 2c, 2c + 1, the rows of its query and key projections, and its head
+norms, are put into another order when they are loaded (`RopeConfig.arranged`): scores stay what they are, and
+no backend knows of it.
 
     checkpoint   | a a a | b b b | . . . . . . |        a with b of R, the rest passes
     loaded       | a a a . . . | b b b . . . |          the pairs that pass have cosine 1 and sine 0
@@ -72,6 +73,7 @@ class RopeConfig:
         kind: "default", "linear", "llama3", "yarn" or "proportional".
         scaling: the remaining keys, as written in the checkpoint; what follows from others is filled in.
         rotary_dim: leading dimensions of a head that are rotated, in pairs c, c + rotary_dim / 2; 0 is all.
+        interleaved: the pairs are 2c, 2c + 1 instead.
     """
 
     head_dim: int
@@ -79,6 +81,7 @@ class RopeConfig:
     kind: str
     scaling: Mapping[str, Any]  # Any: JSON values
     rotary_dim: int = 0
+    interleaved: bool = False
 
     @classmethod
     def read(
@@ -122,10 +125,10 @@ class RopeConfig:
 
     def permutation(self) -> Tensor | None:
         """Which row of a checkpoint's head is row i here, int64 [D]; None where none moves."""
-        if self._rotated == self.head_dim:
+        if self._rotated == self.head_dim and not self.interleaved:
             return None
-        half, passing = self.rotary_dim // 2, torch.arange(self.rotary_dim, self.head_dim)
-        low, high = torch.arange(half), torch.arange(half, self.rotary_dim)
+        rotated, passing = torch.arange(self._rotated), torch.arange(self._rotated, self.head_dim)
+        low, high = (rotated[::2], rotated[1::2]) if self.interleaved else rotated.chunk(2)
         return torch.cat((low, passing[: len(passing) // 2], high, passing[len(passing) // 2 :]))
 
     def arranged(self, rows: Tensor) -> Tensor:

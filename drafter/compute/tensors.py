@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...cluster.errors import CheckpointError
+
+
+class TensorSource(Protocol):
+    """Tensors by their names in a checkpoint: a `TensorFolder`, or `RandomTensors`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
+        """Part of a tensor along `dim`."""
+        ...
 
 
 class TensorFolder:

@@ -8,6 +8,7 @@ drafter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor
 from ...cluster.errors import CheckpointError
 from ...cluster.page_groups import LayerPlace
 from ..compute.backend import Backend
-from ..compute.tensors import TensorFolder
+from ..compute.config_json import Json
+from ..compute.tensors import TensorFolder, TensorSource
 from .config import DrafterConfig
 from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
+from .parts import SELECTOR
 
 
 def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a drafter must have."""
+    """Every tensor that a drafter must have, by its name in z-lab's and Speculators' files."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -31,29 +34,51 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
-    per_layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
-        "self_attn.q_norm": (dim,),
-        "self_attn.k_norm": (dim,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+    per_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "self_attn.q_norm.weight": (dim,),
+        "self_attn.k_norm.weight": (dim,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.attention_bias:
+        rows = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
+        per_layer |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in rows.items()}
+    if config.attention_sinks:
+        per_layer["self_attn.attention_sink_bias"] = (config.num_heads,)
+    if (size := config.convolutions) is not None:
+        kernels = 2 * size.num_taps * (hidden // size.group_size)
+        for name in ("attention_conv", "mlp_conv"):
+            per_layer[f"{name}.base_kernel"] = (2, size.num_taps, hidden)
+            per_layer[f"{name}.kernel_projection.weight"] = (kernels, hidden)
     for i in range(config.num_layers):
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in per_layer.items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in per_layer.items()}
+    if (selector := config.selector) is not None:
+        shapes |= {
+            f"{SELECTOR}.predecessor_codebook": (config.vocab_size, selector.rank),
+            f"{SELECTOR}.successor_codebook": (config.vocab_size, selector.rank),
+            f"{SELECTOR}.hidden_projection.weight": (selector.rank, hidden),
+        }
     if config.maps_vocabulary:
         shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+    if config.layout == "assistant":
+        shapes = {_OF_ASSISTANT.get(name, name): shape for name, shape in shapes.items()}
     return shapes
 
 
-def check_drafter(path: str | Path, target: TargetFacts) -> DrafterConfig:
-    """Read the configuration, and refuse what cannot work, without reading a weight."""
-    config = DrafterConfig.load(path)
+def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None = None) -> DrafterConfig:
+    """Read the configuration, and refuse what cannot work, without reading a weight.
+
+    Args:
+        overrides: keys of config.json that get other values.
+    """
+    config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
     folder = TensorFolder(path)
     for name, shape in drafter_shapes(config, target).items():
@@ -75,28 +100,65 @@ def load_drafter(
     device: torch.device | str,
     backend: Backend | None = None,
     places: Sequence[LayerPlace] = (),
+    *,
+    overrides: Json | None = None,
+    input_embedding_scale: float | None = None,
 ) -> DFlashDrafter:
-    """Check and load a drafter (z-lab or Speculators format).
+    """Check and load a drafter of any format.
 
     Args:
         lends: the target's embedding and head, used where the checkpoint has none of its own.
         backend, places: as in `DFlashDrafter`.
+        overrides: as in `check_drafter`.
+        input_embedding_scale: in the place of the checkpoint's.
     """
-    config = check_drafter(path, target)
-    folder = TensorFolder(path)
-    optional = ("embed_tokens.weight", "lm_head.weight") if config.layout == "speculators" else ()
-    names = [*drafter_shapes(config, target), *(name for name in optional if name in folder.shapes)]
-    weights = {name: folder.get(name) for name in dict.fromkeys(names)}
+    config, tensors = check_drafter(path, target, overrides), TensorFolder(path)
+    place = (target, lends, dtype, device, backend, places)
+    return make_drafter(config, tensors, *place, input_embedding_scale=input_embedding_scale)
+
+
+def make_drafter(
+    config: DrafterConfig,
+    tensors: TensorSource,
+    target: TargetFacts,
+    lends: TargetLends,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend | None = None,
+    places: Sequence[LayerPlace] = (),
+    *,
+    input_embedding_scale: float | None = None,
+) -> DFlashDrafter:
+    """The same from tensors that have the shapes of `drafter_shapes`."""
+    config = _scaled_like(config, target, dtype, input_embedding_scale)
+    own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors.shapes]
+    names = dict.fromkeys([*drafter_shapes(config, target), *own])
+    weights = {_OURS.get(name, name): tensors.get(name) for name in names}
     if config.maps_vocabulary:
-        _check_map(weights["d2t"], target, str(path))
+        _check_map(weights["d2t"], target, config.file)
     weights = {
         name: tensor.to(device) if name == "d2t" else tensor.to(device=device, dtype=dtype)
         for name, tensor in weights.items()
     }
     if config.mask_embedding:
-        weights["mask_embedding"] = _mask_embedding(Path(path), config).to(device=device, dtype=dtype)
+        weights["mask_embedding"] = _mask_embedding(config).to(device=device, dtype=dtype)
     positions = target.max_model_len + config.block_size
     return DFlashDrafter(config, weights, lends, positions, backend, places)
+
+
+def _scaled_like(
+    config: DrafterConfig, target: TargetFacts, dtype: torch.dtype, wanted: float | None
+) -> DrafterConfig:
+    """With a factor of input rows: the wanted one, else its own, else the target's, rounded as there."""
+    scale = config.input_embedding_scale if wanted is None else wanted
+    if scale is None:
+        scale = float(torch.tensor(target.embed_scale, dtype=dtype))
+    return replace(config, input_embedding_scale=scale)
+
+
+# transformers' names, where they are others; and back.
+_OF_ASSISTANT = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_OURS = {theirs: ours for ours, theirs in _OF_ASSISTANT.items()}
 
 
 def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
@@ -108,8 +170,8 @@ def _check_map(d2t: Tensor, target: TargetFacts, path: str) -> None:
         )
 
 
-def _mask_embedding(folder: Path, config: DrafterConfig) -> Tensor:
-    file = folder / "mask_embedding.pt"
+def _mask_embedding(config: DrafterConfig) -> Tensor:
+    file = Path(config.file).with_name("mask_embedding.pt")
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds; all of them mean the same to the user

@@ -1,4 +1,4 @@
-"""Reading a drafter's config.json: z-lab's and Speculators' formats, made one.
+"""Reading a drafter's config.json: z-lab's, Speculators' and transformers' formats, made one.
 
 What can be told from the file alone is checked by the models of `formats.py`, and `check_fits` compares with
 the target, so that a drafter which cannot work is refused before a weight is read. Called by `checkpoint.py`,
@@ -7,16 +7,16 @@ and by whoever sizes memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ...cluster.page_groups import KVGeometry
-from ..compute.backend import StackSpec
-from ..compute.config_json import Json, parse, read_json, wrong
+from ..compute.backend import Feature, StackSpec
+from ..compute.config_json import Json, overridden, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from .features import TargetFacts
-from .formats import BLOCK_SIZE, Backbone, Kind, Speculators, ZLab
+from .formats import ASSISTANT, BLOCK_SIZE, Assistant, Backbone, Conditioning, Kind, Speculators, ZLab
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,29 @@ class DraftLayer:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class ConvolutionSize:
+    """Of the convolutions around attention and MLP: taps, and neighbouring channels that share a kernel."""
+
+    num_taps: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorSize:
+    """Of what chooses among a row's likeliest tokens: the codebooks' rank, and how many tokens these are."""
+
+    rank: int
+    top_k: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
     """A drafter's shape and meaning, whatever format it came in.
 
     Attributes:
         file: where it was read, for messages.
-        layout: "z-lab" or "speculators".
+        layout: "z-lab", "speculators" or "assistant" (transformers' own).
         target_layer_ids: tapped blocks, 0-based, in `fc`'s column order: id i is the output of block i.
         layers: attention of each layer.
         block_size: anchor and masks; proposals are one fewer.
@@ -43,11 +59,16 @@ class DrafterConfig:
         target_hidden_size: of a tapped state; None if the file does not say.
         num_target_layers: of the target it was made for; None if the file does not say.
         mask_embedding: whether a file replaces the mask token's embedding row.
-        input_embedding_scale, output_multiplier, logit_softcap: 1, 1, None where absent.
+        input_embedding_scale: factor of its input rows; None where absent: the target's, of its own.
+        output_multiplier, logit_softcap: 1, None where absent.
+        attention_bias: whether q, k, v and o have biases.
+        attention_sinks: whether every head has a sink.
+        attention_value_scale: factor on v.
+        convolutions, selector: DFlash2's parts; None where absent.
     """
 
     file: str
-    layout: Literal["z-lab", "speculators"]
+    layout: Literal["z-lab", "speculators", "assistant"]
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -64,9 +85,14 @@ class DrafterConfig:
     target_hidden_size: int | None
     num_target_layers: int | None
     mask_embedding: bool
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
+    attention_bias: bool = False
+    attention_sinks: bool = False
+    attention_value_scale: float = 1.0
+    convolutions: ConvolutionSize | None = None
+    selector: SelectorSize | None = None
 
     @property
     def num_layers(self) -> int:
@@ -91,20 +117,39 @@ class DrafterConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @classmethod
-    def load(cls, path: str | Path) -> DrafterConfig:
-        """Read `config.json` of a folder; CheckpointError says what is missing or not supported."""
+    def load(cls, path: str | Path, overrides: Json | None = None) -> DrafterConfig:
+        """Read `config.json` of a folder; CheckpointError says what is missing or not supported.
+
+        Args:
+            overrides: keys that get other values.
+        """
         folder = Path(path)
         raw, file = read_json(folder, param="speculative_config.model"), str(folder / "config.json")
-        if "speculators_model_type" in raw:
-            return _read_speculators(raw, file)
-        return _read_z_lab(raw, file, mask_embedding=(folder / "mask_embedding.pt").exists())
+        mask_embedding = (folder / "mask_embedding.pt").exists()
+
+        def read(raw: Json) -> DrafterConfig:
+            if "speculators_model_type" in raw:
+                return _read_speculators(raw, file)
+            # Before the rest: another kind of drafter has other keys.
+            of_kind = _read_assistant if parse(Kind, raw, file).name == ASSISTANT else _read_z_lab
+            return of_kind(raw, file, mask_embedding=mask_embedding)
+
+        if not overrides:
+            return read(raw)
+        return overridden(raw, overrides, read, param="speculative_config.hf_overrides")
 
     def of_backend(self) -> StackSpec:
         """What it asks of a backend."""
+        features: set[Feature] = set()
+        if self.attention_sinks:
+            features.add("attention sinks")
+        if self.convolutions is not None:
+            features.add("convolutions around attention and MLP")
         return StackSpec(
             name="drafter",
             sizes=frozenset({self.hidden_size, self.intermediate_size}),
             head_dims=frozenset({self.head_dim}),
+            features=frozenset(features),
         )
 
     def check_fits(self, target: TargetFacts) -> None:
@@ -156,7 +201,6 @@ class DrafterConfig:
 
 
 def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
-    parse(Kind, raw, file)  # before the rest: another kind of drafter has other keys
     top = parse(ZLab, raw, file)
     dflash = top.dflash_config
     block_size = dflash.block_size or top.block_size
@@ -164,15 +208,18 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
         raise wrong(file, "block_size", None, BLOCK_SIZE)
     return DrafterConfig(
         **_shape(top, raw, file),
+        **_second(dflash),
         layout="z-lab",
         layers=_z_lab_layers(top),
         target_layer_ids=dflash.target_layer_ids,
         block_size=block_size,
         mask_token_id=dflash.mask_token_id,
-        draft_vocab_size=top.vocab_size,
+        draft_vocab_size=top.draft_vocab_size or top.vocab_size,
         target_hidden_size=None,
         num_target_layers=top.num_target_layers,
         mask_embedding=mask_embedding,
+        attention_sinks=dflash.attention_sink_bias,
+        attention_value_scale=dflash.attention_value_scale,
         input_embedding_scale=dflash.input_embedding_scale,
         output_multiplier=dflash.output_multiplier,
         logit_softcap=dflash.final_logit_softcapping or None,
@@ -190,12 +237,29 @@ def _z_lab_layers(top: ZLab) -> tuple[DraftLayer, ...]:
     )
 
 
+def _read_assistant(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
+    top = parse(Assistant, raw, file)
+    return DrafterConfig(
+        **_shape(top, raw, file),
+        layout="assistant",
+        layers=tuple(DraftLayer(False, window) for window in top.windows()),
+        target_layer_ids=top.target_layer_ids,
+        block_size=top.block_size,
+        mask_token_id=top.mask_token_id,
+        draft_vocab_size=top.vocab_size,
+        target_hidden_size=None,
+        num_target_layers=None,
+        mask_embedding=mask_embedding,
+    )
+
+
 def _read_speculators(raw: Json, file: str) -> DrafterConfig:
     top = parse(Speculators, raw, file)
     backbone = top.transformer_layer_config
     causal = not top.sliding_window_non_causal
     return DrafterConfig(
         **_shape(backbone, raw["transformer_layer_config"], file),
+        **_second(top),
         layout="speculators",
         layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
         # Captured *before* layer i: the output of block i - 1.
@@ -206,13 +270,15 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
         target_hidden_size=top.target_hidden_size,
         num_target_layers=None,
         mask_embedding=False,
+        input_embedding_scale=1.0,  # as vLLM, which runs this format, lends them
     )
 
 
 def _shape(
     backbone: Backbone, raw: Json, file: str
 ) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
-    """What both formats spell alike."""
+    """What all formats spell alike."""
+    rope = RopeConfig.read(raw, backbone.dim, file)
     return {
         "file": file,
         "hidden_size": backbone.hidden_size,
@@ -221,6 +287,17 @@ def _shape(
         "num_kv_heads": backbone.kv_heads,
         "head_dim": backbone.dim,
         "rms_norm_eps": backbone.rms_norm_eps,
-        "rope": RopeConfig.read(raw, backbone.dim, file),
+        "rope": replace(rope, interleaved=not backbone.is_neox_style),
         "vocab_size": backbone.vocab_size,
+        "attention_bias": backbone.attention_bias,
+    }
+
+
+def _second(keys: Conditioning) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+    """What DFlash2 adds."""
+    taps, group = keys.conv_kernel_size, keys.conv_group_size
+    rank, top_k = keys.selector_rank, keys.selector_top_k
+    return {
+        "convolutions": None if taps is None or group is None else ConvolutionSize(taps, group),
+        "selector": None if rank is None or top_k is None else SelectorSize(rank, top_k),
     }

@@ -31,12 +31,14 @@ class TargetFacts:
         num_layers: tapped ids are below it.
         vocab_size: rows of embedding and head.
         max_model_len: longest sequence served; sizes the drafter's rotary tables.
+        embed_scale: factor of embedding rows, as its first block gets them.
     """
 
     hidden_size: int
     num_layers: int
     vocab_size: int
     max_model_len: int
+    embed_scale: float = 1.0
 
 
 class TargetLends(Protocol):

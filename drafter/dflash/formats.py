@@ -1,4 +1,4 @@
-"""The keys of a drafter's config.json in z-lab's and in Speculators' format, checked one by one.
+"""The keys of a drafter's config.json in z-lab's, Speculators' and transformers' format, checked one by one.
 
 What asks for mathematics that we do not have is refused. What the keys mean together is said in `config.py`,
 which alone calls this.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from ..compute.config_json import Count, HfConfig, Off
 
@@ -18,7 +18,7 @@ LayerIds = Annotated[tuple[int, ...], Field(min_length=1, description="a non-emp
 
 
 class Backbone(HfConfig):
-    """The Qwen3 block: what both formats spell alike."""
+    """The Qwen3 block: what all formats spell alike."""
 
     hidden_size: Count
     intermediate_size: Count
@@ -33,8 +33,12 @@ class Backbone(HfConfig):
     )
     sliding_window: Count | None = None
     hidden_act: Literal["silu"] = "silu"
-    attention_bias: Off = False
+    attention_bias: bool = False
+    is_neox_style: bool = Field(True, validation_alias=AliasChoices("is_neox_style", "rope_is_neox_style"))
     mlp_bias: Off = False
+    use_gemma_norm: Off = False
+    swiglu_limit: Off = False
+    quantization_config: Off = False
 
     @property
     def kv_heads(self) -> int:
@@ -68,7 +72,43 @@ class Backbone(HfConfig):
         return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
-class DFlash(HfConfig):
+class Conditioning(HfConfig):
+    """What DFlash2 adds to a drafter, and both formats spell alike; either part may be absent."""
+
+    conv_kernel_size: Count | None = None
+    conv_group_size: Count | None = None
+    selector_rank: Count | None = None
+    selector_top_k: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _neutral_is_absent(cls, raw: Any) -> Any:  # Any: JSON values
+        off = (False, 0)
+        if not isinstance(raw, dict):
+            return raw
+        return {k: None if k in Conditioning.model_fields and v in off else v for k, v in raw.items()}
+
+    @model_validator(mode="after")
+    def _comes_in_pairs(self) -> Conditioning:
+        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            for name, beside in ((one, other), (other, one)):
+                if getattr(self, name) is None and getattr(self, beside) is not None:
+                    raise ValueError(f"{name} must be given, for {beside} is")
+        return self
+
+    def check_fits(self, backbone: Backbone) -> None:
+        """ValueError that names a key if this cannot work with such a backbone."""
+        if self.conv_group_size is not None and backbone.hidden_size % self.conv_group_size:
+            raise ValueError(f"conv_group_size must be a divisor of hidden_size ({backbone.hidden_size})")
+        if self.selector_top_k is not None and self.selector_top_k > backbone.vocab_size:
+            raise ValueError(f"selector_top_k must be at most vocab_size ({backbone.vocab_size})")
+
+
+# Of `dflash_config`: what its writers note there and nobody computes with.
+_NOTES = ("mask_token", "num_target_layers")
+
+
+class DFlash(Conditioning):
     """`dflash_config` of z-lab's format; what it may ask for and we do not have is refused."""
 
     mask_token_id: int
@@ -77,21 +117,19 @@ class DFlash(HfConfig):
     causal: bool | None = None
     use_swa: bool = False
     swa_window_size: Count | None = None
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
-    attention_value_scale: Literal[1] = Field(1, description="absent or 1: not yet supported")
-    attention_sink_bias: Off = False
-    conv_kernel_size: Off = False
-    conv_group_size: Off = False
-    selector_rank: Off = False
-    selector_top_k: Off = False
+    attention_value_scale: float = 1.0
+    attention_sink_bias: bool = False
+    use_aux_hidden_state: Literal[True] = True
+    projector_type: Literal["dflash"] = Field("dflash", description="'dflash': others are not yet supported")
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_lilicorr(cls, raw: Any) -> Any:  # Any: JSON values
+    def _is_understood(cls, raw: Any) -> Any:  # Any: JSON values
         for key, value in raw.items() if isinstance(raw, dict) else ():
-            if key.startswith("lilicorr_") and value not in (None, False):
+            if key not in cls.model_fields and key not in _NOTES and value not in (None, False):
                 raise ValueError(f"{key} must be absent or false: not yet supported")
         return raw
 
@@ -102,6 +140,10 @@ class DFlash(HfConfig):
         return self
 
 
+ASSISTANT = "MuseGlimmerAssistantModel"
+KINDS = {"DFlashDraftModel", "DFlash2DraftModel", ASSISTANT}
+
+
 class Kind(HfConfig):
     """Which of z-lab's drafters it is."""
 
@@ -109,10 +151,14 @@ class Kind(HfConfig):
 
     @field_validator("architectures")
     @classmethod
-    def _is_v1(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if set(names) - {"DFlashDraftModel"}:
-            raise ValueError("must be ['DFlashDraftModel']: others are not yet supported")
+    def _is_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(names) > 1 or set(names) - KINDS:
+            raise ValueError(f"must be one of {', '.join(sorted(KINDS))}: others are not yet supported")
         return names
+
+    @property
+    def name(self) -> str:
+        return self.architectures[0] if self.architectures else "DFlashDraftModel"
 
 
 class ZLab(Backbone):
@@ -122,30 +168,86 @@ class ZLab(Backbone):
     block_size: BlockSize | None = None
     is_causal: bool | None = None
     num_target_layers: Count | None = None
+    draft_vocab_size: Count | None = None
+    architectures: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> ZLab:
+        dflash = self.dflash_config
+        if "DFlash2DraftModel" in self.architectures:
+            for key in Conditioning.model_fields:
+                if getattr(dflash, key) is None:
+                    raise ValueError(f"dflash_config.{key} must be given, for DFlash2DraftModel")
+        try:
+            dflash.check_fits(self)
+        except ValueError as error:
+            raise ValueError(f"dflash_config.{error}") from None
+        _check_draft_vocabulary(self.draft_vocab_size, self, dflash)
+        return self
 
     @property
     def has_layer_types(self) -> bool:
         return not self.dflash_config.use_swa
 
 
-class Speculators(HfConfig):
+class Assistant(Backbone):
+    """transformers' own: a Qwen3 block under another name, bidirectional, with DFlash's keys beside it."""
+
+    vocab_size: Count = 202048  # its target's: the published file has none
+    rms_norm_eps: float = 1e-5
+    mask_token_id: int
+    target_layer_ids: LayerIds
+    block_size: BlockSize = 16
+
+
+class Speculators(Conditioning):
     """Speculators' format: the Qwen3 configuration is nested."""
 
-    speculators_model_type: Literal["dflash"] = Field(description="'dflash': others are not yet supported")
+    speculators_model_type: Literal["dflash", "dflash2"] = Field(
+        description="'dflash' or 'dflash2': others are not yet supported"
+    )
     transformer_layer_config: Backbone
     aux_hidden_state_layer_ids: LayerIds
     mask_token_id: int
     block_size: BlockSize = 8
     draft_vocab_size: Count | None = None
     target_hidden_size: Count | None = None
-    sliding_window_non_causal: bool = False
+    sliding_window_non_causal: bool | None = None
+    projector_type: Literal["dflash"] = Field("dflash", description="'dflash': others are not yet supported")
+    shift_label: Off = False
+    draft_ffn_type: Literal["dense"] = Field("dense", description="'dense': not yet supported")
     sample_from_anchor: Literal[False] = Field(
         False, description="false: a drafter whose anchor slot predicts (DSpark) is not yet supported"
     )
 
     @model_validator(mode="after")
     def _fits_itself(self) -> Speculators:
-        vocab_size = self.transformer_layer_config.vocab_size
-        if self.draft_vocab_size is not None and self.draft_vocab_size > vocab_size:
-            raise ValueError(f"draft_vocab_size must be at most vocab_size ({vocab_size})")
+        self.check_fits(self.transformer_layer_config)
+        _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config, self)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _second_has_defaults(cls, raw: Any) -> Any:  # Any: JSON values
+        if isinstance(raw, dict) and raw.get("speculators_model_type") == "dflash2":
+            return {**_SECOND, **{key: value for key, value in raw.items() if value is not None}}
+        return raw
+
+
+# What the class of 'dflash2' has where a file is silent.
+_SECOND = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+    "sliding_window_non_causal": True,
+}
+
+
+def _check_draft_vocabulary(size: int | None, backbone: Backbone, second: Conditioning) -> None:
+    if size is None or size == backbone.vocab_size:
+        return
+    if size > backbone.vocab_size:
+        raise ValueError(f"draft_vocab_size must be at most vocab_size ({backbone.vocab_size})")
+    if second.selector_rank is not None:
+        raise ValueError(f"draft_vocab_size must be vocab_size ({backbone.vocab_size}), for selector_rank")

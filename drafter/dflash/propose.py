@@ -1,9 +1,10 @@
 """Drafting for a step: proposals before the target's pass, context after it.
 
 A proposal is chosen as the target will choose: the same filters and the same noise at the same position, on
-the drafter's logits. Used by target ranks (colocated) and by a drafter in a process of its own.
+the drafter's logits; where it has a selector, along a path (`step/selection.py`). Used by target ranks
+(colocated) and by a drafter in a process of its own.
 
-Legend: N target rows, R requests of the step, K most drafts, m taps, H hidden.
+Legend: N target rows, X mask rows, R requests of the step, K most drafts, m taps, H hidden, E rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..compute.kv_cache import PagedKVCache
 from ..step.operators import DEFINITION, StepOperators
 from ..step.rows import StepRows
 from ..step.sampling import sample_rows
+from ..step.selection import select_paths
 from ..step.states import RequestStates
 from .model import DFlashDrafter
 
@@ -39,7 +41,12 @@ class Proposer:
         block = states.lay_out_block(plan, self.drafter.config.mask_token_id)
         if block is None:
             return torch.empty(plan.num_requests, 0, dtype=torch.int64, device=states.device)
-        chosen_X = sample_rows(self.drafter.block_logits(block, self.cache), block.sampling, self._operators)
+        hidden_XH = self.drafter.block_hidden(block, self.cache)
+        logits_XV, selector = self.drafter.logits(hidden_XH), self.drafter.selector
+        if selector is not None:
+            gates_XE = selector.gates(hidden_XH)
+            return select_paths(logits_XV, gates_XE, block, selector.codebooks, self._operators)
+        chosen_X = sample_rows(logits_XV, block.sampling, self._operators)
         if len(chosen_X) == plan.num_requests * block.max_count:
             return chosen_X.view(plan.num_requests, block.max_count)
         return self._operators.by_request(chosen_X, block.counts_R, block.max_count)

@@ -47,7 +47,11 @@ def _mixed_tokens(vocab_size: int, device: torch.device) -> Tensor:
 
 def noise_bits(key_2M1: Tensor, vocab_size: int) -> Tensor:
     """The hash itself: 32 random bits per (row, token), int64 [M, V], the same integers on every device."""
-    bits_MV = _mixed_tokens(vocab_size, key_2M1.device) ^ key_2M1[0]
+    return _bits(key_2M1, _mixed_tokens(vocab_size, key_2M1.device))
+
+
+def _bits(key_2M1: Tensor, mixed_V: Tensor) -> Tensor:
+    bits_MV = mixed_V ^ key_2M1[0]
     bits_MV.mul_(FACTOR_1).bitwise_and_(_LOW32)
     bits_MV.bitwise_xor_(bits_MV >> 15).bitwise_xor_(key_2M1[1])
     bits_MV.mul_(FACTOR_2).bitwise_and_(_LOW32)
@@ -56,6 +60,15 @@ def noise_bits(key_2M1: Tensor, vocab_size: int) -> Tensor:
 
 def negative_gumbel(key_2M1: Tensor, vocab_size: int) -> Tensor:
     """-g = log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32: precise at small u, the winning tail."""
-    minus_u_MV = noise_bits(key_2M1, vocab_size).to(torch.float32).mul_(-(2.0**-32)).sub_(2.0**-33)
+    return _negative_gumbel(noise_bits(key_2M1, vocab_size))
+
+
+def negative_gumbel_of(key_2M1: Tensor, token_ids_MK: Tensor) -> Tensor:
+    """The same of some tokens of each row, [M, K]."""
+    return _negative_gumbel(_bits(key_2M1, _mix(token_ids_MK)))
+
+
+def _negative_gumbel(bits_MV: Tensor) -> Tensor:
+    minus_u_MV = bits_MV.to(torch.float32).mul_(-(2.0**-32)).sub_(2.0**-33)
     minus_u_MV.clamp_(min=-1.0 + 2.0**-24)  # a rounded u of 1 would be minus infinity
     return minus_u_MV.log1p_().neg_().log_()

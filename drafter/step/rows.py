@@ -75,6 +75,10 @@ class StepRows(PlacedRows):
     max_count: int
     sampling: SamplingBatch
 
+    def owners(self) -> Tensor:
+        is_anchor_N = torch.ones_like(self.token_ids_N).index_fill_(0, self.sampled_X, 0)
+        return is_anchor_N.cumsum(0)
+
 
 def lay_out_rows(
     tokens_ST: Tensor,

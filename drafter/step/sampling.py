@@ -31,12 +31,7 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperator
     Args:
         logits_NV: any float dtype; -inf where a token cannot be.
     """
-    if batch.forbidden_F is not None:
-        logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
-    if batch.ruled:
-        logits_NV = apply_rules(logits_NV, batch.ruled)
-    if batch.masks is not None:
-        logits_NV = operators.mask_tokens(logits_NV, batch.masks)
+    logits_NV = edit_logits(logits_NV, batch, operators)
     if batch.noisy_M is None:
         return operators.argmax(logits_NV)
     if len(batch.noisy_M) == batch.num_rows:
@@ -44,6 +39,15 @@ def sample_rows(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperator
     ids_N = operators.argmax(logits_NV)
     chosen_M = _noisy_argmax(logits_NV.index_select(0, batch.noisy_M), batch, operators)
     return ids_N.index_copy_(0, batch.noisy_M, chosen_M)
+
+
+def edit_logits(logits_NV: Tensor, batch: SamplingBatch, operators: StepOperators) -> Tensor:
+    """The logits, perhaps in place, as requests' rules and grammars want them."""
+    if batch.forbidden_F is not None:
+        logits_NV[batch.forbidden_F[0], batch.forbidden_F[1]] = float("-inf")
+    if batch.ruled:
+        logits_NV = apply_rules(logits_NV, batch.ruled)
+    return logits_NV if batch.masks is None else operators.mask_tokens(logits_NV, batch.masks)
 
 
 def _noisy_argmax(logits_MV: Tensor, batch: SamplingBatch, operators: StepOperators) -> Tensor:

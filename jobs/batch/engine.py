@@ -26,7 +26,7 @@ from ...actors.batch.figures import Device, EngineFigures, RowFigures
 from ...actors.batch.metering import EngineMeter
 from ...actors.batch.reading import Row, RowReader, Work
 from ...actors.batch.writer import OutputForm, RowWriter, flush_interval_s
-from ...actors.checkpoints import resolve_checkpoint
+from ...actors.checkpoints import target_folder
 from ...actors.engine import AsyncEngine
 from ...actors.http.defaults import GenerationDefaults
 from ...cluster.errors import MantaError
@@ -102,7 +102,7 @@ class BatchEngine:
         """Take leases from now on."""
         assert self._engine is not None, "start() the engine first"
         setup = self._setup
-        generation = GenerationDefaults.load(resolve_checkpoint(self._config.model, field="model"))
+        generation = GenerationDefaults.load(target_folder(self._config))
         self._answerer = RowAnswerer(
             self._engine, setup.layout, generation, setup.model_name, terms.form.columns
         )

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ...actors.batch.identity import checkpoint_identity, template_identity
+from ...actors.batch.identity import checkpoint_identity, settings_identity
 from ...actors.batch.paper import JobPaper
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.rows import Layout
-from ...actors.checkpoints import resolve_checkpoint
+from ...actors.checkpoints import target_folder, tokenizer_folder
 from ...cluster.config import EngineConfig
 from ...cluster.row_ranges import RowRanges, of_rows
 from .messages import EngineSetup
@@ -57,15 +57,13 @@ def sampled(num_rows: int, wanted: int, seed: int) -> RowRanges | None:
 
 
 def _made_from(config: EngineConfig, layout: Layout) -> dict[str, Any]:  # Any: JSON
-    target = resolve_checkpoint(config.model, field="model")
-    tokenizer = (
-        target if config.tokenizer is None else resolve_checkpoint(config.tokenizer, field="tokenizer")
-    )
+    target, tokenizer = target_folder(config), tokenizer_folder(config)
     return {
         "model": checkpoint_identity(target),
         "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
-        **template_identity(config),
+        **settings_identity(config),
         "dtype": config.dtype,
+        **({} if config.quantization is None else {"quantization": config.quantization}),
         "max_model_len": config.max_model_len,
         "sampling": dict(layout.defaults),
         "seed": layout.seed,

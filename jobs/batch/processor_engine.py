@@ -20,7 +20,7 @@ import pyarrow as pa
 from ...actors.batch.answering import Result, RowAnswerer
 from ...actors.batch.reading import Row
 from ...actors.batch.rows import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, Layout
-from ...actors.checkpoints import resolve_checkpoint
+from ...actors.checkpoints import target_folder
 from ...actors.engine import AsyncEngine
 from ...actors.http.defaults import GenerationDefaults
 from ...actors.http.fields import check_extra_fields
@@ -95,7 +95,7 @@ class ProcessorEngine:
     async def _started(self) -> RowAnswerer:
         async with self._starting:
             if self._answerer is None:
-                folder = resolve_checkpoint(self._config.model, field="model_source")
+                folder = target_folder(self._config, field="model_source")
                 generation = GenerationDefaults.load(folder)
                 engine = AsyncEngine(self._config)
                 await engine.start()

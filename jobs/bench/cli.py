@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from ..flags import Model, engine_options
 from ..settings import engine_config
+from ..stop import StopSignals
 from .shape_cli import step, widen
 
 # Any: settings are plain data, checked where they become dataclasses; contexts are typer's own.
@@ -23,11 +24,16 @@ class _SpeculationByDefault(TyperGroup):
         return super().parse_args(ctx, args if named else ["speculation", *args])
 
 
-bench = typer.Typer(
-    cls=_SpeculationByDefault,
-    help="Measure speed; `manta bench speculation` where no command is named.",
-    rich_markup_mode=None,
-)
+bench = typer.Typer(cls=_SpeculationByDefault, rich_markup_mode=None)
+
+
+@bench.callback()
+def _stoppable(context: typer.Context) -> None:
+    """Measure speed; `manta bench speculation` where no command is named."""
+    # SIGTERM ends it as Ctrl-C does: the servers and processes that it measures end with it.
+    context.with_resource(StopSignals())
+
+
 # Flags that the commands of `bench` share.
 PromptsFile = Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")]
 NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")]

@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from ...cluster.errors import ConfigError
 from ...drafter.compute.tensors import TensorFolder
 from ...drafter.dflash.config import DrafterConfig, DraftLayer
 
@@ -88,11 +89,19 @@ class LoopDrafter(nn.Module):
     Args:
         folder: checkpoint in z-lab's or Speculators' format.
         target: lends embedding and head; gives dtype and device.
+
+    Raises:
+        ConfigError: of a drafter that is more than such modules and a mask.
     """
 
     def __init__(self, folder: Path, target: PreTrainedModel) -> None:
         super().__init__()
         self.config = config = DrafterConfig.load(folder)
+        if beyond := _beyond_qwen3(config):
+            raise ConfigError(
+                f"{config.file}: the plain loop has no {beyond}. Compare with another contender.",
+                param="speculative_config.model",
+            )
         backbone = _qwen3_config(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(hidden * config.num_taps, hidden, bias=False)
@@ -106,6 +115,11 @@ class LoopDrafter(nn.Module):
         self.load_state_dict(weights, assign=True)  # the rotation's frequencies stay fp32
         self._embedding_VH = _or(own["embed_tokens.weight"], target.get_input_embeddings())
         self._head_VH = _or(own["lm_head.weight"], target.get_output_embeddings())
+        scale = config.input_embedding_scale
+        if scale is None:  # as the target scales its own
+            scale = getattr(target.get_input_embeddings(), "scalar_embed_scale", 1.0)
+            scale = float(torch.tensor(scale, dtype=target.dtype))
+        self._embed_scale = scale
         self._d2t_V = own["d2t"]
         self._mask_H = _cast(_mask_embedding(folder), target) if config.mask_embedding else None
 
@@ -138,7 +152,7 @@ class LoopDrafter(nn.Module):
         if mask_H is None:
             mask_H = self._embedding_VH[self.config.mask_token_id]
         rows = torch.stack((anchor_H, *[mask_H] * num_drafts))[None]
-        return rows * self.config.input_embedding_scale
+        return rows * self._embed_scale
 
     def _head(self, y: Tensor) -> Tensor:
         z = functional.linear(y, self._head_VH) * self.config.output_multiplier
@@ -149,6 +163,19 @@ class LoopDrafter(nn.Module):
         assert self._d2t_V is not None, "a drafter with a vocabulary of its own maps it"
         full = z.new_full((len(z), self.config.vocab_size), float("-inf"))
         return full.index_copy_(1, torch.arange(z.shape[1], device=z.device) + self._d2t_V, z)
+
+
+def _beyond_qwen3(config: DrafterConfig) -> str | None:
+    """What a drafter has that transformers' Qwen3 has not."""
+    has = {
+        "convolutions": config.convolutions is not None,
+        "selector of candidates": config.selector is not None,
+        "attention sinks": config.attention_sinks,
+        "scaled values": config.attention_value_scale != 1.0,
+        "interleaved rotary pairs": config.rope.interleaved,
+        "tensors by transformers' names": config.layout == "assistant",
+    }
+    return next((name for name, is_there in has.items() if is_there), None)
 
 
 def _run_layer(
@@ -205,6 +232,7 @@ def _qwen3_config(config: DrafterConfig, rotary_dim: int = 0) -> Qwen3Config:
         num_key_value_heads=config.num_kv_heads,
         head_dim=rotary_dim or config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
+        attention_bias=config.attention_bias,
         max_position_embeddings=config.rope.scaling.get("max_position_embeddings") or 32768,
         rope_parameters={**rope, "rope_type": config.rope.kind, "rope_theta": config.rope.theta},
     )

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
-
-import torch
-from torch import Tensor
 
 from ...actors.targets.families import read_model
 from ...actors.targets.loading.plan import LoadPlan
@@ -27,12 +24,12 @@ from ...cluster.errors import CheckpointError
 from ...drafter.compute.backend import Backend
 from ...drafter.compute.config_json import Json, read_json
 from ...drafter.compute.kv_cache import PagedKVCache
+from ...drafter.compute.random_tensors import RandomTensors
 from ...drafter.dflash.checkpoint import drafter_shapes
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import TargetFacts, TargetLends
 from ...drafter.dflash.model import DFlashDrafter
 
-Shapes = Mapping[str, tuple[int, ...]]
 T = TypeVar("T")
 
 QWEN3_8B: Json = {
@@ -127,27 +124,6 @@ def z_lab_drafter(target: Json) -> Json:
             "target_layer_ids": [min(max(tap, 0), num_layers - 1) for tap in taps],  # of small targets too
         },
     }
-
-
-class RandomTensors:
-    """Tensors of given names and shapes: norms are 1, matrices keep the variance of what they multiply."""
-
-    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
-        self.shapes = shapes
-        self._dtype, self._device = dtype, device
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def get(self, name: str) -> Tensor:
-        shape = self.shapes[name]
-        if len(shape) == 1:
-            fill = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(shape, fill, dtype=self._dtype, device=self._device)
-        tensor = torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._device)
-        return tensor.mul_(shape[-1] ** -0.5)
-
-    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        whole = self.get(name)
-        return whole[(*[slice(None)] * dim, rows)]
 
 
 class RandomModels:

@@ -18,7 +18,8 @@ from ...actors.targets.loading.plan import LoadPlan, plan_models
 from ...cluster.acceptance import expected_acceptance_length
 from ...cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
-from ...cluster.roofline import Dense, Roofline, check_survival, geometric_survival
+from ...cluster.roofline import Roofline, check_survival, geometric_survival
+from ..shapes import drafter_shape, target_shape
 from .device_rates import find_device
 from .provenance import provenance
 from .random_pair import PairShape
@@ -93,8 +94,8 @@ def bench_step(options: StepOptions) -> Figures:
     check_survival(survival, plan.num_speculative_tokens, param="synthetic_acceptance_rates")
     roofline = Roofline(
         find_device(plan.device, plan.dtype, options.device_rates),
-        Dense.from_config(shape.target_json, plan.dtype.itemsize),
-        Dense.from_config(shape.drafter_json, plan.dtype.itemsize),
+        target_shape(shape.target, plan.dtype.itemsize),
+        drafter_shape(shape.drafter, plan.dtype.itemsize),
     )
     memory = Memory(plan, shape)
     points = [Point(batch, context) for context in options.contexts for batch in options.batches]

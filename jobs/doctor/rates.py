@@ -1,4 +1,4 @@
-"""What the device sustains: a copy, a large product, and the products of a block, which read weights.
+"""What the device sustains: a copy, a large product, and products of a block's rows, which read weights.
 
 A GPU that is known (`cluster/roofline.py`) must come near its rates; others are told, not judged, and so are
 products. Called by `run.py`.
@@ -13,6 +13,7 @@ import torch
 
 from ...cluster.roofline import Device
 from ..bench.device_rates import known_device, measure_device, weight_bytes_per_s
+from .expert_kernels import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
 from .findings import Check, Outcome
 from .subject import Candidate, Place, Subject, candidates
 
@@ -36,6 +37,11 @@ def rate_checks(place: Place) -> Iterator[Check]:
     yield Check("rates", f"large product, {kind}", lambda: _flops(measured().flops, known), _REMEDY)
     look = partial(_weights, place, candidate, dtype, measured)
     yield Check("rates", f"products of {_ROWS} rows, {kind}: weights read", look, _REMEDY)
+    if candidate.setting != "triton":
+        return  # elsewhere experts are no kernels of ours
+    for experts in expert_kinds(place):
+        look = partial(_experts, place, candidate, dtype, experts, measured)
+        yield Check("rates", f"experts of {_ROWS} rows, {experts.name}: weights read", look, _REMEDY)
 
 
 def _bytes(bytes_per_s: float, known: Device | None) -> Outcome:
@@ -65,5 +71,26 @@ def _weights(
     with torch.inference_mode():
         products = [subject.backend.linear(subject.weight(*shape)) for _ in range(copies)]
         x_NH = subject.randn(_ROWS, subject.hidden)
+        rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
+    return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")
+
+
+def _experts(
+    place: Place,
+    candidate: Candidate,
+    dtype: torch.dtype,
+    kind: ExpertKind,
+    measured: Callable[[], Device],
+) -> Outcome:
+    """Of the experts that a block's rows choose, where each is as likely as the others."""
+    subject = Subject(place, candidate, dtype)
+    with torch.inference_mode():
+        x_NH, ids_Nk, weights_Nk = random_rows(subject, kind, _ROWS)
+        weights = random_experts(subject, kind)
+        chosen = len(ids_Nk.unique()) / kind.experts
+        bytes_each = round(chosen * sum(bytes_of(weight) for weight in (weights.gate_up, weights.down)))
+        copies = -(-_WEIGHT_BYTES[place.device.type] // bytes_each)
+        layers = [subject.backend.experts(random_experts(subject, kind)) for _ in range(copies)]
+        products = [partial(layer, expert_ids_Nk=ids_Nk, weights_Nk=weights_Nk) for layer in layers]
         rate = weight_bytes_per_s(place.device, products, x_NH, copies * bytes_each)
     return Outcome(f"{rate / 1e9:.0f} GB/s, {rate / measured().bytes_per_s:.0%} of the copy")

@@ -2,8 +2,8 @@
 
 Operands are taken as they are given and nothing is rounded between. Used by the checks beside this module.
 
-Legend: N rows, H hidden, I inner size, O outputs, J heads (of any kind), Q query heads, K kv heads, D head
-dim, T keys of a request.
+Legend: N rows, M rows of an expert, H hidden, I inner size, O outputs, J heads (of any kind), Q query heads,
+K kv heads, D head dim, T keys of a request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...drafter.compute.experts import ExpertActivation
 from ...drafter.compute.layers import Activation
 from ...drafter.compute.rope import RotaryEmbedding
 
@@ -33,6 +34,15 @@ def gate(gate_up_NI: Tensor, activation: Activation) -> Tensor:
         return gate_NI / (1 + (-gate_NI).exp()) * up_NI
     inside_NI = (2 / torch.pi) ** 0.5 * (gate_NI + 0.044715 * gate_NI**3)
     return gate_NI * (1 + inside_NI.tanh()) / 2 * up_NI
+
+
+def expert_gate(gate_up_MI: Tensor, activation: ExpertActivation, limit: float | None) -> Tensor:
+    """An expert's: clamped (gate at most the limit, up on both sides) for gpt-oss."""
+    if activation != "swiglu_clamped":
+        return gate(gate_up_MI, activation)
+    gate_MI, up_MI = gate_up_MI.double().chunk(2, dim=-1)
+    gate_MI, up_MI = gate_MI.clamp(max=limit), up_MI.clamp(-limit, limit)  # type: ignore[operator]
+    return (up_MI + 1) * gate_MI / (1 + (-1.702 * gate_MI).exp())
 
 
 def rotate(x_NJD: Tensor, rope: RotaryEmbedding, positions_N: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ...cluster.planner.layouts import TP_SIZES
 from ...cluster.planner.pair import Pair
-from ...cluster.roofline import Dense, check_survival, survival_of_length
+from ...cluster.roofline import check_survival, survival_of_length
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import TargetFacts
+from ..shapes import drafter_shape, target_shape
 
 HalfDType = Literal["bfloat16", "float16"]
 # What is taken where neither a flag nor the drafter's card says more: an estimate, between conversations at
@@ -70,10 +71,10 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
     elif acceptance is not None:
         raise ConfigError("acceptance is a drafter's: give --drafter, too.", param="acceptance")
     pair = Pair(
-        target=_target_shape(target),
-        drafter=None if drafter is None else _drafter_shape(drafter),
+        target=target_shape(target),
+        drafter=None if drafter is None else drafter_shape(drafter),
         tied=target.tied_head,
-        tp_sizes=tuple(tp for tp in TP_SIZES if _divides(target, tp)),
+        tp_sizes=tuple(tp for tp in TP_SIZES if divides(target, tp)),
         survival=survival,
     )
     return ReadPair(pair, _dtype(config, target), max_model_len, source)
@@ -96,37 +97,7 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _target_shape(spec: ModelSpec) -> Dense:
-    mixer, dense = spec.layers[0].mixer, spec.layers[0].dense  # heads and sizes are those of all layers
-    if dense is None or any(layer.routed for layer in spec.layers):
-        raise ConfigError("model: layouts of models with routed experts are not planned.", param="model")
-    return Dense(
-        layers=spec.num_layers,
-        hidden=spec.hidden_size,
-        inter=dense.inner_size,
-        heads=mixer.num_heads,
-        kv_heads=mixer.num_kv_heads,
-        head_dim=mixer.head_dim,
-        vocab=spec.vocab_size,
-        windows=spec.windows,
-    )
-
-
-def _drafter_shape(config: DrafterConfig) -> Dense:
-    return Dense(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        inter=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab=config.draft_vocab_size,
-        taps=config.num_taps,
-        windows=tuple(layer.window for layer in config.layers),
-    )
-
-
-def _divides(spec: ModelSpec, ranks: int) -> bool:
+def divides(spec: ModelSpec, ranks: int) -> bool:
     try:
         Sharding(spec, 0, ranks)
     except ConfigError:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ....drafter.compute.config_json import Json, read_json, text_config, wrong
+from ....drafter.compute.config_json import Json, overridden, read_json, text_config, wrong
 from ..model.spec import ModelSpec
 from . import (
     gemma3,
+    gemma4,
     glm4_moe,
     gpt_oss,
     llama,
@@ -36,21 +37,39 @@ FAMILIES: Mapping[str, Reader] = {
     "MistralForCausalLM": mistral.read,
     "Gemma3ForCausalLM": gemma3.read,
     "Gemma3ForConditionalGeneration": gemma3.read,
+    "Gemma4ForCausalLM": gemma4.read,
+    "Gemma4ForConditionalGeneration": gemma4.read,
+    "Gemma4UnifiedForCausalLM": gemma4.read_unified,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.read_unified,
     "MuseGlimmerForConditionalGeneration": muse_glimmer.read,
+    "GptOssForCausalLM": gpt_oss.read,
     "Glm4MoeForCausalLM": glm4_moe.read,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
     "MiMoV2FlashForCausalLM": mimo_v2.read,
-    "GptOssForCausalLM": gpt_oss.read,
 }
 
 
-def read_model(folder: Path) -> ModelSpec:
-    """What a checkpoint folder holds, without reading a weight; CheckpointError says what is not served."""
+def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
+    """What a checkpoint folder holds, without reading a weight; CheckpointError says what is not served.
+
+    Args:
+        overrides: keys of config.json that get other values; those of the language model stand for
+            themselves or in a "text_config", wherever the file has them.
+    """
     file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))
     generation = read_json(folder, "generation_config.json", param="model", required=False)
     if generation.get("eos_token_id") is not None:
         raw = {**raw, "eos_token_id": generation["eos_token_id"]}
+    if not overrides:
+        return _read(raw, file)
+    nested = overrides.get("text_config")
+    flat = {key: value for key, value in overrides.items() if key != "text_config"}
+    flat |= nested if isinstance(nested, Mapping) else {}
+    return overridden(raw, flat, lambda raw: _read(raw, file), param="hf_overrides")
+
+
+def _read(raw: Json, file: str) -> ModelSpec:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else ""
     if name not in FAMILIES:

@@ -84,7 +84,7 @@ def read(raw: Json, file: str) -> ModelSpec:
         for kind in config.types(file, derived)
     ]
     scale = config.hidden_size**0.5
-    return model_of(config, tuple(layers), _TENSORS, embed_scale=scale, offset_norms=True)
+    return model_of(config, tuple(layers), _TENSORS, embed_scale=scale, fp32_norms=True)
 
 
 def _attention(raw: Json, file: str, config: Gemma3Config, kind: str) -> Attention:

@@ -104,5 +104,5 @@ def read(raw: Json, file: str) -> ModelSpec:
         embed_norm=True,
         logit_multiplier=config.output_multiplier,
         logit_cap=config.final_logit_softcapping,
-        offset_norms=True,
+        fp32_norms=True,
     )

@@ -161,7 +161,7 @@ def model_of(
     embed_norm: bool = False,
     logit_multiplier: float = 1.0,
     logit_cap: float | None = None,
-    offset_norms: bool = False,
+    fp32_norms: bool = False,
 ) -> ModelSpec:
     """The model around its layers."""
     return ModelSpec(
@@ -176,7 +176,7 @@ def model_of(
         tied_head=config.tie_word_embeddings,
         logit_multiplier=logit_multiplier,
         logit_cap=logit_cap,
-        offset_norms=offset_norms,
+        fp32_norms=fp32_norms,
         tensors=tensors,
         max_position_embeddings=config.max_position_embeddings,
         dtype=config.dtype(),

@@ -17,6 +17,7 @@ from ....cluster.errors import ConfigError
 from ....drafter.compute.backend import Machine, StackSpec
 from ....drafter.compute.invariance import rows_are_invariant
 
+_FIRST_WITH_E4M3 = (8, 9)
 BackendName = Literal["torch", "compiled", "triton", "flash_attn"]
 
 
@@ -36,6 +37,7 @@ def choose_backend(config: EngineConfig, models: Sequence[StackSpec], machine: M
             )
     if config.batch_invariant:
         _check_can_be_invariant(chosen, reason, machine)
+    _check_quantization(config, chosen, machine)
     return chosen
 
 
@@ -57,6 +59,25 @@ def _check_can_be_invariant(chosen: BackendName, reason: str | None, machine: Ma
         )
     if problem is not None:
         raise ConfigError(f"batch_invariant does not hold with {problem}.", param="batch_invariant")
+
+
+def _check_quantization(config: EngineConfig, chosen: BackendName, machine: Machine) -> None:
+    spec, asked = config.speculative_config, "quantization" if config.quantization else None
+    if asked is None and spec is not None and spec.quantization:
+        asked = "speculative_config.quantization"
+    if asked is None:
+        return
+    lacks = None
+    if chosen not in ("triton", "flash_attn"):
+        lacks = (
+            f"needs Triton's kernels, which run on GPUs; this engine runs {chosen} on {machine.device.type}"
+        )
+    elif (
+        machine.device.type == "cuda" and torch.cuda.get_device_capability(machine.device) < _FIRST_WITH_E4M3
+    ):
+        lacks = "needs a GPU that knows e4m3 (capability 8.9, as Ada or Hopper)"
+    if lacks is not None:
+        raise ConfigError(f"{asked}='fp8' {lacks}. Leave it out.", param=asked)
 
 
 def choose_dtype(

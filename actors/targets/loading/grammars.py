@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...checkpoints import resolve_checkpoint
+from ...checkpoints import tokenizer_folder
 from ...machine import owned_cores
 from .plan import LoadPlan
 
@@ -21,9 +21,7 @@ MAX_MASK_THREADS = 8
 def make_grammars(plan: LoadPlan) -> GrammarStates | None:
     """None where no text could be held to anything: without a tokenizer, or an end-of-sequence token."""
     config, eos = plan.config, plan.target.eos_token_ids
-    folder = plan.target_folder
-    if config.tokenizer is not None:
-        folder = resolve_checkpoint(config.tokenizer, field="tokenizer")
+    folder = plan.target_folder if config.tokenizer is None else tokenizer_folder(config)
     if config.skip_tokenizer_init or not eos or not (folder / "tokenizer.json").is_file():
         return None
     from ....drafter.grammars.compiler import GrammarCompiler

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ....cluster.config import Quantization
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.step.operators import DEFINITION, StepOperators
@@ -16,7 +17,20 @@ from .plan import LoadPlan
 
 
 def make_backend(plan: LoadPlan) -> Backend:
-    """The plan's, which may take over PyTorch's threads; what is not chosen is not imported."""
+    """The target's, which may take over PyTorch's threads; what is not chosen is not imported."""
+    return _backend(plan, plan.config.quantization)
+
+
+def make_drafter_backend(plan: LoadPlan, of_target: Backend | None = None) -> Backend:
+    """The drafter's: the target's, where that is at hand and its weights are kept alike."""
+    spec = plan.config.speculative_config
+    assert spec is not None, "only who speculates has a drafter"
+    if of_target is not None and spec.quantization == plan.config.quantization:
+        return of_target
+    return _backend(plan, spec.quantization)
+
+
+def _backend(plan: LoadPlan, quantization: Quantization | None) -> Backend:
     if plan.attention_backend == "compiled":
         from ....drafter.compute.compiled.backend import CompiledBackend
 
@@ -35,10 +49,11 @@ def make_backend(plan: LoadPlan) -> Backend:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if plan.attention_backend == "triton":
-        return TritonBackend(plan.device, batch_invariant=plan.config.batch_invariant)
+        invariant = plan.config.batch_invariant
+        return TritonBackend(plan.device, batch_invariant=invariant, quantised=quantization is not None)
     from ....drafter.compute.gpu.flash_attention import FlashAttention
 
-    return TritonBackend(plan.device, FlashAttention())
+    return TritonBackend(plan.device, FlashAttention(), quantised=quantization is not None)
 
 
 def make_step_operators(plan: LoadPlan) -> StepOperators:

@@ -19,7 +19,7 @@ from ....drafter.compute.backend import Machine, StackSpec
 from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.features import TargetFacts
-from ...checkpoints import resolve_checkpoint
+from ...checkpoints import drafter_folder, target_folder, tokenizer_folder
 from ..families import read_model
 from ..model.parallel import Sharding
 from ..model.spec import ModelSpec
@@ -79,20 +79,31 @@ class LoadPlan:
 
 def plan_load(config: EngineConfig) -> LoadPlan:
     """Resolve and check; CheckpointError or ConfigError names the field and the remedy."""
-    target_folder = resolve_checkpoint(config.model, field="model")
-    target = read_model(target_folder)
+    folder, draft_folder, drafter = target_folder(config), None, None
+    target = read_model(folder, config.hf_overrides)
     Sharding(target, 0, config.tensor_parallel_size)
-    open_checkpoint(target_folder, target)
-    _check_tokenizer(config, target_folder, target)
-    drafter_folder, drafter = None, None
-    if config.speculative_config is not None:
-        drafter_folder = resolve_checkpoint(config.speculative_config.model, field="speculative_config.model")
-        drafter = DrafterConfig.load(drafter_folder)
+    if config.load_format == "auto":
+        open_checkpoint(folder, target)
+    _check_tokenizer(config, target)
+    if (spec := config.speculative_config) is not None:
+        draft_folder = drafter_folder(config, spec.model)
+        drafter = DrafterConfig.load(draft_folder, spec.hf_overrides)
     length = find_max_model_len(config, target, drafter)
-    plan = plan_models(config, target_folder, target, drafter_folder, drafter, length)
-    if drafter_folder is not None:
-        check_drafter(drafter_folder, plan.facts)
+    plan = plan_models(config, folder, target, draft_folder, drafter, length)
+    if draft_folder is not None:
+        read_drafter(config, draft_folder, plan.facts)
     return plan
+
+
+def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DrafterConfig:
+    """A drafter that fits, with all its tensors where they are to be read; CheckpointError if not."""
+    assert config.speculative_config is not None, "only who speculates has a drafter"
+    overrides = config.speculative_config.hf_overrides
+    if config.load_format == "auto":
+        return check_drafter(folder, facts, overrides)
+    drafter = DrafterConfig.load(folder, overrides)
+    drafter.check_fits(facts)
+    return drafter
 
 
 def plan_models(
@@ -118,7 +129,9 @@ def plan_models(
         target=target,
         drafter_folder=drafter_folder,
         drafter=drafter,
-        facts=TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, max_model_len),
+        facts=TargetFacts(
+            target.hidden_size, target.num_layers, target.vocab_size, max_model_len, target.embed_scale
+        ),
         device=device,
         dtype=dtype,
         num_speculative_tokens=_num_speculative_tokens(config, drafter),
@@ -132,13 +145,11 @@ def _of_backend(target: ModelSpec, drafter: DrafterConfig | None) -> list[StackS
     return [model.of_backend() for model in (target, drafter) if model is not None]
 
 
-def _check_tokenizer(config: EngineConfig, target_folder: Path, target: ModelSpec) -> None:
+def _check_tokenizer(config: EngineConfig, target: ModelSpec) -> None:
     """A tokenizer that makes ids which the target has no embedding for belongs to another model."""
     if config.skip_tokenizer_init:
         return
-    folder = target_folder
-    if config.tokenizer is not None:
-        folder = resolve_checkpoint(config.tokenizer, field="tokenizer")
+    folder = tokenizer_folder(config)
     largest = _largest_token_id(folder / "tokenizer.json")
     if largest >= target.vocab_size:
         raise CheckpointError(

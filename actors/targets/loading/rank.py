@@ -9,7 +9,7 @@ Called by `executor.InProcessExecutor` and `workers/target_worker.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,20 +20,21 @@ from ....cluster.page_groups import LayerPlace, PagePlan
 from ....cluster.token_rules import RuleLimits
 from ....drafter.compute.backend import Backend
 from ....drafter.compute.kv_cache import PagedKVCache
-from ....drafter.dflash.checkpoint import load_drafter
+from ....drafter.compute.random_tensors import RandomTensors
+from ....drafter.dflash.checkpoint import drafter_shapes, load_drafter, make_drafter
 from ....drafter.dflash.features import LentWeights, TargetLends
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.propose import Proposer
 from ....drafter.step.states import RequestStates
 from ..model.decoder import Decoder
 from ..model.parallel import Communicator, Sharding, SingleRank, smallest
-from ..model.weights import TargetWeights
+from ..model.weights import TargetWeights, target_shapes
 from ..runners.host import DraftSource, LocalDrafts, StepRunner
 from ..runners.runner import RemoteDrafter, Runner
 from .grammars import make_grammars
 from .invariance import check_invariance
 from .memory import affordable_pages, gpu_budget_bytes, page_bytes
-from .operators import make_backend, make_step_operators
+from .operators import make_backend, make_drafter_backend, make_step_operators
 from .plan import LoadPlan, plan_load
 from .warm_up import measure_step_bytes, warm_up
 
@@ -69,22 +70,32 @@ class ModelSource(Protocol):
 
 
 class Checkpoints:
-    """The models in the plan's folders."""
+    """The models in the plan's folders, or (`load_format`) random weights in their shapes."""
 
     def target(self, plan: LoadPlan, sharding: Sharding) -> TargetWeights:
-        return TargetWeights(plan.target_folder, plan.target, sharding, plan.dtype, plan.device)
+        source = plan.target_folder if _reads(plan) else _random(plan, target_shapes(plan.target))
+        return TargetWeights(source, plan.target, sharding, plan.dtype, plan.device)
 
     def drafter(self, plan: LoadPlan, lends: TargetLends, backend: Backend) -> DFlashDrafter:
-        assert plan.drafter_folder is not None, "only a plan with a drafter asks for one"
-        return load_drafter(
-            plan.drafter_folder,
-            plan.facts,
-            lends,
-            plan.dtype,
-            plan.device,
-            backend,
-            plan.pages.drafter,
+        spec = plan.config.speculative_config
+        assert plan.drafter is not None and plan.drafter_folder is not None and spec is not None, (
+            "only a plan with a drafter asks for one"
         )
+        place = (plan.facts, lends, plan.dtype, plan.device, backend, plan.pages.drafter)
+        scale = spec.input_embedding_scale
+        if not _reads(plan):
+            tensors = _random(plan, drafter_shapes(plan.drafter, plan.facts))
+            return make_drafter(plan.drafter, tensors, *place, input_embedding_scale=scale)
+        folder, overrides = plan.drafter_folder, spec.hf_overrides
+        return load_drafter(folder, *place, overrides=overrides, input_embedding_scale=scale)
+
+
+def _reads(plan: LoadPlan) -> bool:
+    return plan.config.load_format == "auto"
+
+
+def _random(plan: LoadPlan, shapes: Mapping[str, tuple[int, ...]]) -> RandomTensors:
+    return RandomTensors(shapes, plan.dtype, plan.device)
 
 
 @torch.inference_mode()
@@ -125,6 +136,8 @@ def start_runner(
     runner.prepare()
     info = _info(plan, num_pages, has_grammars=rank.grammars is not None)
     logger.info("%s; backend %s", info, plan.attention_backend)
+    if plan.config.quantization is not None:
+        logger.warning("The target is quantised (%s): outputs are its own.", plan.config.quantization)
     check_invariance(plan, rank.backend)
     return runner, info
 
@@ -132,10 +145,10 @@ def start_runner(
 def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:
     """The target's whole embedding and head, for a drafter that lives apart."""
     whole = Sharding(plan.target, 0, 1)
-    weights = TargetWeights(plan.target_folder, plan.target, whole, plan.dtype, plan.device)
+    weights = Checkpoints().target(plan, whole)
     embedding_VH = weights.embedding()
     head_VH = embedding_VH if plan.target.tied_head else weights.head()
-    return LentWeights(embedding_VH, backend.linear(head_VH))
+    return LentWeights(embedding_VH, backend.head(head_VH))
 
 
 def _info(plan: LoadPlan, num_pages: tuple[int, ...], *, has_grammars: bool) -> ExecutorInfo:
@@ -212,7 +225,8 @@ class _Rank:
         self.grammars = make_grammars(plan)
         self._drafter: DFlashDrafter | None = None
         if plan.drafter is not None and not plan.split:
-            self._drafter = models.drafter(plan, self._model.lends, backend)
+            drafts_with = make_drafter_backend(plan, backend)
+            self._drafter = models.drafter(plan, self._model.lends, drafts_with)
 
     def affordable_pages(self) -> tuple[int, ...]:
         """Pages of each pool that every rank can afford: page ids are the same everywhere."""

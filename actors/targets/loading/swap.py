@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from ....cluster.errors import ConfigError
-from ....drafter.dflash.checkpoint import check_drafter
 from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.model import DFlashDrafter
-from ...checkpoints import resolve_checkpoint, with_drafter
+from ...checkpoints import drafter_folder, with_drafter
 from ..runners.runner import Runner
-from .plan import LoadPlan
+from .operators import make_drafter_backend
+from .plan import LoadPlan, read_drafter
 from .rank import Checkpoints
 
 FIELD = "speculative_config.model"
@@ -56,7 +56,8 @@ class DrafterExchange:
             self._remote.load(plan)
         else:
             target = self._runner.model
-            self._drafter = Checkpoints().drafter(plan, target.lends, target.backend)
+            backend = make_drafter_backend(plan, target.backend)
+            self._drafter = Checkpoints().drafter(plan, target.lends, backend)
         self._next = plan
 
     @torch.inference_mode()
@@ -79,8 +80,8 @@ def _planned(plan: LoadPlan, model: str) -> LoadPlan:
     """The plan with another drafter. Raises CheckpointError, ConfigError."""
     config = with_drafter(plan.config, model)
     assert plan.drafter is not None, "whoever speculates has a drafter"
-    folder = resolve_checkpoint(model, field=FIELD)
-    new = check_drafter(folder, plan.facts)
+    folder = drafter_folder(config, model)
+    new = read_drafter(config, folder, plan.facts)
     _check_like(plan.drafter, new, plan)
     return replace(plan, config=config, drafter_folder=folder, drafter=new)
 

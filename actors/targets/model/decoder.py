@@ -67,7 +67,7 @@ class Decoder:
             self._embed_norm = RMSNorm(embedding_UH.new_ones(spec.hidden_size), spec.rms_norm_eps)
         self.lends = LentEnds(
             VocabEmbedding(embedding_UH, sharding, communicator),
-            VocabHead(backend.linear(head_UH), spec.vocab_size, sharding, communicator),
+            VocabHead(backend.head(head_UH), spec.vocab_size, sharding, communicator),
             is_split=sharding.world_size > 1,
         )
         ropes: list[tuple[RopeConfig, RotaryEmbedding]] = []  # tables are large: layers share them
@@ -174,6 +174,7 @@ def _block(
         rope=rope,
         scale=mixer.scale,
         window=mixer.window,
+        v_norm=mixer.v_norm,
         sinks_Q=parts.sinks_Q,
     )
     return shape, BlockWeights(
@@ -186,4 +187,5 @@ def _block(
         mlp_norm=RMSNorm(parts.mlp_norm_H, eps),
         mlp=make_mlp(spec, parts.mlp, communicator, backend, eps, parts.qkv_OH.dtype),
         mlp_out_norm=out_norm(parts.mlp_out_norm_H),
+        scalar=None if parts.scalar_1 is None else parts.scalar_1.item(),
     )

@@ -107,12 +107,12 @@ class Sharding:
                 return _scaled(self.heads(layer), spec.mixer.head_dim)
             case "kv":
                 return _scaled(self.kv_heads(layer), spec.mixer.head_dim)
-            case "q_heads":
-                return self.heads(layer)
             case "value":
                 return _scaled(self.kv_heads(layer), spec.mixer.value_dim)
             case "attended":
                 return _scaled(self.heads(layer), spec.mixer.value_dim)
+            case "q_heads":
+                return self.heads(layer)
             case "vocab":
                 return self.vocab
             case "inner" | "shared":

@@ -27,7 +27,8 @@ CheckpointDType = Literal["float32", "bfloat16", "float16"]
 # each query head makes of them; "inner" is a dense MLP's, "shared" that of the
 # expert that all rows share, "experts" the router's, whole; "expert_gate_up" are an expert's gate rows, then
 # its up rows, "expert_pairs" the same rows taking turns; "_blocks" are those of packed weights
-# (`drafter/compute/mxfp4.py`), "block_bytes" what one holds; "one" is one.
+# (`drafter/compute/mxfp4.py`), "block_bytes" what one holds; "one" is one. "value": of K/V heads' values,
+# "attended": of what each query head makes of them.
 Axis = Literal[
     "hidden",
     "q",
@@ -72,6 +73,8 @@ class Attention:
         rope: None rotates nothing.
         window: how many tokens back a row sees, itself included; None sees all.
         qk_norm: queries and keys are RMS-normed per head before rotation.
+        v_norm: values are RMS-normed per head, too, without a weight.
+        k_is_v: values are the keys before their norm and rotation: one projection makes both.
         row_norm: both are RMS-normed over all their heads together, before they are told apart.
         gate: what is attended is multiplied by sigmoid(gate x), x as the queries get it.
         bias, out_bias: of the projections to q, k and v; of the one behind attention.
@@ -85,6 +88,8 @@ class Attention:
     scale: float
     window: int | None = None
     qk_norm: bool = False
+    v_norm: bool = False
+    k_is_v: bool = False
     row_norm: bool = False
     gate: bool = False
     bias: bool = False
@@ -140,11 +145,17 @@ class BesideMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One block: x += mixer(norm x), then x += mlp(norm x); `sandwich` norms what is added, too."""
+    """One block: x += mixer(norm x), then x += mlp(norm x).
+
+    Attributes:
+        sandwich: what is added is normed, too.
+        scalar: x is multiplied by a number of the layer behind all that.
+    """
 
     mixer: Attention
     mlp: GatedMLP | RoutedMLP | BesideMLP
     sandwich: bool = False
+    scalar: bool = False
 
     @property
     def dense(self) -> GatedMLP | None:
@@ -210,7 +221,7 @@ class ModelSpec:
         tied_head: the head is the embedding.
         logit_multiplier, logit_cap: of the target's logits, in this order: cap tanh(multiplier z / cap), None
             caps nothing; the drafter borrows the head without.
-        offset_norms: norm weights are stored without the 1 that they are added to.
+        fp32_norms: norms' weights stay in fp32, whatever the dtype.
         tensors: part -> where it is; parts that a layer has not got are not looked for, and of several
             `EXPERT_FORMS` the checkpoint has one.
         dtype: of the checkpoint.
@@ -230,7 +241,7 @@ class ModelSpec:
     tied_head: bool
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
-    offset_norms: bool = False
+    fp32_norms: bool = False
     tensors: Mapping[str, TensorRule]
     max_position_embeddings: int
     dtype: CheckpointDType
@@ -257,18 +268,20 @@ class ModelSpec:
         mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
         if any(mlp.activation == "gelu_tanh" for mlp in mlps):
             features.add("GELU")
-        if self.offset_norms:
+        if self.fp32_norms:
             features.add("norm weights in fp32")
+        if any(layer.mixer.v_norm for layer in self.layers):
+            features.add("normed values")
+        if any(layer.scalar for layer in self.layers):
+            features.add("scaled residuals")
         if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
             features.add("layers that rotate differently")
-        if any(mixer.rope is None for mixer in mixers):
+        if any(layer.mixer.rope is None for layer in self.layers):
             features.add("layers without rotation")
-        if any(mixer.gate for mixer in mixers):
+        if any(layer.mixer.gate for layer in self.layers):
             features.add("gate behind attention")
-        if any(mixer.row_norm for mixer in mixers):
+        if any(layer.mixer.row_norm for layer in self.layers):
             features.add("norm of whole queries and keys")
-        if any(mixer.sinks for mixer in mixers):
-            features.add("attention sinks")
         if any(mixer.value_dim != mixer.head_dim for mixer in mixers):
             features.add("values of another size than keys")
         if (
@@ -276,6 +289,8 @@ class ModelSpec:
             > 1
         ):
             features.add("layers whose heads differ")
+        if any(layer.mixer.sinks for layer in self.layers):
+            features.add("attention sinks")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
@@ -286,12 +301,19 @@ class ModelSpec:
     def layer_parts(self, layer: int) -> list[str]:
         """The parts of a layer, in the words of `tensors`."""
         spec = self.layers[layer]
-        biases = [f"{name}_bias" for name in "qkv" if spec.mixer.bias]
+        qkv = self.qkv_parts(layer)
+        biases = [f"{name}_bias" for name in qkv if spec.mixer.bias]
         biases += ["o_bias"] * spec.mixer.out_bias
         norms = ["attention_norm", "mlp_norm"] + ["attention_out_norm", "mlp_out_norm"] * spec.sandwich
         norms += ["q_norm", "k_norm"] * (spec.mixer.qk_norm or spec.mixer.row_norm)
-        others = ["attention_gate"] * spec.mixer.gate + ["sinks"] * spec.mixer.sinks
-        return [*norms, *"qkvo", *biases, *others, *self._mlp_parts(spec)]
+        gates = ["attention_gate"] * spec.mixer.gate
+        scalars = ["scalar"] * spec.scalar
+        sinks = ["sinks"] * spec.mixer.sinks
+        return [*norms, *qkv, "o", *gates, *biases, *sinks, *self._mlp_parts(spec), *scalars]
+
+    def qkv_parts(self, layer: int) -> tuple[str, str, str]:
+        """Of queries, keys and values; `k_as_v` reads the keys' rows once more."""
+        return "q", "k", "k_as_v" if self.layers[layer].mixer.k_is_v else "v"
 
     def _mlp_parts(self, layer: LayerSpec) -> list[str]:
         parts: list[str] = []
@@ -341,16 +363,18 @@ class ModelSpec:
                 return mixer.num_heads * mixer.head_dim
             case "kv":
                 return mixer.num_kv_heads * mixer.head_dim
-            case "q_heads":
-                return mixer.num_heads
             case "value":
                 return mixer.num_kv_heads * mixer.value_dim
             case "attended":
                 return mixer.num_heads * mixer.value_dim
+            case "q_heads":
+                return mixer.num_heads
             case "head":
                 return mixer.head_dim
             case "vocab":
                 return self.vocab_size
+            case "one":
+                return 1
             case _:
                 return _mlp_axis_size(axis, self.layers[layer])
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ....cluster.errors import CheckpointError
 from ....drafter.compute.fp8_blocks import Fp8Folder
-from ....drafter.compute.tensors import TensorFolder
+from ....drafter.compute.tensors import TensorFolder, TensorSource
 from .mlp_weights import BesideTensors, MlpTensors, read_dense, read_routed
 from .parallel import Sharding
 from .spec import ModelSpec, TensorRule
@@ -50,19 +49,7 @@ class LayerWeights:
     k_norm: Tensor | None
     sinks_Q: Tensor | None
     mlp: MlpTensors
-
-
-class TensorSource(Protocol):
-    """Tensors by their names in a checkpoint: a `TensorFolder`, or something that makes them up."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def get(self, name: str) -> Tensor: ...
-
-    def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
-        """Part of a tensor along `dim`."""
-        ...
+    scalar_1: Tensor | None
 
 
 class TargetWeights:
@@ -94,8 +81,8 @@ class TargetWeights:
             attention_out_norm_H=parts.maybe("attention_out_norm"),
             mlp_norm_H=parts.one("mlp_norm"),
             mlp_out_norm_H=parts.maybe("mlp_out_norm"),
-            qkv_OH=torch.cat([parts.one(part) for part in "qkv"]),
-            qkv_bias_O=parts.joined("q_bias", "k_bias", "v_bias"),
+            qkv_OH=torch.cat([parts.one(part) for part in self.spec.qkv_parts(index)]),
+            qkv_bias_O=parts.joined(*(f"{part}_bias" for part in self.spec.qkv_parts(index))),
             attention_gate_OH=parts.maybe("attention_gate"),
             o_HO=parts.one("o"),
             o_bias_H=parts.maybe("o_bias"),
@@ -103,6 +90,7 @@ class TargetWeights:
             k_norm=parts.maybe("k_norm"),
             sinks_Q=parts.maybe("sinks"),
             mlp=self._mlp(parts, index),
+            scalar_1=parts.maybe("scalar"),
         )
 
     def _mlp(self, parts: _LayerParts, index: int) -> MlpTensors:
@@ -157,7 +145,8 @@ class TargetWeights:
                 return tensor
         if tensor.dtype is torch.uint8:
             return tensor  # packed
-        return tensor.to(torch.float32 if part in _PRECISE else self._dtype)
+        stays_fp32 = part in _PRECISE or (self.spec.fp32_norms and part.endswith("norm"))
+        return tensor.to(torch.float32 if stays_fp32 else self._dtype)
 
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
+from ....drafter.dflash.parts import Selector
 from ....drafter.step.device.masks import DeviceMasks
 from ....drafter.step.device.rows import StepRequests, StepRows, lay_out_block, lay_out_rows, place_drafts
 from ....drafter.step.device.sampling import SamplingWorkspace, sample_rows
+from ....drafter.step.device.selection import candidates, walk_paths
 from ....drafter.step.device.stamps import stamp
 from ....drafter.step.device.states import DeviceStates
 from ....drafter.step.device.verification import accept_and_advance
@@ -175,9 +177,33 @@ class Iteration:
         assert drafter is not None and cache is not None, "drafts were planned, but there is no drafter"
         rows = lay_out_block(self._requests, tables, drafter.config.mask_token_id)
         hidden_NH = drafter.forward(drafter.embed_block(rows.token_ids_N), rows, cache)
+        if drafter.selector is not None:
+            return place_drafts(self._select(drafter, drafter.selector, hidden_NH, rows), rows, tables)
         place_drafts(
             self._choose(drafter, hidden_NH, rows.slots_N, rows.positions_N, drafts=True), rows, tables
         )
+
+    def _select(
+        self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: StepRows
+    ) -> Tensor:
+        """A draft per row, along each request's path, the same on all ranks: of a split head each rank finds
+        candidates within its part of the vocabulary."""
+        models, communicator, first_id = self._models, self._models.communicator, 0
+        state, is_split = models.states.sampling, drafter.is_split and not self._filters
+        if is_split:
+            logits, first_id = drafter.local_logits(hidden_NH)
+        else:
+            logits = drafter.logits(hidden_NH)
+        found = candidates(
+            logits, rows, state, selector.codebooks.top_k, filters=self._filters, vocab_start=first_id
+        )
+        if is_split:
+            found = candidates_of_ranks(*found, selector.codebooks.top_k, communicator)
+        gates_NE, cu_rows_R1 = selector.gates(hidden_NH), self._requests.cu_rows_R1
+        chosen_N = walk_paths(
+            *found, gates_NE, rows, cu_rows_R1, state, selector.codebooks, filters=self._filters
+        )
+        return communicator.broadcast(chosen_N)
 
     def _sample(self, rows: StepRows, hidden_NH: Tensor, masks: DeviceMasks | None) -> Tensor:
         """The target's choices, and which drafts they leave standing."""
@@ -244,3 +270,14 @@ def best_of_ranks(ids_X: Tensor, scores_X: Tensor, communicator: Communicator) -
     all_scores, all_ids = communicator.all_gather(mine_12X, dim=0).unbind(1)
     best_1X = all_scores.view(torch.float32).argmax(dim=0, keepdim=True)
     return all_ids.gather(0, best_1X).squeeze(0).long()
+
+
+def candidates_of_ranks(
+    z_NK: Tensor, ids_NK: Tensor, top_k: int, communicator: Communicator
+) -> tuple[Tensor, Tensor]:
+    """Logits and ids [N, K] of the likeliest of what all ranks have, ids ascending. One collective."""
+    mine_12NK = torch.stack((z_NK.view(torch.int32), ids_NK.int())).unsqueeze(0)
+    z_NC, ids_NC = communicator.all_gather(mine_12NK, dim=0).permute(1, 2, 0, 3).flatten(2).unbind(0)
+    z_NK, places_NK = z_NC.contiguous().view(torch.float32).topk(top_k, dim=-1, sorted=False)
+    ids_NK, order_NK = ids_NC.gather(-1, places_NK).long().sort(dim=-1)
+    return z_NK.gather(-1, order_NK), ids_NK

@@ -49,8 +49,8 @@ class CompiledBackend(CpuBackend):
             return Linear(weight_OH, bias_O)
         return PackedLinear(weight_OH, bias_O, self._num_threads)
 
-    def linear_of_blocks(self, weight_PLRH: Tensor) -> Projection:
-        return self.linear(weight_PLRH.flatten(0, 2))  # laid out anew there
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
+        return self.linear(weight_PLRH.flatten(0, 2), bias_O)  # laid out anew there
 
     def stack(
         self,

@@ -6,6 +6,7 @@ Legend: N rows, H hidden, O outputs, K kv heads, J = Q + K, D head dim, L layers
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
@@ -14,6 +15,7 @@ from ..kv_cache import PagedKVCache
 from ..layers import Activation, HeadNorm, RMSNorm, gate
 from ..rope import RotaryEmbedding, Rotation
 from .attention import AttentionBatch, paged_attention
+from .convolution import convolve
 from .experts import TorchExperts
 from .routing import TorchRoute
 
@@ -43,6 +45,7 @@ class TorchBackend(OperatorBackend):
     """PyTorch's own operators; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
+    convolve = staticmethod(convolve)
 
     def begin(self, rows: PlacedRows) -> _TorchPass:
         return _TorchPass(rows)
@@ -63,9 +66,17 @@ class TorchBackend(OperatorBackend):
         return norm(x_NH)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_NH = project(x_NI, residual_NH) if out_norm is None else out_norm(project(x_NI)) + residual_NH
+        if scalar is not None:
+            x_NH = x_NH * scalar
         return x_NH, norm(x_NH)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
@@ -90,6 +101,9 @@ class _TorchAttention:
             step.rotation(shape.rope).rotate(normed, out_NJD=qk_NJD)
         elif normed is not qk_NJD:
             qk_NJD.copy_(normed)
+        if shape.v_norm:
+            v_NKF = qkv_NO[:, self._heads[0] * head_dim :].unflatten(-1, (shape.num_kv_heads, -1))
+            v_NKF.copy_(F.rms_norm(v_NKF, v_NKF.shape[-1:], None, shape.eps))
         cache.write(layer, step.rows.kv_slots[group], qkv_NO[:, num_q * head_dim :])
         return paged_attention(
             qk_NJD[:, :num_q],

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..layers import Activation
 from .launch import dependent_launch, wait_for_predecessor
 
+_STEEPNESS = tl.constexpr(1.702)  # of gpt-oss's sigmoid
 _BLOCK = 1024  # 8 elements per thread of 4 warps; 16 rows of 12288 make 192 programs
 
 
@@ -75,3 +76,15 @@ def activate(gate, GELU: tl.constexpr, dtype: tl.constexpr):
     if GELU:  # by tanh: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
         x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return (gate / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def expert_gate(gate, up, limit, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """An expert's inner product of fp32 values, in `dtype`, as `eager/experts.py` means it."""
+    if ACTIVATION == "swiglu_clamped":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        product = (up + 1.0) * gate / (1.0 + tl.exp(-(gate * _STEEPNESS)))
+    else:
+        product = activate(gate, ACTIVATION == "gelu_tanh", dtype) * up
+    return product.to(dtype)

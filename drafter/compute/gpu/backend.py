@@ -2,9 +2,10 @@
 
 Per layer: four products, one launch that norms and rotates q and k and writes K/V, one that attends. Where
 products are ours (`projections.py`) they add residuals, norm and gate by themselves; where they are
-PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Per pass and kind
-of layers: one lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it
-all. Chosen at load (`actors/targets/loading/operators.py`).
+PyTorch's, one launch adds the residual and norms it (twice), one makes the gated product. Routed experts are
+a product and a choice (`routing.py`), then four launches (`experts.py`). Per pass and kind of layers: one
+lists attention's work. Nothing asks the host for a value, so that a CUDA graph may hold it all. Chosen at
+load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, D head dim, L layers, I inner size, P pages, S page size, Q query heads,
 K kv heads, F head dim of values; of a weight P parts and R rows of a block.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,21 +24,20 @@ from ..backend import (
     Attention,
     AttentionShape,
     ContextWriter,
-    Feature,
     Machine,
     PlacedRows,
     Projection,
     StackSpec,
 )
 from ..blocks import OperatorBackend
-from ..eager.experts import TorchExperts
-from ..eager.routing import TorchRoute
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..rope import RotaryEmbedding
 from .attention import MAX_HEAD_DIM, verify_attention
 from .choice import MeasuredChoice
+from .convolution import convolve
+from .experts import TritonExperts
 from .norms import add_rms_norm, rms_norm
 from .product_tiles import ProductWorkspace
 from .projections import (
@@ -48,6 +48,8 @@ from .projections import (
     TorchProjection,
     as_tensor,
 )
+from .quantised import QuantisedProjection, QuantisedWeight
+from .routing import TritonRoute
 from .row_squares import row_squares
 from .tiles import AttentionKind, AttentionWorkspace, PagedRows, rows_from_host
 from .work import WorkList, list_work
@@ -112,17 +114,14 @@ class SplitAttention:
         return verify_attention(q_NQD, k_PSKD, v_PSKF, rows, prepared, scale, sinks_Q=sinks_Q)
 
 
-_KNOWN = frozenset(get_args(Feature)) - {"routed experts"}
-
-
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine or a model lacks for Triton's kernels."""
+    """What this machine or a model lacks for Triton's kernels; of models every feature is known."""
     if machine.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         return "runs on GPUs"
     wide = sorted(dim for dim in spec.head_dims if dim > MAX_HEAD_DIM)
     if wide:
         return f"has no head_dim above {MAX_HEAD_DIM}, the {spec.name}'s is {wide[0]}"
-    return spec.lacking(_KNOWN)
+    return None
 
 
 class TritonBackend(OperatorBackend):
@@ -133,9 +132,11 @@ class TritonBackend(OperatorBackend):
         attend: what attends; by default our own kernel.
         batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
             tiles of one height, and attention is as `AttentionWorkspace` says.
+        quantised: weights of products are e4m3 (`quantised.py`), but heads', routers' and experts'.
     """
 
     attention_batch = staticmethod(rows_from_host)
+    packed_experts = True
 
     def __init__(
         self,
@@ -143,16 +144,32 @@ class TritonBackend(OperatorBackend):
         attend: PagedAttention | None = None,
         *,
         batch_invariant: bool = False,
+        quantised: bool = False,
     ) -> None:
         self._device, self._batch_invariant = torch.device(device), batch_invariant
+        self._quantised = quantised
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
         self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        if self._quantised:
+            return self._quantised_projection(weight_OH[None, None], bias_O)
+        return self._plain_linear(weight_OH, bias_O)
+
+    def head(self, weight_VH: Tensor) -> LayerProjection:
+        return self._plain_linear(weight_VH)
+
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
+        if self._quantised:
+            return self._quantised_projection(weight_PLRH, bias_O)
+        return self._projection(weight_PLRH, bias_O, lambda: linear_of_blocks(weight_PLRH, bias_O))
+
+    def _plain_linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
         return self._projection(weight_OH[None, None], bias_O, lambda: Linear(weight_OH, bias_O))
 
-    def linear_of_blocks(self, weight_PLRH: Tensor) -> LayerProjection:
-        return self._projection(weight_PLRH, None, lambda: linear_of_blocks(weight_PLRH))
+    def _quantised_projection(self, weight_PLRH: Tensor, bias_O: Tensor | None) -> LayerProjection:
+        weight = QuantisedWeight.of(weight_PLRH)
+        return QuantisedProjection(weight, bias_O, self._sums, one_tile=self._batch_invariant)
 
     def _projection(
         self,
@@ -178,10 +195,10 @@ class TritonBackend(OperatorBackend):
         return _TritonContextWriter(k_norm_LD.contiguous(), eps, num_kv_heads)
 
     def route(self, weights: RouterWeights) -> Route:
-        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
+        return TritonRoute(weights, self._plain_linear(weights.weight_EH, weights.bias_E))
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return TorchExperts(weights)
+        return TritonExperts(weights, one_height=self._batch_invariant)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return rms_norm(x_NH, norm.weight_H, norm.eps)
@@ -190,18 +207,26 @@ class TritonBackend(OperatorBackend):
         return row_squares(x_NO, widths)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor | PendingNorm]:
-        if out_norm is None and isinstance(project, LayerProjection):
+        if out_norm is None and scalar is None and isinstance(project, LayerProjection):
             return project.added(x_NI, residual_NH, norm)
         y_NH = project(x_NI, None)  # summed over ranks, perhaps, before anything is added
         if out_norm is not None:
             y_NH = rms_norm(y_NH, out_norm.weight_H, out_norm.eps)
-        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps)
+        return add_rms_norm(y_NH, residual_NH, norm.weight_H, norm.eps, scalar)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor | PendingNorm, activation: Activation) -> Tensor:
         assert isinstance(gate_up, LayerProjection), "made by this backend, split between ranks or not"
         return gate_up.gated(normed_NH, activation)
+
+    convolve = staticmethod(convolve)
 
     def as_tensor(self, normed_NH: Tensor | PendingNorm) -> Tensor:
         return as_tensor(normed_NH)
@@ -245,6 +270,7 @@ class _TritonAttention:
             rows.kv_slots[group],
             k_PSKD,
             v_PSKF,
+            v_norm=shape.v_norm,
         )
         kind = AttentionKind(
             num_heads=shape.num_heads,
@@ -258,7 +284,8 @@ class _TritonAttention:
         )
         prepared = step.prepared(group, kind)
         q_NQD = qkv_NO[:, : self._q_size].unflatten(-1, (shape.num_heads, shape.head_dim))
-        return self._attend(q_NQD, k_PSKD, v_PSKF, rows.batches[group], prepared, shape.scale, shape.sinks_Q)
+        batch = rows.batches[group]
+        return self._attend(q_NQD, k_PSKD, v_PSKF, batch, prepared, shape.scale, shape.sinks_Q)
 
 
 class _TritonContextWriter:

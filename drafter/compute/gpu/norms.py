@@ -30,11 +30,13 @@ def rms_norm(x_NH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         x_NH: rows may have any stride, a row is contiguous.
     """
     normed_NH = x_NH.new_empty(x_NH.shape)
-    _launch(x_NH, None, weight_H, eps, None, normed_NH)
+    _launch(x_NH, None, weight_H, eps, None, normed_NH, None)
     return normed_NH
 
 
-def add_rms_norm(y_NH: Tensor, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    y_NH: Tensor, x_NH: Tensor, weight_H: Tensor, eps: float, scalar: float | None = None
+) -> tuple[Tensor, Tensor]:
     """`x + y` and its RMSNorm: (sum [N, H], normed [N, H]).
 
     The sum is rounded to the model's dtype, and what is normed is that rounded sum, as in
@@ -43,15 +45,22 @@ def add_rms_norm(y_NH: Tensor, x_NH: Tensor, weight_H: Tensor, eps: float) -> tu
     Args:
         y_NH: what a block adds; rows may have any stride, a row is contiguous.
         x_NH: the residual, likewise.
+        scalar: multiplies the rounded sum, and is rounded again; None leaves it as it is.
     """
     assert y_NH.shape == x_NH.shape and y_NH.dtype == x_NH.dtype, "a residual is added to its like"
     sum_NH, normed_NH = x_NH.new_empty(x_NH.shape), x_NH.new_empty(x_NH.shape)
-    _launch(x_NH, y_NH, weight_H, eps, sum_NH, normed_NH)
+    _launch(x_NH, y_NH, weight_H, eps, sum_NH, normed_NH, scalar)
     return sum_NH, normed_NH
 
 
 def _launch(
-    x_NH: Tensor, y_NH: Tensor | None, weight_H: Tensor, eps: float, sum_NH: Tensor | None, normed_NH: Tensor
+    x_NH: Tensor,
+    y_NH: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    sum_NH: Tensor | None,
+    normed_NH: Tensor,
+    scalar: float | None,
 ) -> None:
     num_rows, width = x_NH.shape
     assert weight_H.shape == (width,) and weight_H.is_contiguous(), "one weight per element of a row"
@@ -66,6 +75,7 @@ def _launch(
         x_NH.stride(0),
         (x_NH if y_NH is None else y_NH).stride(0),
         eps,
+        scalar,
         WIDTH=width,
         BLOCK=block,
         num_warps=warps_for(block),
@@ -88,6 +98,7 @@ def _rms_norm(
     x_stride,
     y_stride,
     eps,
+    scalar,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,6 +113,8 @@ def _rms_norm(
     if y_ptr is not None:
         y_H = tl.load(y_ptr + row * y_stride + columns_H, mask=inside_H, other=0.0).to(tl.float32)
         sum_H = (x_H + y_H).to(dtype)
+        if scalar is not None:
+            sum_H = (sum_H.to(tl.float32) * scalar).to(dtype)
         tl.store(sum_ptr + row * WIDTH + columns_H, sum_H, mask=inside_H)
         x_H = sum_H.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_H * x_H, axis=0) / WIDTH + eps)

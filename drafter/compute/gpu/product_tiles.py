@@ -15,7 +15,7 @@ _ENOUGH_PROGRAMS = 250  # two for most multiprocessors: one leaves its copies wa
 _MOST_PROGRAMS = 8 * _MULTIPROCESSORS  # of products that are split: bounds the workspace
 _MOST_SPLITS, _LEAST_SPLIT_TILES = 16, 4
 COLUMNS = 64  # rows of a weight per program: what a matrix instruction takes
-_STEPS = {2: 128, 4: 32}  # inputs at a time, by bytes of a value
+_STEPS = {1: 128, 2: 128, 4: 32}  # inputs at a time, by bytes of a value
 _TALL = 64  # rows, from which on x takes as much room as the weights: steps are half as long
 
 

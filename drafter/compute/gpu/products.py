@@ -55,6 +55,7 @@ def multiply(
     workspace: ProductWorkspace,
     tile: int,
     *,
+    scale_O: Tensor | None = None,
     bias_O: Tensor | None = None,
     norm: Normed | None = None,
     activation: Activation | None = None,
@@ -70,6 +71,7 @@ def multiply(
         plan: of these outputs and inputs.
         tile: rows of x per program; more rows than that take several, which read the weights again, and then
             every program adds up all splits by itself.
+        scale_O: fp32, of all rows of the weight, whose values are eight bits of e4m3 then (`quantised.py`).
         bias_O: of all rows of the weight, in the order of outputs.
         residual_NO: added to the product once that is rounded.
         squares_NT: fp32 [N, plan.tiles], written: sums of squares of y over each tile of its columns.
@@ -77,7 +79,8 @@ def multiply(
     num_rows, inputs = x_NK.shape
     parts, layers, span, _ = weight_PLRK.shape
     outputs = span if activation else parts * layers * span
-    assert weight_PLRK.shape[3] == inputs and x_NK.dtype is weight_PLRK.dtype, "x is what the weight takes"
+    assert weight_PLRK.shape[3] == inputs, "x is what the weight takes"
+    assert scale_O is not None or x_NK.dtype is weight_PLRK.dtype, "and of its dtype, but for codes"
     assert weight_PLRK.stride(3) == 1 and x_NK.stride(1) == 1, "a row must be contiguous"
     assert activation is None or (parts, layers) == (2, 1), "gate, then up"
     y_NO = x_NK.new_empty((num_rows, outputs))
@@ -89,6 +92,7 @@ def multiply(
     _multiply[(row_tiles, plan.tiles * programs)](
         x_NK,
         weight_PLRK,
+        scale_O,
         bias_O,
         residual_NO,
         y_NO,
@@ -128,6 +132,7 @@ def multiply(
 def _multiply(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -164,7 +169,7 @@ def _multiply(
     row_M = row_tile * ROWS + tl.arange(0, ROWS)
     real_M = row_M < num_rows
     row_M = tl.minimum(row_M, num_rows - 1).to(tl.int64)
-    at_C, bias_C = _weight_rows(
+    at_C, number_C = _weight_rows(
         tile, part_stride, layer_stride, row_stride, OUTPUTS, LAYERS, SPAN, GATED, COLUMNS
     )
     scale_M = real_M.to(tl.float32)
@@ -194,8 +199,10 @@ def _multiply(
         tl.store(arrived_ptr + tile, 0)
         for other in range(SPLITS):
             sum_CM += tl.load(sums_ptrs_CM + other * COLUMNS * ROWS, cache_modifier=".cg")
+    if scale_ptr is not None:
+        sum_CM *= tl.load(scale_ptr + number_C)[:, None]
     if bias_ptr is not None:
-        sum_CM += tl.load(bias_ptr + bias_C).to(tl.float32)[:, None]
+        sum_CM += tl.load(bias_ptr + number_C).to(tl.float32)[:, None]
     _finish(
         sum_CM, tile, row_M, real_M, residual_ptr, residual_stride, y_ptr, new_squares_ptr,
         OUTPUTS, GATED, GELU, ROWS, COLUMNS,
@@ -293,6 +300,7 @@ def _sum_split(
 ):
     """One split's products, transposed: the weight's rows are the instruction's, x may have few."""
     sum_CM = tl.zeros([COLUMNS, ROWS], tl.float32)
+    dtype: tl.constexpr = x_ptrs_M.dtype.element_ty
     for i in range(SPLIT_TILES):
         at_S = (split * SPLIT_TILES + i) * STEP + tl.arange(0, STEP)
         if SPLITS * SPLIT_TILES * STEP == INPUTS:
@@ -304,6 +312,6 @@ def _sum_split(
             x_SM = tl.load(x_ptrs_M[None, :] + at_S[:, None], mask=inside_S[:, None], other=0.0)
         if norm_ptr is not None:
             norm_S = tl.load(norm_ptr + at_S, mask=at_S < INPUTS, other=0.0).to(tl.float32)
-            x_SM = (x_SM.to(tl.float32) * scale_M[None, :] * norm_S[:, None]).to(weight_CS.dtype)
-        sum_CM = tl.dot(weight_CS, x_SM, sum_CM, input_precision=_FP32_PRODUCT)
+            x_SM = (x_SM.to(tl.float32) * scale_M[None, :] * norm_S[:, None]).to(dtype)
+        sum_CM = tl.dot(weight_CS.to(dtype), x_SM, sum_CM, input_precision=_FP32_PRODUCT)
     return sum_CM

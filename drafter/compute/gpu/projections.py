@@ -97,11 +97,11 @@ class OwnProjection(LayerProjection):
     """See the module's text.
 
     Args:
-        weight_PLRK: as `products.multiply` takes it; a matrix is one block.
+        weight_PLRK, scale_O: as `products.multiply` takes them; a matrix is one block.
         one_tile: rows come in tiles of one height, whatever their number: their bits depend on no other row.
     """
 
-    __slots__ = ("_bias_O", "_gated_plan", "_plan", "_tile", "_weight_PLRK", "_workspace")
+    __slots__ = ("_bias_O", "_gated_plan", "_plan", "_scale_O", "_tile", "_weight_PLRK", "_workspace")
 
     def __init__(
         self,
@@ -109,10 +109,12 @@ class OwnProjection(LayerProjection):
         bias_O: Tensor | None,
         workspace: ProductWorkspace,
         *,
+        scale_O: Tensor | None = None,
         one_tile: bool = False,
     ) -> None:
         outputs, inputs = weight_PLRK.shape[:3].numel(), weight_PLRK.shape[3]
         self._weight_PLRK, self._bias_O, self._workspace = weight_PLRK, bias_O, workspace
+        self._scale_O = scale_O
         self._plan = plan_product(outputs, inputs, weight_PLRK.dtype)
         self._gated_plan = plan_product(outputs // 2, inputs, weight_PLRK.dtype, gated=True)
         self._tile = ROW_TILES[-1] if one_tile else None
@@ -152,6 +154,7 @@ class OwnProjection(LayerProjection):
             plan,
             self._workspace,
             self._tile or row_tile(len(x_NK)),
+            scale_O=self._scale_O,
             bias_O=self._bias_O,
             norm=norm,
             activation=activation,

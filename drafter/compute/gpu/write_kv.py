@@ -41,6 +41,8 @@ def norm_rotate_write(
     kv_slots_N: Tensor,
     k_PSKD: Tensor,
     v_PSKF: Tensor,
+    *,
+    v_norm: bool = False,
 ) -> None:
     """Norm and rotate q in place; norm and rotate k and write it, and v, into a layer's pages.
 
@@ -56,6 +58,7 @@ def norm_rotate_write(
         kv_slots_N: page id * page size + offset, int32 or int64; unwanted rows carry the skip slot.
         k_PSKD: keys of one layer, a view of `PagedKVCache.kv`; written.
         v_PSKF: values likewise.
+        v_norm: values are RMS-normed, without a weight.
     """
     _, _, num_kv, head_dim = k_PSKD.shape
     v_head_dim = v_PSKF.shape[3]
@@ -65,8 +68,7 @@ def norm_rotate_write(
     assert k_PSKD.shape[:3] == v_PSKF.shape[:3] and v_head_dim % 2 == 0, "there is a value for every key"
     slot_stride = _slot_stride(k_PSKD)
     assert slot_stride == _slot_stride(v_PSKF), "v lies as k does"
-    _check_rows(qkv_NO, head_dim)
-    _check_tables(head_dim, cos_TD, sin_TD)
+    _check_rows(qkv_NO, head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, max(num_q, num_kv))
     num_groups = triton.cdiv(num_q, group) + 2 * triton.cdiv(num_kv, group)
     _norm_rotate_write[(len(qkv_NO), num_groups)](
@@ -89,6 +91,7 @@ def norm_rotate_write(
         WIDTH=_power_of_two_above(head_dim // 2),
         V_WIDTH=_power_of_two_above(v_head_dim // 2),
         GROUP=group,
+        V_NORM=v_norm,
         num_warps=1,
         **dependent_launch(qkv_NO.device),
     )
@@ -119,8 +122,7 @@ def write_context(
     assert k_norm_LD.shape == (num_layers, head_dim) and k_norm_LD.is_contiguous(), "one norm per layer"
     assert kv_LPS2KD[0].is_contiguous(), "the pages of a layer lie as PagedKVCache makes them"
     assert kv_NJD.stride()[1:] == (head_dim, 1), "the heads of a row must be contiguous"
-    _check_rows(kv_NJD.flatten(1), head_dim)
-    _check_tables(head_dim, cos_TD, sin_TD)
+    _check_rows(kv_NJD.flatten(1), head_dim, cos_TD, sin_TD)
     group = heads_per_program(head_dim, num_kv)
     _write_context[(len(kv_NJD), num_layers, 2 * triton.cdiv(num_kv, group))](
         kv_NJD,
@@ -162,12 +164,9 @@ def _slot_stride(k_PSKD: Tensor) -> int:
     return slot_stride
 
 
-def _check_rows(heads_NO: Tensor, head_dim: int) -> None:
+def _check_rows(heads_NO: Tensor, head_dim: int, cos_TD: Tensor | None, sin_TD: Tensor | None) -> None:
     assert head_dim % 2 == 0, "the halves of a head are turned into each other"
     assert heads_NO.stride(1) == 1, "the heads of a row must be contiguous"
-
-
-def _check_tables(head_dim: int, cos_TD: Tensor | None, sin_TD: Tensor | None) -> None:
     assert (cos_TD is None) == (sin_TD is None), "both tables or neither"
     if cos_TD is None or sin_TD is None:
         return
@@ -196,6 +195,7 @@ def _norm_rotate_write(
     WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
+    V_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_predecessor(PDL)
@@ -212,13 +212,26 @@ def _norm_rotate_write(
         cos_ptr += at
         sin_ptr += at
     if group < Q_GROUPS:
-        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, WIDTH, GROUP)
+        _move(q_ptr, q_ptr, group, q_norm_ptr, eps, cos_ptr, sin_ptr, NUM_Q, HALF, WIDTH, GROUP, False)
     elif group < Q_GROUPS + KV_GROUPS:
         group -= Q_GROUPS
-        _move(fresh_k_ptr, k_ptr + to, group, k_norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP)
+        _move(
+            fresh_k_ptr,
+            k_ptr + to,
+            group,
+            k_norm_ptr,
+            eps,
+            cos_ptr,
+            sin_ptr,
+            NUM_KV,
+            HALF,
+            WIDTH,
+            GROUP,
+            False,
+        )
     else:
         group -= Q_GROUPS + KV_GROUPS
-        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, V_HALF, V_WIDTH, GROUP)
+        _move(fresh_v_ptr, v_ptr + to, group, None, eps, None, None, NUM_KV, V_HALF, V_WIDTH, GROUP, V_NORM)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -252,11 +265,11 @@ def _write_context(
         norm_ptr = k_norm_ptr + layer * 2 * HALF
         cos_ptr += at
         sin_ptr += at
-        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP)
+        _move(fresh_k_ptr, k_ptr, group, norm_ptr, eps, cos_ptr, sin_ptr, NUM_KV, HALF, WIDTH, GROUP, False)
     else:
         fresh_v_ptr = fresh_k_ptr + NUM_LAYERS * KEYS
         group -= KV_GROUPS
-        _move(fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, NUM_KV, HALF, WIDTH, GROUP)
+        _move(fresh_v_ptr, k_ptr + KEYS, group, None, eps, None, None, NUM_KV, HALF, WIDTH, GROUP, False)
 
 
 @triton.jit
@@ -272,8 +285,12 @@ def _move(
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
+    PLAIN_NORM: tl.constexpr,
 ):
-    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written."""
+    """Group number `group` of a row's `NUM_HEADS` heads: normed, rotated (either if given), written.
+
+    PLAIN_NORM: normed without a weight.
+    """
     heads_G = group * GROUP + tl.arange(0, GROUP)
     columns_C = tl.arange(0, WIDTH)
     inside = (heads_G < NUM_HEADS)[:, None]
@@ -284,6 +301,11 @@ def _move(
     high_GC = tl.load(from_ptr + offsets_GC + HALF, mask=inside, other=0.0)
     if norm_ptr is not None:
         low_GC, high_GC = _norm(low_GC, high_GC, norm_ptr, columns_C, eps, HALF, WIDTH)
+    if PLAIN_NORM:
+        dtype = low_GC.dtype
+        low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
+        scale_G1 = _inverse_rms(low_GC, high_GC, eps, HALF)
+        low_GC, high_GC = (low_GC * scale_G1).to(dtype), (high_GC * scale_G1).to(dtype)
     if cos_ptr is not None:
         cos_C = _load_columns(cos_ptr, columns_C, HALF, WIDTH)
         sin_C = _load_columns(sin_ptr + HALF, columns_C, HALF, WIDTH)
@@ -307,13 +329,19 @@ def _norm(low_GC, high_GC, weight_ptr, columns_C, eps, HALF: tl.constexpr, WIDTH
     dtype = low_GC.dtype
     inner: tl.constexpr = weight_ptr.dtype.element_ty
     low_GC, high_GC = low_GC.to(tl.float32), high_GC.to(tl.float32)
-    squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
-    scale_G1 = tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
+    scale_G1 = _inverse_rms(low_GC, high_GC, eps, HALF)
     weight_low_1C = _load_columns(weight_ptr, columns_C, HALF, WIDTH).to(tl.float32)[None, :]
     weight_high_1C = _load_columns(weight_ptr + HALF, columns_C, HALF, WIDTH).to(tl.float32)[None, :]
     low_GC = (low_GC * scale_G1).to(inner).to(tl.float32) * weight_low_1C
     high_GC = (high_GC * scale_G1).to(inner).to(tl.float32) * weight_high_1C
     return low_GC.to(dtype), high_GC.to(dtype)
+
+
+@triton.jit
+def _inverse_rms(low_GC, high_GC, eps, HALF: tl.constexpr):
+    """[G, 1], of heads in fp32."""
+    squares_G = tl.sum(low_GC * low_GC + high_GC * high_GC, axis=1)
+    return tl.rsqrt(squares_G / (2 * HALF) + eps)[:, None]
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..blocks import OperatorBackend
 from ..eager.attention import AttentionBatch, paged_attention
+from ..eager.convolution import convolve
 from ..eager.routing import TorchRoute
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
@@ -33,6 +34,7 @@ class CpuBackend(OperatorBackend):
     """Compiled loops for fp32 and bf16; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
+    convolve = staticmethod(convolve)
 
     def begin(self, rows: PlacedRows) -> PlacedRows:
         return rows
@@ -53,13 +55,21 @@ class CpuBackend(OperatorBackend):
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def residual_norm(
-        self, project: Projection, x_NI: Tensor, residual_NH: Tensor, norm: RMSNorm, out_norm: RMSNorm | None
+        self,
+        project: Projection,
+        x_NI: Tensor,
+        residual_NH: Tensor,
+        norm: RMSNorm,
+        out_norm: RMSNorm | None,
+        scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_NH = (
             project(x_NI, residual_NH)
             if out_norm is None
             else self._add_normed(project, x_NI, out_norm, residual_NH)
         )
+        if scalar is not None:
+            x_NH.mul_(scalar)
         return x_NH, layers.rms_norm(x_NH, norm.weight_H, norm.eps)
 
     def _add_normed(
@@ -80,6 +90,8 @@ class _CpuAttention:
 
     def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
+        if shape.v_norm:
+            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.v_head_dim, shape.eps)
         layers.norm_rotate_write(
             qkv_NO,
             shape.head_dim,

@@ -144,6 +144,9 @@ class StepRows(PlacedRows):
     token_ids_N: Tensor
     slots_N: Tensor
 
+    def owners(self) -> Tensor:
+        return self.slots_N
+
 
 def lay_out_rows(requests: StepRequests, tables: SlotTables) -> StepRows:
     """The target's rows: known tokens and the drafts that `place_drafts` has put behind them."""

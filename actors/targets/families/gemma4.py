@@ -1,0 +1,234 @@
+"""Gemma 4, text: sandwich norms, layers of two geometries, values that are keys, scaled blocks, a logit cap.
+
+    x = sqrt(H) E[id];  x += post(attention(norm x));  x += post(mlp(norm x));  x *= s;  30 tanh(head(x) / 30)
+
+Sliding layers and full ones differ in heads, head size, window and rotation. Full layers of most models have
+no values of their own: v = rms(k_proj u), taken before the keys' norm and rotation. Scores are not scaled: q
+and k are normed. The mixture (26B-A4B) runs a dense MLP and experts side by side (`BesideMLP`).
+
+Not here: images and sound (of a multimodal checkpoint the text part is served); the per-layer embeddings and
+shared K/V of E2B and E4B, which are refused.
+
+Sources: transformers' modeling_gemma4.py and modeling_gemma4_unified.py (12B); the defaults are their
+configurations'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, Field, field_validator
+from torch import Tensor
+
+from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
+from ....drafter.compute.experts import Router
+from ....drafter.compute.rope import RopeConfig
+from ..model.spec import Attention, BesideMLP, GatedMLP, LayerSpec, ModelSpec, RoutedMLP, TensorRule
+from .plain import TENSORS, PlainConfig, model_of
+
+_FULL_EVERY = 6  # layers, where a file does not say which are full
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def _none_of(feature: str) -> AfterValidator:
+    def check(value: Any) -> int:  # Any: JSON values
+        if value:
+            raise ValueError(f"must be 0: {feature} (Gemma 4 E2B, E4B) are not served")
+        return 0
+
+    return AfterValidator(check)
+
+
+class LayerGeometry(HfConfig):
+    """An entry of `per_layer_config`, as transformers saves it: what of a layer differs from the others."""
+
+    head_dim: Count | None = None
+    num_key_value_heads: Count | None = None
+
+
+class Gemma4Config(PlainConfig):
+    """The text part of a Gemma 4 config.json, as published; `per_layer_config`, where transformers saved it.
+
+    A file that is silent on `hidden_size_per_layer_input` has per-layer embeddings.
+    """
+
+    num_attention_heads: Count = 8
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 256
+    global_head_dim: Count = 512
+    num_global_key_value_heads: Count | None = None
+    per_layer_config: dict[str, LayerGeometry] | None = None
+    attention_k_eq_v: bool = False
+    vocab_size: Count = 262144
+    max_position_embeddings: Count = 131072
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+    sliding_window: Count | None = 512
+    attention_bias: bool = False
+    final_logit_softcapping: float | None = None
+    rope_parameters: dict[str, Any]  # Any: JSON values
+    use_bidirectional_attention: Literal["vision"] | None = Field(
+        None, description="absent or 'vision': a text model that sees what comes is not served"
+    )
+    hidden_size_per_layer_input: Annotated[int, _none_of("per-layer embeddings")] = Field(
+        256, validate_default=True
+    )
+    num_kv_shared_layers: Annotated[int, _none_of("layers that share K and V")] = 0
+    enable_moe_block: bool = False
+    num_experts: Count | None = None
+    top_k_experts: Count | None = None
+    moe_intermediate_size: Count | None = None
+
+    @field_validator("per_layer_config", mode="before")
+    @classmethod
+    def _differ_by_geometry(cls, raw: Any) -> Any:  # Any: JSON values
+        for layer, own in raw.items() if isinstance(raw, dict) else ():
+            for key in own if isinstance(own, dict) else ():
+                if key not in LayerGeometry.model_fields:
+                    known = " and ".join(LayerGeometry.model_fields)
+                    raise ValueError(f"{layer}.{key} must be absent: layers differ in {known} alone")
+        return raw
+
+
+class UnifiedConfig(Gemma4Config):
+    """Of 12B (gemma4_unified), whose class knows no per-layer embeddings."""
+
+    max_position_embeddings: Count = 262144
+    sliding_window: Count | None = 1024
+    hidden_size_per_layer_input: Annotated[int, _none_of("per-layer embeddings")] = 0
+
+
+def _router_norm(scale_H: Tensor) -> Tensor:
+    """The router's factor of a normed row: scale / sqrt(H)."""
+    return scale_H.to(torch.float32) * len(scale_H) ** -0.5
+
+
+_AT = "layers.{layer}."
+_EXPERT = _AT + "experts.{expert}."
+
+
+def _norm(name: str) -> TensorRule:
+    return TensorRule(name=_AT + name, axes=("hidden",))
+
+
+_TENSORS: Mapping[str, TensorRule] = {
+    **TENSORS,
+    "attention_out_norm": _norm("post_attention_layernorm.weight"),
+    "mlp_norm": _norm("pre_feedforward_layernorm.weight"),
+    "mlp_out_norm": _norm("post_feedforward_layernorm.weight"),
+    "k_as_v": TENSORS["k"],
+    "k_as_v_bias": TENSORS["k_bias"],
+    "scalar": TensorRule(name=_AT + "layer_scalar", axes=("one",)),
+    "dense_out_norm": _norm("post_feedforward_layernorm_1.weight"),
+    "routed_norm": _norm("pre_feedforward_layernorm_2.weight"),
+    "routed_out_norm": _norm("post_feedforward_layernorm_2.weight"),
+    "router": TensorRule(name=_AT + "router.proj.weight", axes=("experts", "hidden")),
+    "router_norm": TensorRule(name=_AT + "router.scale", axes=("hidden",), transform=_router_norm),
+    "expert_scale": TensorRule(name=_AT + "router.per_expert_scale", axes=("experts",)),
+    "experts_gate_up": TensorRule(
+        name=_AT + "experts.gate_up_proj", axes=("expert", "expert_gate_up", "hidden")
+    ),
+    "experts_down": TensorRule(name=_AT + "experts.down_proj", axes=("expert", "hidden", "expert_inner")),
+    "expert_gate": TensorRule(name=_EXPERT + "gate_proj.weight", axes=("expert_inner", "hidden")),
+    "expert_up": TensorRule(name=_EXPERT + "up_proj.weight", axes=("expert_inner", "hidden")),
+    "expert_down": TensorRule(name=_EXPERT + "down_proj.weight", axes=("hidden", "expert_inner")),
+}
+
+
+def read(raw: Json, file: str) -> ModelSpec:
+    return _read(raw, file, Gemma4Config)
+
+
+def read_unified(raw: Json, file: str) -> ModelSpec:
+    return _read(raw, file, UnifiedConfig)
+
+
+def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
+    # Gemma's key is hidden_activation; what transformers may write beside it means nothing.
+    raw = {key: value for key, value in raw.items() if key != "hidden_act"}
+    if raw.get("rope_parameters") is None:
+        raw = {**raw, "rope_parameters": _ROPES}
+    config = parse(form, raw, file)
+    for kind in _ROPES:  # one setting for all layers has no meaning here
+        if kind not in config.rope_parameters:
+            wanted = "an object with the rotary settings of these layers"
+            raise wrong(file, f"rope_parameters.{kind}", None, wanted)
+    mlp = _mlp(config, file)
+    layers = [
+        LayerSpec(mixer=_attention(raw, file, config, layer, kind), mlp=mlp, sandwich=True, scalar=True)
+        for layer, kind in enumerate(_kinds(config, file))
+    ]
+    return model_of(
+        config,
+        tuple(layers),
+        _TENSORS,
+        embed_scale=config.hidden_size**0.5,
+        logit_cap=config.final_logit_softcapping or None,
+        fp32_norms=True,
+    )
+
+
+def _kinds(config: Gemma4Config, file: str) -> tuple[str, ...]:
+    """Of each layer; the last sees all whatever the file says, as in transformers."""
+    derived = tuple(
+        "sliding_attention" if (i + 1) % _FULL_EVERY else "full_attention"
+        for i in range(config.num_hidden_layers)
+    )
+    return (*config.types(file, derived)[:-1], "full_attention")
+
+
+def _mlp(config: Gemma4Config, file: str) -> GatedMLP | BesideMLP:
+    dense = GatedMLP(inner_size=config.intermediate_size, activation="gelu_tanh")
+    if not config.enable_moe_block:
+        return dense
+    count, top_k, inner = config.num_experts, config.top_k_experts, config.moe_intermediate_size
+    if count is None or top_k is None or inner is None:
+        keys = {"num_experts": count, "top_k_experts": top_k, "moe_intermediate_size": inner}
+        missing = next(key for key, value in keys.items() if value is None)
+        raise wrong(file, missing, None, "a positive integer, for enable_moe_block")
+    if top_k > count:
+        raise wrong(file, "top_k_experts", top_k, f"at most num_experts ({count})")
+    router = Router(num_experts=count, top_k=top_k, score="softmax", normed_input=True, expert_scale=True)
+    return BesideMLP(dense=dense, routed=RoutedMLP(router=router, inner_size=inner, activation="gelu_tanh"))
+
+
+def _attention(raw: Json, file: str, config: Gemma4Config, layer: int, kind: str) -> Attention:
+    head_dim, num_kv_heads = _geometry(config, file, layer, kind)
+    return Attention(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=RopeConfig.read(raw, head_dim, file, layer_type=kind),
+        scale=1.0,
+        window=config.window_of(kind, file),
+        qk_norm=True,
+        v_norm=True,
+        k_is_v=config.attention_k_eq_v and kind == "full_attention",
+        bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+
+
+def _geometry(config: Gemma4Config, file: str, layer: int, kind: str) -> tuple[int, int]:
+    """Head size and K/V heads of a layer."""
+    own: LayerGeometry | None = None
+    if config.per_layer_config is not None:
+        own = config.per_layer_config.get(str(layer))
+    elif kind == "full_attention":
+        heads = config.num_global_key_value_heads if config.attention_k_eq_v else None
+        own = LayerGeometry(head_dim=config.global_head_dim, num_key_value_heads=heads)
+    if own is None:
+        own = LayerGeometry()
+    head_dim = own.head_dim or config.head_size(file)
+    num_kv_heads = own.num_key_value_heads or config.kv_heads(file)
+    if head_dim % 2:
+        raise wrong(file, "global_head_dim", head_dim, "even")
+    if config.num_attention_heads % num_kv_heads:
+        wanted = f"a divisor of num_attention_heads ({config.num_attention_heads})"
+        raise wrong(file, "num_global_key_value_heads", num_kv_heads, wanted)
+    return head_dim, num_kv_heads

@@ -1,0 +1,217 @@
+"""DFlash2's choice of a block's drafts on the GPU: what `drafter/step/selection.py` means, by slots' state.
+
+The candidates of all rows are found together (PyTorch's top-k, behind a small launch that forbids stop tokens
+where it is too early for them); then each request is walked by one program, a row after the other, for each
+choice needs the one before. A row reads what its 16 candidates need of the codebooks, some kilobytes. The
+host reads nothing and grids follow from shapes, so that a CUDA graph may hold it all. Called where drafts are
+made: `actors/targets/runners/iteration.py`, `actors/workers/device_drafter.py`.
+
+Legend: N rows of blocks, anchors and padding among them, U vocabulary of a rank, E selector's rank, K
+candidates of a row, R requests.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..selection import Codebooks
+from ..selection import candidates as candidates_of
+from .noise import log, negative_gumbel, noise_keys
+from .rows import StepRows
+from .rules import apply_rules
+from .sampling_state import SamplingState, has_filters, read_filters, read_temperature
+
+
+def candidates(
+    logits_NU: Tensor,
+    rows: StepRows,
+    state: SamplingState,
+    top_k: int,
+    *,
+    filters: bool,
+    vocab_start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Logits (fp32) and ids (int64) of each row's likeliest tokens, [N, K], ids ascending.
+
+    Args:
+        logits_NU: any float dtype, columns contiguous; edited as rules want it.
+        filters: whether any running request has rules, or filters; then `logits` has the whole vocabulary.
+        vocab_start: the token id of column 0.
+    """
+    assert logits_NU.stride(1) == 1, "columns must be contiguous"
+    assert not (filters and vocab_start), "rules see the whole vocabulary: gather the logits first"
+    if filters and state.rules is not None and state.tables is not None:
+        apply_rules(logits_NU, rows.slots_N, rows.positions_N, state.rules, state.tables, drafts=True)
+    num_rows, vocab_size = logits_NU.shape
+    _forbid_early_stops[num_rows,](
+        logits_NU,
+        logits_NU.stride(0),
+        rows.slots_N,
+        rows.positions_N,
+        state.min_length,
+        state.stop_ids,
+        vocab_size,
+        vocab_start,
+        NUM_STOP_IDS=state.stop_ids.shape[1],
+        num_warps=1,
+    )
+    z_NK, ids_NK = candidates_of(logits_NU, min(top_k, vocab_size))
+    return z_NK, ids_NK + vocab_start
+
+
+def walk_paths(
+    z_NK: Tensor,
+    ids_NK: Tensor,
+    gates_NE: Tensor,
+    rows: StepRows,
+    cu_rows_R1: Tensor,
+    state: SamplingState,
+    codebooks: Codebooks,
+    *,
+    filters: bool,
+) -> Tensor:
+    """A token id per row [N] (int64), for `place_drafts`; 0 for anchors and padding.
+
+    Args:
+        z_NK, ids_NK: as `candidates` makes them.
+        gates_NE: what the hidden states of these rows become.
+        cu_rows_R1: int32, rows before each request.
+    """
+    chosen_N = torch.zeros_like(rows.token_ids_N)
+    rank, top_k = gates_NE.shape[1], z_NK.shape[1]
+    assert z_NK.is_contiguous() and ids_NK.is_contiguous() and gates_NE.is_contiguous(), "read as they lie"
+    _walk[len(cu_rows_R1) - 1,](
+        z_NK,
+        ids_NK,
+        gates_NE,
+        codebooks.predecessor_VE,
+        codebooks.successor_VE,
+        rows.token_ids_N,
+        rows.slots_N,
+        rows.positions_N,
+        cu_rows_R1,
+        state.temperature,
+        state.top_k,
+        state.top_p,
+        state.min_p,
+        state.seed,
+        chosen_N,
+        FILTERS=filters,
+        RANK=rank,
+        TOP_K=top_k,
+        RANKS=triton.next_power_of_2(rank),
+        PLACES=triton.next_power_of_2(top_k),
+    )
+    return chosen_N
+
+
+@triton.jit(do_not_specialize=["vocab_size", "vocab_start", "row_stride"])
+def _forbid_early_stops(
+    logits,
+    row_stride,
+    slots,
+    positions,
+    min_lengths,
+    stop_ids,
+    vocab_size,
+    vocab_start,
+    NUM_STOP_IDS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    if tl.load(positions + row) < tl.load(min_lengths + slot):
+        i, stop_id = 0, tl.load(stop_ids + slot * NUM_STOP_IDS)
+        while stop_id >= 0:
+            column = stop_id - vocab_start
+            is_here = (column >= 0) & (column < vocab_size)
+            tl.store(logits + row.to(tl.int64) * row_stride + column, -float("inf"), mask=is_here)
+            i += 1
+            stop_id = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=i < NUM_STOP_IDS, other=-1)
+
+
+@triton.jit
+def _walk(
+    z,
+    ids,
+    gates,
+    predecessors,
+    successors,
+    token_ids,
+    slots,
+    positions,
+    cu_rows,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    chosen,
+    FILTERS: tl.constexpr,
+    RANK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """The rows of one request behind its anchor."""
+    request = tl.program_id(0)
+    begin, end = tl.load(cu_rows + request), tl.load(cu_rows + request + 1)
+    if begin == end:
+        return
+    slot = tl.load(slots + begin)
+    temperature = read_temperature(slot, temperatures, top_ks)
+    filters = read_filters(slot, temperature, top_ks, top_ps, min_ps)
+    seed = tl.load(seeds + slot)
+    places, e = tl.arange(0, PLACES), tl.arange(0, RANKS)
+    is_place, is_e = places < TOP_K, e < RANK
+    before = tl.load(token_ids + begin)
+    for behind in range(1, end - begin):
+        row = begin.to(tl.int64) + behind
+        there = row * TOP_K + places
+        tokens = tl.load(ids + there, mask=is_place, other=0)
+        score = tl.load(z + there, mask=is_place, other=-float("inf"))
+        gate = tl.load(gates + row * RANK + e, mask=is_e, other=0.0).to(tl.float32)
+        gate *= tl.load(predecessors + before * RANK + e, mask=is_e, other=0.0).to(tl.float32)
+        of_tokens = tl.load(
+            successors + tokens[:, None] * RANK + e[None, :],
+            mask=is_place[:, None] & is_e[None, :],
+            other=0.0,
+        )
+        score += tl.sum(of_tokens.to(tl.float32) * gate[None, :], 1)
+        if temperature > 0:
+            if FILTERS:
+                score = _kept(score, temperature, filters)
+            position = tl.load(positions + row).to(tl.int32)
+            key_0, key_1 = noise_keys(seed, position)
+            score -= temperature * negative_gumbel(key_0, key_1, tokens)
+        score = tl.where(score == score, score, -float("inf"))
+        best = tl.min(tl.where((score == tl.max(score, 0)) & is_place, places, PLACES - 1), 0)
+        before = tl.sum(tl.where(places == best, tokens, 0), 0)
+        tl.store(chosen + row, before)
+
+
+@triton.jit
+def _kept(score, temperature, filters):
+    """The scores, -inf where min-p, top-k or top-p cut: as of a row whose only tokens these are."""
+    if has_filters(filters):
+        top_k, top_p, min_p = filters
+        scaled = tl.math.div_rn(score, temperature)
+        largest = tl.max(scaled, 0)
+        if min_p > 0:
+            scaled = tl.where(scaled < largest + log(min_p), -float("inf"), scaled)
+        if top_k > 0:
+            is_ahead = (scaled[None, :] > scaled[:, None]).to(tl.int32)
+            scaled = tl.where(tl.sum(is_ahead, 1) < top_k, scaled, -float("inf"))
+        if top_p < 1:
+            mass = tl.where(scaled > -float("inf"), tl.exp(scaled - largest), 0.0)
+            ahead = tl.sum(tl.where(scaled[None, :] > scaled[:, None], mass[None, :], 0.0), 1)
+            is_first = scaled == largest
+            scaled = tl.where((ahead < top_p * tl.sum(mass, 0)) | is_first, scaled, -float("inf"))
+        score = tl.where(scaled > -float("inf"), score, -float("inf"))
+    return score

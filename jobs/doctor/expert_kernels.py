@@ -1,0 +1,157 @@
+"""Routed experts by our own kernels against fp64: plain weights and packed ones, in tiles of every height.
+
+The sizes are those of models that are served, on a GPU; small ones in Triton's interpreter. Imports no Triton
+by itself: `run.py` calls it where Triton's backend runs, and `rates.py` takes its experts from here.
+
+Legend: N rows, k experts chosen per row, E experts, H hidden, I inner size, O outputs of a product, J codes
+of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...drafter.compute.experts import ExpertActivation, ExpertWeights
+from ...drafter.compute.mxfp4 import BLOCK, MXFP4
+from . import references
+from .findings import Check, Outcome, off_by, within
+from .operators import REMEDY
+from .subject import Place, Subject, candidates
+
+_HALF, _FP32 = 8, 256  # bounds in units of the last place
+_LIMIT = 1.0  # of the clamp: many pass it
+# Tiles of 16, 32, 64 and 128 pairs.
+_GPU_ROWS = {8: (1, 16, 190, 400, 700), 4: (1, 16, 120, 200, 400)}
+_SMALL_ROWS = (5, 20, 40, 70)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """A model's experts.
+
+    Attributes:
+        places: experts of a row.
+    """
+
+    name: str
+    hidden: int
+    inner: int
+    experts: int
+    places: int
+    activation: ExpertActivation
+    packed: bool = False
+
+    def rows(self, place: Place) -> tuple[int, ...]:
+        """Numbers of rows that fill tiles of every height."""
+        return _GPU_ROWS[self.places] if place.device.type == "cuda" else _SMALL_ROWS
+
+
+QWEN3_30B = ExpertKind("plain, SiLU", 2048, 768, 128, 8, "silu")
+GEMMA4_26B = ExpertKind("plain, GELU", 2816, 704, 128, 8, "gelu_tanh")
+GPT_OSS_20B = ExpertKind("MXFP4, clamped", 2880, 2880, 32, 4, "swiglu_clamped", packed=True)
+_SMALL = {"hidden": 192, "inner": 64, "experts": 4, "places": 2}
+
+
+def expert_kinds(place: Place) -> list[ExpertKind]:
+    """What is looked at here."""
+    kinds = [QWEN3_30B, GEMMA4_26B, GPT_OSS_20B]
+    return kinds if place.device.type == "cuda" else [replace(kind, **_SMALL) for kind in kinds]
+
+
+def bytes_of(weight: Tensor | MXFP4) -> int:
+    if isinstance(weight, MXFP4):
+        return weight.blocks_EOBJ.nbytes + weight.scales_EOB.nbytes
+    return weight.nbytes
+
+
+def expert_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    """Of the served backend's dtypes.
+
+    Args:
+        quick: of two dtypes of 16 bits one, and fewer heights of a tile.
+    """
+    dtypes = candidates(place)[0].dtypes
+    for dtype in dtypes:
+        if quick and dtype is torch.float16 and torch.bfloat16 in dtypes:
+            continue
+        for kind in expert_kinds(place):
+            line = f"{kind.name}, {str(dtype).removeprefix('torch.')}"
+            yield Check("own experts", line, partial(_examine, place, dtype, kind, quick), REMEDY)
+
+
+def _examine(place: Place, dtype: torch.dtype, kind: ExpertKind, quick: bool) -> Outcome:
+    """The worst of all numbers of rows."""
+    subject, rows = Subject(place, candidates(place)[0], dtype), kind.rows(place)
+    with torch.inference_mode():
+        weights = random_experts(subject, kind)
+        experts = subject.backend.experts(weights)
+        errors = []
+        for num_rows in rows[:: len(rows) - 1] if quick else rows:
+            routed = random_rows(subject, kind, num_rows)
+            errors.append(off_by(experts(*routed), _exact(weights, *routed)))
+    return within(max(errors), _FP32 if dtype is torch.float32 else _HALF)
+
+
+def random_experts(subject: Subject, kind: ExpertKind) -> ExpertWeights:
+    """A layer of them; packed ones have biases."""
+    experts, hidden, inner = kind.experts, kind.hidden, kind.inner
+    make = _packed if kind.packed else _plain
+    return ExpertWeights(
+        gate_up=make(subject, experts, 2 * inner, hidden),
+        down=make(subject, experts, hidden, inner),
+        gate_up_bias_EI=subject.randn(experts, 2 * inner) if kind.packed else None,
+        down_bias_EH=subject.randn(experts, hidden) if kind.packed else None,
+        activation=kind.activation,
+        limit=_LIMIT if kind.activation == "swiglu_clamped" else None,
+    )
+
+
+def random_rows(subject: Subject, kind: ExpertKind, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the experts of its rows (each as likely as the others), and how much of each."""
+    scores_NE = subject.randn(num_rows, kind.experts).float()
+    weights_Nk, ids_Nk = scores_NE.softmax(-1).topk(kind.places)
+    x_NH = subject.randn(num_rows, kind.hidden)
+    return x_NH, ids_Nk.to(torch.int32), weights_Nk / weights_Nk.sum(-1, keepdim=True)
+
+
+def _plain(subject: Subject, experts: int, outputs: int, inputs: int) -> Tensor:
+    return subject.weight(experts * outputs, inputs).unflatten(0, (experts, outputs))
+
+
+def _packed(subject: Subject, experts: int, outputs: int, inputs: int) -> MXFP4:
+    """Codes as they come, of the size that products keep: a code is 2.9 in the mean square's root."""
+    shape, device = (experts, outputs, inputs // BLOCK), subject.place.device
+    random = torch.Generator(device).manual_seed(0)
+    blocks_EOBJ = torch.randint(
+        0, 256, (*shape, BLOCK // 2), dtype=torch.uint8, device=device, generator=random
+    )
+    middle = 127 - round(torch.log2(torch.tensor(2.9 * inputs**0.5)).item())
+    scales = torch.randint(middle - 1, middle + 2, shape, dtype=torch.uint8, device=device, generator=random)
+    return MXFP4(blocks_EOBJ, scales)
+
+
+def _exact(weights: ExpertWeights, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+    """In fp64, expert by expert."""
+    y_NH = torch.zeros_like(x_NH, dtype=torch.float64)
+    for expert in range(weights.gate_up.shape[0]):
+        rows_M, places_M = (ids_Nk == expert).nonzero(as_tuple=True)
+        gate_up_MI = _product(x_NH[rows_M], weights.gate_up, weights.gate_up_bias_EI, expert)
+        inner_MI = references.expert_gate(gate_up_MI, weights.activation, weights.limit)
+        output_MH = _product(inner_MI, weights.down, weights.down_bias_EH, expert)
+        y_NH.index_add_(0, rows_M, output_MH * weights_Nk[rows_M, places_M, None].double())
+    return y_NH
+
+
+def _product(x_MI: Tensor, weight: Tensor | MXFP4, bias_EO: Tensor | None, expert: int) -> Tensor:
+    if isinstance(weight, MXFP4):
+        alone = slice(expert, expert + 1)
+        weight_OI = MXFP4(weight.blocks_EOBJ[alone], weight.scales_EOB[alone]).dequantised(torch.float32)[0]
+    else:
+        weight_OI = weight[expert]
+    y_MO = references.linear(x_MI, weight_OI)
+    return y_MO if bias_EO is None else y_MO + bias_EO[expert].double()

@@ -1,0 +1,130 @@
+"""DFlash2: drafts follow the selector's path under each request's knobs, and no term is idle.
+
+The oracle is `oracle_dflash.py`, in fp64. That blocks are its blocks, convolutions among them, is asked of
+all variants in `test_drafter_model.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from manta.cluster.plan import SlotSampling
+
+from .drafter_checkpoints import VARIANTS
+from .oracle_dflash import Oracle, gumbel
+from .test_drafter_model import GREEDY, VOCAB, Pair, Requests, load_pair, random_taps
+
+PATHS = sorted(name for name in VARIANTS if "second" in name or "selector" in name)
+LENGTHS, DRAFTS = [1, 40, 5, 17, 33], [15, 3, 7, 0, 1]
+SEED = -(2**40) - 3
+KNOBS = {
+    "greedy": GREEDY,
+    "warm": SlotSampling(2.5, 0, 1.0, 0.0, SEED, 0, ()),
+    "top-k": SlotSampling(2.0, 3, 1.0, 0.0, SEED, 0, ()),
+    "top-p": SlotSampling(1.5, 0, 0.6, 0.0, SEED, 0, ()),
+    "all": SlotSampling(3.0, 40, 0.9, 0.05, SEED, 0, ()),
+    "early stops": SlotSampling(0.0, 0, 1.0, 0.0, SEED, 100, tuple(range(0, 80))),
+}
+
+
+def doubled(pair: Pair) -> Oracle:
+    oracle = pair.oracle
+    tensors = {n: t.double() if t.is_floating_point() else t for n, t in oracle.tensors.items()}
+    return Oracle(oracle.config, tensors, oracle.embedding.double(), oracle.head.double())
+
+
+def choice(params: SlotSampling, position: int, scores: torch.Tensor) -> int:
+    """The rule by its words: filters on probabilities after temperature, then noise."""
+    if params.temperature == 0:
+        return int(scores.argmax())
+    p = (scores / params.temperature).softmax(-1)
+    kept = p >= p.max() * params.min_p
+    if params.top_k > 0:
+        kept &= torch.tensor([bool((p[kept] > x).sum() < params.top_k) for x in p])
+    p = torch.where(kept, p, 0.0) / p[kept].sum()
+    kept &= torch.tensor([bool(p[p > x].sum() < params.top_p) for x in p])
+    noised = scores + params.temperature * gumbel(params.seed, position, VOCAB)
+    return int(torch.where(kept, noised, -math.inf).argmax())
+
+
+@pytest.mark.parametrize("variant", PATHS)
+def test_drafts_follow_the_oracles_paths(variant: str, tmp_path: Path):
+    """Of requests that run together: each has its own knobs, length and number of drafts."""
+    pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
+    oracle, names = doubled(pair), list(KNOBS)
+    for turn in range(len(names)):
+        mine = [names[(turn + r) % len(names)] for r in range(len(LENGTHS))]
+        requests = Requests(pair.ours, LENGTHS, taps, [KNOBS[name] for name in mine])
+        got = requests.proposer.propose(requests.plan(DRAFTS), requests.states)
+        assert got.shape == (5, 15)
+        for r, (length, count, name) in enumerate(zip(LENGTHS, DRAFTS, mine, strict=True)):
+
+            def choose(z: torch.Tensor, k: int, name: str = name, length: int = length) -> int:
+                return choice(KNOBS[name], length + 1 + k, z)
+
+            def edit(z: torch.Tensor, k: int, name: str = name, length: int = length) -> torch.Tensor:
+                is_early = length + 1 + k < KNOBS[name].min_length
+                stops = torch.tensor(KNOBS[name].stop_token_ids if is_early else (), dtype=torch.long)
+                return z.index_fill(0, stops, -math.inf)
+
+            anchor, c = requests.anchors[r], taps[r].double()
+            expected = oracle.drafts(c, anchor, count, choose, edit) if count else []
+            assert got[r, :count].tolist() == expected, name
+            assert (got[r, count:] == -1).all()
+
+
+CONV, SELECTOR = "layers.1.{}_conv", "candidate_selector"
+
+
+def without(tensors: dict[str, torch.Tensor], term: str) -> dict[str, torch.Tensor]:
+    """The weights of a drafter that lacks a term."""
+    name, *where = term.split(" ")
+    left = {n: t.clone() for n, t in tensors.items()}
+    if not where:
+        left[name].zero_()
+    elif name.endswith("base_kernel"):
+        left[name][int(where[0]), int(where[1])] = 0
+    else:
+        left[name].view(2, 2, -1, left[name].shape[1])[int(where[0]), int(where[1])] = 0
+    return left
+
+
+TERMS = [
+    f"{CONV.format(kind)}.{name} {side} {tap}"
+    for kind in ("attention", "mlp")
+    for name in ("base_kernel", "kernel_projection.weight")
+    for side in (0, 1)
+    for tap in (0, 1)
+]
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_without_a_term_of_the_convolutions_blocks_are_others(term: str, tmp_path: Path):
+    config, taps = VARIANTS["z-lab second"], random_taps([12])
+    pair = load_pair(tmp_path, config)
+    lacking = Oracle(config, without(pair.oracle.tensors, term), pair.oracle.embedding, pair.oracle.head)
+    requests = Requests(pair.ours, [12], taps)
+    difference = (requests.block_logits([7])[0] - lacking.logits(taps[0], requests.anchors[0], 7)).abs()
+    assert difference.max() > 1e-3  # where the whole is within 3e-5
+
+
+@pytest.mark.parametrize(
+    "term",
+    [f"{SELECTOR}.{n}" for n in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")],
+)
+def test_without_a_term_of_the_selector_paths_are_others(term: str, tmp_path: Path):
+    config, taps = VARIANTS["z-lab second"], random_taps([12])
+    pair = load_pair(tmp_path, config)
+    requests = Requests(pair.ours, [12], taps)
+    got = requests.proposer.propose(requests.plan([15]), requests.states)[0].tolist()
+    tensors = pair.oracle.tensors
+    assert got == _greedy(pair, tensors, taps[0], requests.anchors[0])
+    assert got != _greedy(pair, without(tensors, term), taps[0], requests.anchors[0])
+
+
+def _greedy(pair: Pair, tensors: dict[str, torch.Tensor], taps: torch.Tensor, anchor: int) -> list[int]:
+    oracle = Oracle(pair.oracle.config, tensors, pair.oracle.embedding, pair.oracle.head)
+    return oracle.drafts(taps, anchor, 15, lambda z, _: int(z.argmax()))

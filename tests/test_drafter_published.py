@@ -1,0 +1,181 @@
+"""Every published drafter loads and drafts: its config.json's keys and names, with sizes cut down.
+
+What is taken from the files is what they say of the mathematics: kinds of layers and masks, rotation, block,
+scales, DFlash2's parts, which tensors there are. Sizes, taps and the mask's id are those of a tiny target.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manta.cluster.plan import SlotSampling
+
+from . import drafter_checkpoints as checkpoints
+from .drafter_checkpoints import HIDDEN, VOCAB
+from .oracle_dflash import Oracle, gumbel
+from .test_drafter_model import GREEDY, Requests, load_pair, random_taps
+
+# What transformers writes beside, and means nothing here.
+NOTES = {
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
+    "max_window_layers": 5,
+    "pad_token_id": 3,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.15.0",
+    "use_cache": False,
+}
+SECOND = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 12, "selector_top_k": 16}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+LLAMA = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+KIMI = {
+    "type": "yarn",
+    "factor": 64.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def layers(sliding: int, full: int = 0) -> dict[str, Any]:
+    types = ["sliding_attention"] * sliding + ["full_attention"] * full
+    window = {"sliding_window": 11, "use_sliding_window": True} if sliding else {}
+    return {"layer_types": types, "num_hidden_layers": sliding + full, **window}
+
+
+def theta(value: float) -> dict[str, Any]:
+    return {"rope_theta": None, "rope_parameters": {"rope_theta": value, "rope_type": "default"}}
+
+
+def z_lab(nested: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """`nested` goes into `dflash_config`; a block size that is there is not beside it."""
+    top = {"block_size": None} if nested and "block_size" in nested else {}
+    made = checkpoints.z_lab(**{**NOTES, **top, **keys}, dflash=nested or {})
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def z_lab_2(nested: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    kind = {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+    return z_lab({**SECOND, **(nested or {})}, **kind, **layers(2), **keys)
+
+
+def speculators(kind: str, backbone: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    said = {"algorithm": kind, "verifier": {"architectures": ["Qwen3ForCausalLM"]}}
+    beside = {"speculators_version": "0.6.0", "speculators_config": said, "dtype": "bfloat16"}
+    made = checkpoints.speculators(
+        speculators_model_type=kind, layer=backbone, block_size=8, **beside, **keys
+    )
+    return made
+
+
+PUBLISHED = {
+    "Qwen3-8B-DFlash-b16": z_lab(rope_theta=1000000, rope_scaling=None, **layers(0, 2)),
+    "LLaMA3.1-8B-Instruct-DFlash": z_lab(block_size=10, rope_theta=500000.0, rope_scaling=LLAMA),
+    "Qwen3-Coder-30B-A3B-DFlash": z_lab(rope_theta=10000000, **layers(0, 3)),
+    "gpt-oss-20b-DFlash": z_lab(block_size=8, rope_theta=150000, rope_scaling=YARN, rms_norm_eps=1e-5),
+    "gpt-oss-120b-DFlash": z_lab(
+        block_size=10, rope_theta=None, rope_parameters={"rope_theta": 150000.0, **YARN}
+    ),
+    "gemma-4-31B-it-DFlash": z_lab(
+        {"block_size": 16, "final_logit_softcapping": 3.0}, rope_theta=1000000, **layers(1, 1)
+    ),
+    "Qwen3.5-9B-DFlash": z_lab({"block_size": 16}, **theta(1e7), **layers(2, 1)),
+    "Qwen3.8-27B-DFlash2": z_lab_2({"block_size": 8}, **theta(1e7)),
+    "Muse-Glimmer-30B-DFlash2": z_lab_2(
+        {"block_size": 16, "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0},
+        rms_norm_eps=1e-5,
+        **theta(5e5),
+    ),
+    "Muse-Glimmer-30B-assistant": {
+        **{key: value for key, value in checkpoints.assistant(**NOTES).items() if key != "rope_theta"},
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+        "rms_norm_eps": 1e-5,
+    },
+    "Kimi-K2.6-DFlash": z_lab({"block_size": 8}, rope_theta=50000.0, rope_scaling=KIMI, rms_norm_eps=1e-5),
+    "MiniMax-M2.7-DFlash": z_lab(block_size=8, rope_theta=5000000),
+    "GLM-5.3-Flash-DFlash2": z_lab_2({"block_size": 8}, rope_theta=1000000),
+    "MiMo-V2.5-Pro-FP4-DFlash": z_lab(
+        {
+            "mask_token_id": VOCAB + 8,
+            "use_swa": True,
+            "swa_window_size": 11,
+            "causal": False,
+            "attention_sink_bias": True,
+            "attention_value_scale": 0.612,
+        },
+        block_size=8,
+        partial_rotary_factor=0.5,
+    ),
+    "Qwen3-8B-speculator.dflash": speculators(
+        "dflash", {**layers(1, 1), **theta(1e6)}, draft_vocab_size=40, sliding_window_non_causal=False
+    ),
+    "Qwen3-8B-speculator.dflash2": speculators(
+        "dflash2",
+        {**layers(2), **theta(1e6)},
+        **SECOND,
+        architectures=["DFlash2DraftModel"],
+        sliding_window_non_causal=True,
+        sample_from_anchor=False,
+        draft_ffn_type="dense",
+        projector_type="dflash",
+        shift_label=False,
+    ),
+}
+LENGTH, NOISY = 45, SlotSampling(1.5, 0, 1.0, 0.0, 77, 0, ())
+OWN_WEIGHTS = "MiniMax-M2.7-DFlash"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_drafter_drafts_as_its_files_say(name: str, tmp_path: Path):
+    config, taps = PUBLISHED[name], random_taps([LENGTH])
+    pair = load_pair(tmp_path, config, own=torch.randn(2, VOCAB, HIDDEN) if name == OWN_WEIGHTS else None)
+    count = pair.ours.config.max_drafts
+    assert count == {"block_size": 16, **config, **config.get("dflash_config", {})}["block_size"] - 1
+    for params in (GREEDY, NOISY):
+        requests = Requests(pair.ours, [LENGTH], taps, [params])
+        drafts = requests.proposer.propose(requests.plan([count]), requests.states)[0].tolist()
+        logits = requests.block_logits([count])[0]
+        expected = pair.oracle.logits(taps[0], requests.anchors[0], count)
+        kept = expected.isfinite()
+        assert torch.equal(kept, logits.isfinite())
+        assert torch.allclose(logits[kept], expected[kept], atol=1e-4)
+
+        def choose(z: torch.Tensor, k: int, params: SlotSampling = params) -> int:
+            noise = gumbel(params.seed, LENGTH + 1 + k, VOCAB) if params.temperature else 0.0
+            return int((z.double() + params.temperature * noise).argmax())
+
+        assert drafts == pair.oracle.drafts(taps[0], requests.anchors[0], count, choose)
+
+
+@pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])
+def test_the_rotation_of_a_drafter_is_its_files_(key: str, tmp_path: Path):
+    """So that the oracle's would show one that is not."""
+    name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", YARN)
+    other = {"original_max_position_embeddings": 512, "truncate": True, "mscale": 2.0}[key]
+    pair, taps = load_pair(tmp_path, PUBLISHED[name]), random_taps([LENGTH])[0]
+    changed = {**PUBLISHED[name], "rope_scaling": {**settings, key: other}}
+    wrong = Oracle(changed, pair.oracle.tensors, pair.oracle.embedding, pair.oracle.head)
+    difference = (wrong.logits(taps, 5, 7) - pair.oracle.logits(taps, 5, 7)).abs().max()
+    assert difference > 1e-3

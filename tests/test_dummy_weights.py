@@ -1,0 +1,162 @@
+"""`load_format="dummy"`, `hf_overrides`: a model of any depth starts from config.json and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES
+from manta.actors.batch.identity import settings_identity
+from manta.actors.targets.families import read_model
+from manta.actors.targets.loading.plan import plan_load
+from manta.actors.targets.loading.rank import Checkpoints, load_runner
+from manta.actors.targets.model.mlp_weights import RoutedTensors
+from manta.actors.targets.model.parallel import Sharding
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import CheckpointError, ConfigError
+from manta.drafter.compute.mxfp4 import MXFP4
+from manta.drafter.compute.random_tensors import RandomTensors
+from manta.drafter.dflash.config import DrafterConfig
+from manta.jobs.cli import main
+from steps import settings
+from text_pair import make_text_pair
+from tiny import make_tiny_target
+
+SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Without a file of weights."""
+    folders = make_text_pair(tmp_path_factory.mktemp("shapes"))
+    for folder in folders:
+        (folder / "model.safetensors").unlink()
+    return folders
+
+
+def generated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "def main(", "--max-tokens", "24", *arguments, *SMALL])
+    captured = capsys.readouterr()
+    assert not ended.value.code, captured.err
+    return captured.out, captured.err
+
+
+def test_a_pair_without_weights_generates_at_the_depth_that_is_asked_for(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice the same; and its drafter, which drafts noise, changes no token."""
+    target, drafter = map(str, pair)
+    flags = ("-m", target, "--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}')
+    plain, _ = generated(capsys, *flags)
+    taps = {"num_target_layers": 2, "dflash_config": {"target_layer_ids": [0, 1]}}
+    speculation = json.dumps({"model": drafter, "hf_overrides": taps})
+    speculated, figures = generated(capsys, *flags, "--speculative-config", speculation)
+    assert plain.strip() and speculated == plain
+    assert "mean acceptance length" in figures
+    deep, _ = generated(capsys, *flags[:4])
+    assert deep != plain, "four layers are not two"
+
+
+def test_weights_are_looked_for_unless_they_are_made_up(pair: tuple[Path, Path]) -> None:
+    config = EngineConfig(model=str(pair[0]), device="cpu")
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        plan_load(config)
+
+
+def test_ranks_hold_parts_of_one_whole(pair: tuple[Path, Path]) -> None:
+    config = EngineConfig(model=str(pair[0]), device="cpu", dtype="float32", load_format="dummy")
+    plan, source = plan_load(config), Checkpoints()
+    whole, *ranks = (
+        source.target(plan, Sharding(plan.target, rank, of)) for rank, of in ((0, 1), (0, 2), (1, 2))
+    )
+    assert torch.equal(whole.layer(1).o_HO, torch.cat([rank.layer(1).o_HO for rank in ranks], 1))
+    assert torch.equal(
+        whole.layer(1).mlp.down_HI, torch.cat([rank.layer(1).mlp.down_HI for rank in ranks], 1)
+    )
+    assert torch.equal(whole.embedding(), torch.cat([rank.embedding() for rank in ranks]))
+    assert not torch.equal(whole.layer(1).o_HO, whole.layer(2).o_HO)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_starts_at_reduced_depth(tmp_path: Path, family: str) -> None:
+    """Loading ends with steps of a made-up prompt; their logits are numbers, and of no single token."""
+    folder = make_tiny_target(tmp_path, family, seed=3)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    config = settings(folder, load_format="dummy", hf_overrides={"num_hidden_layers": 2}, num_pages=32)
+    runner, _ = load_runner(config)
+    assert len(runner.model.spec.layers) == 2
+    hidden = torch.randn(3, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = runner.model.logits(hidden)
+    assert logits.isfinite().all() and logits.std() > 0.1
+
+
+def test_packed_experts_are_made_up_as_bytes(tmp_path: Path) -> None:
+    """Their values vary as those of any matrix do."""
+    folder = make_tiny_target(tmp_path, "gpt_oss", intermediate_size=64)
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    plan = plan_load(settings(folder, load_format="dummy", hf_overrides=packed))
+    mlp = Checkpoints().target(plan, Sharding(plan.target, 0, 1)).layer(0).mlp
+    assert isinstance(mlp, RoutedTensors) and isinstance(mlp.experts.down, MXFP4)
+    assert mlp.experts.down.blocks_EOBJ.dtype is torch.uint8
+    values = mlp.experts.down.dequantised(torch.float32)
+    assert values.shape == (8, 64, 64) and float(values.std()) == pytest.approx(64**-0.5, rel=0.4)
+
+
+def test_made_up_tensors_keep_variance_and_map_tokens_to_themselves() -> None:
+    shapes = {"a.weight": (64, 32, 400), "norm.weight": (400,), "q.bias": (8,), "d2t": (16,)}
+    tensors = RandomTensors(shapes, torch.float32, torch.device("cpu"))
+    assert float(tensors.get("a.weight").std()) == pytest.approx(400**-0.5, rel=0.02)
+    assert torch.equal(tensors.slice("a.weight", slice(3, 9), 1), tensors.get("a.weight")[:, 3:9])
+    assert tensors.get("norm.weight").eq(1).all() and tensors.get("q.bias").eq(0).all()
+    assert tensors.get("d2t").dtype is torch.int64 and not tensors.get("d2t").any()
+
+
+def written(folder: Path, config: dict) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_fewer_layers_keep_the_first_of_what_layers_differ_in(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    raw = json.loads((pair[0] / "config.json").read_text())
+    kinds = ["full_attention", "sliding_attention"] * 2
+    raw |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 9}
+    alone, inside = written(tmp_path / "alone", raw), tmp_path / "inside"
+    written(inside, {"architectures": raw["architectures"], "text_config": raw})
+    for folder in (alone, inside):
+        assert read_model(folder).windows == (None, 9, None, 9)
+        assert read_model(folder, {"num_hidden_layers": 3}).windows == (None, 9, None)
+        assert read_model(folder, {"text_config": {"sliding_window": 5}}).windows == (None, 5, None, 5)
+        stated = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+        assert read_model(folder, stated).windows == (9, 9)
+        with pytest.raises(CheckpointError, match="layer_types"):
+            read_model(folder, {"num_hidden_layers": 6})
+
+
+def test_an_override_that_nobody_reads_is_refused_with_the_nearest_key(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"num_hiden_layers=2 changes nothing.*num_hidden_layers\?"):
+        read_model(pair[0], {"num_hiden_layers": 2})
+    with pytest.raises(ConfigError, match=r"speculative_config\.hf_overrides: block_sise=4") as error:
+        DrafterConfig.load(pair[1], {"block_sise": 4})
+    assert error.value.param == "speculative_config.hf_overrides"
+    assert DrafterConfig.load(pair[1], {"block_size": 4}).block_size == 4
+
+
+@pytest.mark.parametrize("config", [EngineConfig, SpeculativeConfig])
+def test_overrides_must_be_a_mapping(config: type) -> None:
+    with pytest.raises(ConfigError, match=r"hf_overrides='four' must be a mapping"):
+        config(model="m", hf_overrides="four")
+
+
+def test_a_job_knows_what_its_answers_were_made_of() -> None:
+    overrides = {"num_hidden_layers": 2}
+    config = EngineConfig(model="m", load_format="dummy", hf_overrides=overrides)
+    assert settings_identity(config) == {"load_format": "dummy", "hf_overrides": overrides}
+    assert settings_identity(EngineConfig(model="m")) == {}

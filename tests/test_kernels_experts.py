@@ -1,0 +1,323 @@
+"""Routed experts in Triton: tiles, products of plain and packed weights, sums; where, says `devices.py`.
+
+Against PyTorch in fp64, rounded where `eager/experts.py` rounds.
+
+Legend: N rows, k experts chosen per row, P = N k pairs, E experts, O outputs, H hidden, I inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from devices import DEVICE, HALVES, ON_GPU, watch_launches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.cluster.errors import CheckpointError
+from manta.drafter.compute.eager import routing
+from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.eager.experts import expert_gate, weighted_sum
+from manta.drafter.compute.experts import ExpertActivation, ExpertWeights, Router, RouterWeights
+from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.gpu.expert_pairs import ExpertTiles, list_tiles
+from manta.drafter.compute.gpu.expert_products import multiply_tiles
+from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, INVARIANT_HEIGHT, most_tiles, tile_height
+from manta.drafter.compute.gpu.mxfp4 import MOST_EXPONENT
+from manta.drafter.compute.gpu.routing import choose
+from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.mxfp4 import MXFP4
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("on_the_device")
+DTYPES = (torch.float32, *HALVES)
+TOLERANCE = {torch.float32: 3e-5 if ON_GPU else 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+PLACES = 2  # experts of a row
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def random_ids(rows: int, experts: int, places: int = PLACES) -> Tensor:
+    return torch.rand(rows, experts).argsort(dim=1)[:, :places].to(torch.int32).contiguous()
+
+
+def listed(tiles: ExpertTiles) -> list[tuple[int, list[int]]]:
+    """Of each tile that is not idle: its expert, and its pairs."""
+    count = int(tiles.count_1)
+    found = zip(tiles.experts_T[:count].tolist(), tiles.pairs_TM[:count].tolist(), strict=True)
+    return [(expert, [pair for pair in pairs if pair < tiles.num_pairs]) for expert, pairs in found]
+
+
+def expected_tiles(ids: Tensor, num_experts: int, first: int, height: int) -> list[tuple[int, list[int]]]:
+    tiles = []
+    for expert in range(num_experts):
+        pairs = (ids.flatten() == first + expert).nonzero().flatten().tolist()
+        tiles += [(expert, pairs[at : at + height]) for at in range(0, len(pairs), height)]
+    return tiles
+
+
+@pytest.mark.parametrize(("rows", "experts", "first", "local"), [(1, 8, 0, 8), (70, 8, 2, 5), (600, 3, 1, 2)])
+@pytest.mark.parametrize("height", (16, 64))
+def test_pairs_stand_in_tiles_of_their_experts_in_order(
+    rows: int, experts: int, first: int, local: int, height: int
+):
+    """Those of other ranks' experts in none; 1200 pairs are more than are looked at at once."""
+    ids = random_ids(rows, experts)
+    tiles = list_tiles(ids, local, first, height)
+    assert listed(tiles) == expected_tiles(ids, local, first, height)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(HEIGHTS))
+@settings(max_examples=200)
+def test_a_grid_has_room_for_every_choice_and_for_none_more(counts: list[int], height: int):
+    """Counts of pairs by expert; the worst choice of as many pairs needs the whole grid."""
+    needed, pairs, experts = sum(-(-count // height) for count in counts), sum(counts), len(counts)
+    assert needed <= most_tiles(pairs, experts, height)
+    used = min(pairs, experts)
+    worst = [1 + height * ((pairs - used) // height) + (pairs - used) % height, *[1] * (used - 1)]
+    if pairs:
+        assert sum(-(-count // height) for count in worst) >= most_tiles(pairs, experts, height)
+
+
+def test_tiles_grow_with_the_pairs_of_an_expert():
+    heights = [tile_height(pairs, 128) for pairs in (8, 1024, 1032, 2048, 4096, 65536)]
+    assert heights == [16, 16, 32, 32, 64, 128]
+
+
+RULES = {
+    "softmax": Router(num_experts=160, top_k=8, score="softmax"),
+    "not renormalized": Router(num_experts=12, top_k=3, score="softmax", renormalize=False),
+    "choice first": Router(num_experts=32, top_k=4, score="softmax", choose_first=True),
+    "sigmoid": Router(num_experts=16, top_k=4, score="sigmoid", correction=True, scale=2.8),
+    "groups": Router(num_experts=24, top_k=3, score="sigmoid", correction=True, groups=4, top_groups=2),
+    "scaled experts": Router(num_experts=8, top_k=2, score="softmax", expert_scale=True),
+    "all": Router(num_experts=5, top_k=5, score="softmax"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_choice_of_experts_is_that_of_pytorch_s_operators(rule: Router, dtype: torch.dtype):
+    """Of equals, too: some rows' logits are a few whole numbers, or zeros."""
+    logits_NE = torch.randn(12, rule.num_experts)
+    logits_NE[2:5].round_()
+    logits_NE[5] = 0
+    logits_NE = logits_NE.to(dtype)
+    correction_E = 0.3 * torch.randn(rule.num_experts) if rule.correction else None
+    expert_scale_E = torch.rand(rule.num_experts) if rule.expert_scale else None
+    ids_Nk, weights_Nk = choose(logits_NE, rule, correction_E, expert_scale_E)
+    expected = routing.choose(logits_NE, rule, correction_E, expert_scale_E)
+    assert torch.equal(ids_Nk, expected[0]) and ids_Nk.dtype is torch.int32
+    torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-5, atol=1e-7)
+    alone = choose(logits_NE[7:8], rule, correction_E, expert_scale_E)
+    assert torch.equal(alone[0][0], ids_Nk[7]) and torch.equal(alone[1][0], weights_Nk[7])
+
+
+def test_a_router_may_look_at_the_raw_residual_with_a_norm_of_its_own():
+    rule = Router(num_experts=8, top_k=2, score="softmax", normed_input=True)
+    norm = RMSNorm(torch.rand(32) + 0.5, 1e-6)
+    weights = RouterWeights(rule=rule, weight_EH=torch.randn(8, 32), norm=norm)
+    normed_NH, residual_NH = torch.randn(3, 32), torch.randn(3, 32)
+    ids_Nk, weights_Nk = TritonBackend(DEVICE).route(weights)(normed_NH, residual_NH)
+    expected = TorchBackend().route(weights)(normed_NH, residual_NH)
+    assert torch.equal(ids_Nk, expected[0])
+    torch.testing.assert_close(weights_Nk, expected[1], rtol=1e-4, atol=1e-6)
+
+
+class Layer:
+    """Random experts, packed or not, and what fp64 makes of them."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        hidden: int = 160,
+        inner: int = 96,
+        experts: int = 5,
+        packed: bool = False,
+        biases: bool = False,
+        activation: ExpertActivation = "silu",
+    ) -> None:
+        self.dtype = dtype
+        make = random_packed if packed else random_plain
+        self.weights = ExpertWeights(
+            gate_up=make(experts, 2 * inner, hidden, dtype),
+            down=make(experts, hidden, inner, dtype),
+            gate_up_bias_EI=torch.randn(experts, 2 * inner).to(dtype) if biases else None,
+            down_bias_EH=torch.randn(experts, hidden).to(dtype) if biases else None,
+            activation=activation,
+            limit=1.0 if activation == "swiglu_clamped" else None,
+        )
+
+    def rows(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, the experts of its rows, and their weights."""
+        experts, hidden, _ = self.weights.down.shape
+        x_NH = torch.randn(count, hidden).to(self.dtype)
+        return x_NH, random_ids(count, experts), torch.rand(count, PLACES)
+
+    def exact(self, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        outputs_NkH = torch.zeros(*ids_Nk.shape, x_NH.shape[1], dtype=torch.float64)
+        for row, place in torch.cartesian_prod(*(torch.arange(size) for size in ids_Nk.shape)).tolist():
+            expert = int(ids_Nk[row, place]) - self.weights.first_expert
+            if 0 <= expert < self.weights.gate_up.shape[0]:
+                outputs_NkH[row, place] = self._expert(expert, x_NH[row : row + 1])[0]
+        return weighted_sum(outputs_NkH, weights_Nk.double()).to(self.dtype)
+
+    def _expert(self, expert: int, x_1H: Tensor) -> Tensor:
+        of = self.weights
+        inner_1I = self.product(x_1H, of.gate_up, of.gate_up_bias_EI, expert)
+        inner_1I = expert_gate(inner_1I, of.activation, of.limit)
+        return self.product(inner_1I, of.down, of.down_bias_EH, expert)
+
+    def product(self, x: Tensor, weight: Tensor | MXFP4, bias_EO: Tensor | None, expert: int) -> Tensor:
+        """Rounded once."""
+        plain = weight.dequantised(self.dtype) if isinstance(weight, MXFP4) else weight
+        y = x.double() @ plain[expert].double().T
+        return (y if bias_EO is None else y + bias_EO[expert].double()).to(self.dtype)
+
+
+def random_plain(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    return (inputs**-0.5 * torch.randn(experts, outputs, inputs)).to(dtype)
+
+
+def random_packed(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> MXFP4:
+    del dtype
+    shape = (experts, outputs, inputs // 32)
+    blocks_EOBJ = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return MXFP4(blocks_EOBJ, torch.randint(119, 123, shape, dtype=torch.uint8))
+
+
+def assert_near(actual: Tensor, expected: Tensor):
+    assert actual.shape == expected.shape
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
+def test_experts_are_those_of_their_rows(activation: ExpertActivation, packed: bool, dtype: torch.dtype):
+    """Rows and columns of weights that fill no tile, inputs that fill no step."""
+    layer = Layer(dtype, packed=packed, biases=activation != "silu", activation=activation)
+    given_ = layer.rows(13)
+    assert_near(TritonBackend(DEVICE).experts(layer.weights)(*given_), layer.exact(*given_))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_tiles_of_every_height_are_the_same_products(height: int, packed: bool, dtype: torch.dtype):
+    layer = Layer(dtype, hidden=256, experts=2, packed=packed)
+    weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
+    got_PI = multiply_tiles(x_NH, weight, list_tiles(ids_Nk, 2, 0, height), activation="silu")
+    for expert in range(2):
+        exact_NI = expert_gate(layer.product(x_NH, weight, None, expert), "silu", None)
+        assert_near(got_PI[ids_Nk.flatten() == expert], exact_NI)  # each row chose both
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_ranks_with_whole_experts_or_parts_of_all_make_the_sum(packed: bool):
+    layer = Layer(torch.float32, inner=128, experts=6, packed=packed, biases=True)
+    given_, of = layer.rows(5), layer.weights
+    gate_up_bias_EI, down_bias_EH = of.gate_up_bias_EI, of.down_bias_EH
+    assert gate_up_bias_EI is not None and down_bias_EH is not None
+    expected = layer.exact(*given_)
+    ranks = [
+        replace(
+            of,
+            gate_up=part_of(of.gate_up, experts=slice(at, at + 3)),
+            down=part_of(of.down, experts=slice(at, at + 3)),
+            gate_up_bias_EI=gate_up_bias_EI[at : at + 3],
+            down_bias_EH=down_bias_EH[at : at + 3],
+            first_expert=at,
+        )
+        for at in (0, 3)
+    ]
+    assert_near(sum_of(ranks, given_), expected)
+    ranks = [
+        replace(
+            of,
+            gate_up=part_of(of.gate_up, rows=[*range(at, at + 64), *range(128 + at, 128 + at + 64)]),
+            down=part_of(of.down, inputs=slice(at, at + 64)),
+            gate_up_bias_EI=gate_up_bias_EI.unflatten(1, (2, -1))[:, :, at : at + 64].flatten(1),
+            down_bias_EH=down_bias_EH if at == 0 else None,
+        )
+        for at in (0, 64)
+    ]
+    assert_near(sum_of(ranks, given_), expected)
+
+
+def part_of(
+    weight: Tensor | MXFP4,
+    *,
+    experts: slice = slice(None),
+    rows: list[int] | slice = slice(None),
+    inputs: slice = slice(None),
+) -> Tensor | MXFP4:
+    if not isinstance(weight, MXFP4):
+        return weight[experts][:, rows][:, :, inputs].contiguous()
+    blocks = slice(*(end and end // 32 for end in (inputs.start, inputs.stop)))
+    parts = (
+        tensor[experts][:, rows][:, :, blocks].contiguous()
+        for tensor in (weight.blocks_EOBJ, weight.scales_EOB)
+    )
+    return MXFP4(*parts)
+
+
+def sum_of(ranks: list[ExpertWeights], given_: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    parts = [TritonBackend(DEVICE).experts(weights)(*given_) for weights in ranks]
+    return torch.stack(parts).sum(0)
+
+
+def test_no_rows_are_no_rows():
+    layer = Layer(torch.float32)
+    assert TritonBackend(DEVICE).experts(layer.weights)(*layer.rows(0)).shape == (0, 160)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32) if ON_GPU else (torch.float32,))
+def test_in_tiles_of_one_height_a_row_s_bits_depend_on_nothing_beside_it(
+    dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor does what a kernel is compiled for; the interpreter would not see that a tile's height counts."""
+    cuts: set[tuple[object, ...]] = set()
+
+    def watch(kernel: str, constants: Mapping[str, object], launch: Callable[[], object]) -> object:
+        if kernel == "_multiply_tiles":
+            cuts.add(tuple(constants[name] for name in ("OUTPUTS", "HEIGHT", "COLUMNS", "STEP")))
+        return launch()
+
+    watch_launches(monkeypatch, watch)
+    layer = Layer(dtype, packed=packed, biases=True, experts=3)
+    x_NH, ids_Nk, weights_Nk = layer.rows(150)  # a hundred pairs of each expert: more than a tile
+    experts = TritonBackend(DEVICE, batch_invariant=True).experts(layer.weights)
+    everything = experts(x_NH, ids_Nk, weights_Nk)
+    for which in ([7], [149, 7, 90], list(range(149, -1, -1))):
+        alone = experts(x_NH[which], ids_Nk[which], weights_Nk[which])
+        assert torch.equal(alone, everything[which])
+    assert len(cuts) == 2 and {cut[1] for cut in cuts} == {INVARIANT_HEIGHT}, "one of each product"
+
+
+def test_every_code_and_power_of_packed_weights_is_the_number_it_means():
+    """Read out by rows of one 1 each."""
+    scales = torch.tensor([[1, 2, 100, 127, MOST_EXPONENT]] if not ON_GPU else [[100, 110, 120, 127, 128]])
+    codes_J = torch.arange(16) + 16 * torch.arange(16).flip(0)
+    weight = MXFP4(
+        codes_J.to(torch.uint8).expand(1, 1, 5, 16).contiguous(), scales.to(torch.uint8)[None].contiguous()
+    )
+    x_NH = torch.eye(5 * 32)
+    tiles = list_tiles(torch.zeros(len(x_NH), 1, dtype=torch.int32), 1, 0, 16)
+    got_N1 = multiply_tiles(x_NH, weight, tiles)
+    assert torch.equal(got_N1[:, 0], weight.dequantised(torch.float32)[0, 0])
+
+
+def test_a_power_beyond_the_kernels_is_refused_at_load():
+    layer = Layer(torch.float32, packed=True)
+    assert isinstance(layer.weights.down, MXFP4)
+    layer.weights.down.scales_EOB[1, 2, 0] = MOST_EXPONENT + 1
+    with pytest.raises(CheckpointError, match=r"scale 2\^2.*at most 2\^1"):
+        TritonBackend(DEVICE).experts(layer.weights)

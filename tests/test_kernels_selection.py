@@ -1,0 +1,195 @@
+"""DFlash2's kernels against their meaning, and how ranks agree; where they run, says `devices.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICE
+from manta.actors.targets.runners.iteration import candidates_of_ranks
+from manta.drafter.compute.eager.convolution import convolve
+from manta.drafter.compute.gpu.convolution import convolve as convolve_in_kernel
+from manta.drafter.step.device.rows import StepRows as DeviceRows
+from manta.drafter.step.device.sampling_state import SamplingState
+from manta.drafter.step.device.selection import candidates, walk_paths
+from manta.drafter.step.rows import StepRows
+from manta.drafter.step.sampling_batch import SamplingBatch
+from manta.drafter.step.selection import Codebooks, select_paths
+from manta.drafter.step.selection import candidates as candidates_of
+
+pytestmark = pytest.mark.usefixtures("on_the_device")
+VOCAB, RANK = 300, 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("taps", "hidden", "group"), [(2, 64, 16), (3, 320, 5), (1, 36, 36)])
+def test_convolutions_are_what_they_mean(taps: int, hidden: int, group: int, dtype: torch.dtype):
+    torch.manual_seed(0)
+    owners_N = torch.tensor([4] * 5 + [0] + [2] * 3 + [-1] * 2, dtype=torch.int32)
+    x_NH, residual_NH = torch.randn(2, len(owners_N), hidden).to(dtype).unbind()
+    kernels = torch.randn(len(owners_N), 2, taps, hidden // group).to(dtype)
+    base_TH = torch.randn(taps, hidden).to(dtype)
+    for side in (0, 1):
+        operands = (x_NH, kernels[:, side], base_TH, owners_N)
+        for rest in ((), (residual_NH,)):
+            expected = convolve(*operands, *rest)
+            got = convolve_in_kernel(*operands, *rest)
+            assert got.dtype is dtype
+            torch.testing.assert_close(
+                got, expected, rtol=1e-5 if dtype is torch.float32 else 2e-3, atol=2e-3
+            )
+
+
+def test_a_convolution_begins_anew_with_each_request_s_block():
+    torch.manual_seed(1)
+    x_NH, dynamic_NTC, base_TH = torch.randn(7, 8), torch.randn(7, 3, 2), torch.randn(3, 8)
+    owners_N = torch.tensor([1, 1, 1, 2, 2, 3, 3])
+    whole = convolve(x_NH, dynamic_NTC, base_TH, owners_N)
+    for begin, end in ((0, 3), (3, 5), (5, 7)):
+        alone = convolve(x_NH[begin:end], dynamic_NTC[begin:end], base_TH, owners_N[begin:end])
+        assert torch.equal(whole[begin:end], alone)
+
+
+@dataclass
+class Blocks:
+    """The same requests' blocks as the host and as the device lays them out: -1 is padding there."""
+
+    host: StepRows
+    device: DeviceRows
+    cu_rows_R1: torch.Tensor
+    state: SamplingState
+    drafting: torch.Tensor  # rows of requests that draft, among the device's
+
+    @classmethod
+    def of(cls, counts: list[int], **settings: list) -> Blocks:
+        rng, slots = np.random.default_rng(3), [5, 0, 3, 1, 4][: len(counts)]
+        neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
+        per = {name: np.array(settings.get(name, [value] * 6)) for name, value in neutral.items()}
+        seed, stops = rng.integers(-(2**63), 2**63 - 1, 6), np.array([[7, 9, -1]] * 6)
+        stops[:, 2] = np.where(np.arange(6) % 2, 11, -1)
+        rows = [
+            (s, 20 + 9 * s + k, k) for s, count in zip(slots, counts, strict=True) for k in range(count + 1)
+        ]
+        slots_N, positions_N, places_N = (np.array(x) for x in zip(*rows, strict=True))
+        tokens_N = np.where(places_N == 0, rng.integers(0, VOCAB, len(rows)), 1)
+        drafting = np.flatnonzero(np.repeat(np.array(counts) > 0, np.array(counts) + 1))
+        sampled = np.flatnonzero(places_N[drafting])
+        of_X, at_X = slots_N[drafting][sampled], positions_N[drafting][sampled]
+        early = [
+            (x, t) for x, s in enumerate(of_X) for t in stops[s] if t >= 0 and at_X[x] < per["min_length"][s]
+        ]
+
+        def put(values, dtype=torch.int64) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(DEVICE, dtype)
+
+        sampling = SamplingBatch.build(
+            temperature=per["temperature"][of_X].astype(np.float32),
+            top_k=per["top_k"][of_X].astype(np.int64),
+            top_p=per["top_p"][of_X].astype(np.float32),
+            min_p=per["min_p"][of_X].astype(np.float32),
+            seed=seed[of_X],
+            position=at_X,
+            forbidden=np.array(early, dtype=np.int64).T if early else None,
+            device=DEVICE,
+        )
+        host = StepRows(
+            put(positions_N[drafting]),
+            (),
+            (),
+            put(tokens_N[drafting]),
+            put(sampled),
+            put(counts),
+            max(counts),
+            sampling,
+        )
+        padding = np.full(3, -1)
+        device = DeviceRows(
+            put(np.append(positions_N, 0 * padding)),
+            (),
+            (),
+            put(np.append(tokens_N, 0 * padding)),
+            put(np.append(slots_N, padding), torch.int32),
+        )
+        cu_rows = np.append(np.cumsum([0, *(count + 1 for count in counts)]), [len(rows)] * 2)
+        fp32, i32 = torch.float32, torch.int32
+        state = SamplingState(
+            put(per["temperature"], fp32),
+            put(per["top_k"], i32),
+            put(per["top_p"], fp32),
+            put(per["min_p"], fp32),
+            put(seed),
+            put(per["min_length"], i32),
+            put(stops, i32),
+        )
+        return cls(host, device, put(cu_rows, i32), state, put(drafting))
+
+
+SETTINGS = {
+    "greedy": {},
+    "noise": {"temperature": [1.0, 0.0, 2.0, 0.5, 1.0, 3.0]},
+    "early stops": {"min_length": [100] * 6},
+    "filters": {
+        "temperature": [3.0, 2.0, 0.0, 4.0, 2.0, 3.0],
+        "top_k": [0, 3, 3, 40, 1, 2],
+        "top_p": [0.5, 1.0, 0.5, 0.7, 0.2, 1.0],
+        "min_p": [0.0, 0.0, 0.1, 0.1, 0.0, 0.2],
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("top_k", [16, 5])
+def test_paths_are_the_host_s(name: str, dtype: torch.dtype, top_k: int):
+    """Of ragged blocks, one of an anchor alone, with padding behind."""
+    counts = [15, 3, 0, 1, 7]
+    torch.manual_seed(2)
+    blocks = Blocks.of(counts, **SETTINGS[name])
+    num_rows = len(blocks.device.token_ids_N)
+    # Stop tokens are likely, and some tokens cannot be.
+    logits_NV = torch.randn(num_rows, VOCAB) * 2
+    logits_NV[:, [7, 9, 11]] += 4
+    logits_NV[3, 14:] = -float("inf")
+    logits_NV, gates_NE = logits_NV.to(dtype), torch.randn(num_rows, RANK).to(dtype)
+    codebooks = Codebooks(*(torch.randn(2, VOCAB, RANK) * 0.4).to(dtype).unbind(), top_k)
+    mine_X = blocks.drafting[blocks.host.sampled_X]
+    expected = select_paths(logits_NV[mine_X], gates_NE[mine_X], blocks.host, codebooks)
+    device, state = blocks.device, blocks.state
+    found = candidates(logits_NV.clone(), device, state, top_k, filters=name == "filters")
+    chosen_N = walk_paths(
+        *found, gates_NE, device, blocks.cu_rows_R1, state, codebooks, filters=name == "filters"
+    )
+    begin = 0
+    for r, count in enumerate(counts):
+        assert chosen_N[begin + 1 : begin + 1 + count].tolist() == expected[r, :count].tolist()
+        begin += count + 1
+    assert not chosen_N[begin:].any()
+
+
+class OtherRank:
+    """The second rank's candidates, for whoever gathers."""
+
+    def __init__(self, theirs: torch.Tensor) -> None:
+        self.theirs = theirs
+
+    def all_gather(self, mine: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat((mine, self.theirs), dim)
+
+
+def test_ranks_find_the_candidates_of_the_whole_vocabulary():
+    torch.manual_seed(4)
+    blocks = Blocks.of([3, 2], **SETTINGS["early stops"])
+    logits_NV = torch.randn(len(blocks.device.token_ids_N), VOCAB) * 2
+    logits_NV[:, [7, 9, 11]] += 4
+    expected = candidates(logits_NV.clone(), blocks.device, blocks.state, 16, filters=False)
+    half = VOCAB // 2
+    mine, theirs = (
+        candidates(logits_NV[:, a:b].clone(), blocks.device, blocks.state, 16, filters=False, vocab_start=a)
+        for a, b in ((0, half), (half, VOCAB))
+    )
+    packed = torch.stack((theirs[0].view(torch.int32), theirs[1].int())).unsqueeze(0)
+    got = candidates_of_ranks(*mine, 16, OtherRank(packed))
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert not torch.equal(expected[1], candidates_of(logits_NV, 16)[1])

@@ -1,0 +1,86 @@
+"""Published targets: their configurations, read by their families, have the sizes that publishers tell."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from manta.actors.targets.families import FAMILIES
+from manta.cluster.planner.gpus import GPUS
+from manta.cluster.planner.layouts import Layout
+from manta.cluster.planner.step_time import StepTimes
+from manta.jobs.shapes import target_shape
+from published import CONFIGS, GUIDE, TARGETS, Target, kv_by_window, num_params, pair_of, spec_of, with_table
+
+SERVED = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+# Distinct experts that a verify of 1, 8, 16 and 64 rows reads in a layer, and their GB at 1, 8 and 16.
+READ = {
+    "Qwen3-30B-A3B": ((8, 52, 82, 126), (3.6, 23, 37)),
+    "gpt-oss-20b": ((4, 21, 28, 32), (1.3, 6.7, 9.0)),
+    "gpt-oss-120b": ((4, 29, 51, 111), (1.9, 14, 24)),
+}
+# GB of all weights as they are published, packed ones packed: of the files, language model alone.
+WEIGHTS_GB = {"gpt-oss-20b": 13.8, "gpt-oss-120b": 65.2, "gemma-4-31B-it": 61.4, "Qwen3-30B-A3B": 61.1}
+
+
+def read(name: str):
+    spec = spec_of(name)
+    if spec is None:
+        pytest.skip(f"{CONFIGS[name]['architectures'][0]} is not served yet")
+    return spec
+
+
+@SERVED
+def test_its_tensors_add_up_to_the_published_size(target: Target) -> None:
+    spec = read(target.name)
+    if target.billions is None:
+        pytest.skip(f"{target.name}: no size of the language model is published")
+    assert num_params(spec) / 1e9 == pytest.approx(target.billions, rel=0.01)
+
+
+@SERVED
+def test_a_token_takes_the_kv_that_its_geometry_makes(target: Target) -> None:
+    assert kv_by_window(target_shape(read(target.name))) == target.kv
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_verify_reads_the_experts_that_its_rows_choose(name: str) -> None:
+    distinct, gigabytes = READ[name]
+    shape = target_shape(read(name))
+    ((experts, times),) = shape.routed
+    assert times == shape.num_layers
+    assert tuple(round(experts.distinct(rows)) for rows in (1, 8, 16, 64)) == distinct
+    for rows, wanted in zip((1, 8, 16), gigabytes, strict=True):
+        rounded = 0.05 if wanted < 10 else 0.5
+        assert shape.experts(rows).num_bytes / 1e9 == pytest.approx(wanted, abs=rounded)
+
+
+@pytest.mark.parametrize("name", WEIGHTS_GB)
+def test_weights_take_what_they_are_packed_in(name: str) -> None:
+    target = next(target for target in TARGETS if target.name == name)
+    pair = pair_of(target, read(name))
+    assert pair.target_bytes(1) / 1e9 == pytest.approx(WEIGHTS_GB[name], rel=0.01)
+
+
+def test_rows_cost_more_where_experts_are_routed() -> None:
+    """A verify of 16 rows beside a plain step, alone on an H200: the length of drafts must know it."""
+
+    def cost(name: str) -> float:
+        target = next(target for target in TARGETS if target.name == name)
+        pair = pair_of(target, read(name))
+        times = StepTimes(pair, GPUS["h200"], Layout(1, None, 1))
+        return times.verify(1, 16, 1024).bytes / times.verify(1, 1, 1024).bytes
+
+    assert cost("Qwen3-8B") == pytest.approx(1.0, abs=0.01)
+    assert cost("Qwen3-30B-A3B") == pytest.approx(6.4, abs=0.3)
+
+
+def test_the_guide_says_what_the_readers_of_families_say() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    assert with_table(text) == text, "write it anew: python tests/published.py"
+
+
+def test_what_the_guide_calls_unserved_is() -> None:
+    _, _, missing = GUIDE.read_text(encoding="utf-8").partition("## Not served")
+    named = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", missing)
+    assert named and not set(named) & set(FAMILIES)

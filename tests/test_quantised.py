@@ -1,0 +1,100 @@
+"""`quantization`: eight bits a weight, and then the tokens of the quantised target; where, says `devices.py`.
+
+Products by themselves are in `test_kernels_products.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from manta.actors.targets.loading.plan import plan_load
+from manta.cluster.config import SpeculativeConfig
+from manta.cluster.errors import ConfigError
+from manta.drafter.compute.gpu.quantised import QuantisedWeight
+from safetensors.torch import load_file, save_file
+from steps import settings
+from test_device_runner import CASES, opened
+from test_lossless import KNOBS, tokens_of
+
+PARAMS = [replace(KNOBS["greedy"], max_tokens=3)] * len(CASES)
+
+
+def rounded(saved: Path, folder: Path) -> Path:
+    """The checkpoint with the numbers that its weights are when they are quantised."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
+    tensors = load_file(saved / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = QuantisedWeight.of(tensor[None, None]).dequantised(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("target_s", "drafter_s"), [("fp8", None), (None, "fp8")])
+def test_tokens_are_those_of_the_quantised_target_and_a_drafter_s_weights_change_none(
+    target_s: str | None,
+    drafter_s: str | None,
+    tiny_qwen3: Path,
+    tiny_drafter: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Size] = []
+    of = QuantisedWeight.of
+
+    def counted(weight_PLRK: torch.Tensor) -> QuantisedWeight:
+        made.append(weight_PLRK.shape)
+        return of(weight_PLRK)
+
+    plain = rounded(tiny_qwen3, tmp_path / "rounded") if target_s else tiny_qwen3
+    with opened(plain, None, "torch") as llm:
+        expected = tokens_of(llm, CASES, PARAMS)
+    monkeypatch.setattr(QuantisedWeight, "of", counted)
+    drafts = {"num_speculative_tokens": 3, "adaptive": False}
+    spec = {"model": str(tiny_drafter), "quantization": drafter_s, **drafts}
+    with (
+        caplog.at_level(logging.WARNING),
+        opened(tiny_qwen3, None, "triton", quantization=target_s, speculative_config=spec) as llm,
+    ):
+        assert tokens_of(llm, CASES, PARAMS) == expected
+        assert llm.stats().num_drafts > 0
+    assert ("The target is quantised (fp8)" in caplog.text) == (target_s is not None)
+    (quantised,) = (folder for asked, folder in ((target_s, tiny_qwen3), (drafter_s, tiny_drafter)) if asked)
+    layers = json.loads((quantised / "config.json").read_text())["num_hidden_layers"]
+    beside = 0 if target_s else 2  # a drafter's fc and its context's keys and values
+    assert len(made) == 4 * layers + beside, "one model's q, k and v, o, gate and up, down; no head"
+
+
+def test_without_the_kernels_it_is_refused(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"quantization='fp8' needs Triton's kernels.*torch on cpu"
+    ) as caught:
+        plan_load(settings(tiny_qwen3, quantization="fp8", attention_backend="torch", device="cpu"))
+    assert caught.value.param == "quantization"
+    config = settings(tiny_qwen3, tiny_drafter, attention_backend="torch", device="cpu")
+    assert config.speculative_config is not None
+    with pytest.raises(ConfigError) as caught:
+        plan_load(replace(config, speculative_config=replace(config.speculative_config, quantization="fp8")))
+    assert caught.value.param == "speculative_config.quantization"
+
+
+def test_an_unknown_one_is_refused(tiny_qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantization='int3' is not known.*fp8"):
+        settings(tiny_qwen3, quantization="int3")
+    with pytest.raises(ConfigError, match=r"speculative_config\.quantization='int3'"):
+        SpeculativeConfig(model="drafter", quantization="int3")  # type: ignore[arg-type]
+
+
+def test_the_largest_weight_of_a_row_takes_the_upper_half_of_e4m3() -> None:
+    weight = QuantisedWeight.of(torch.tensor([[448.0, 1.0], [0.0, 0.0], [449.0, -3.0]])[None, None])
+    assert weight.scale_O.tolist()[::2] == [1.0, 2.0]
+    assert weight.codes_PLRK.float().flatten().tolist() == [448.0, 1.0, 0.0, 0.0, 224.0, -1.5]
