@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
@@ -15,19 +16,7 @@ from manta.drafter.compute.loops import backend as loops
 from manta.drafter.compute.loops.machine import Instructions
 
 SPEC = StackSpec(name="target", sizes=frozenset({4096, 12288}), head_dims=frozenset({128}))
-GEMMA: frozenset[Feature] = frozenset(
-    {
-        "norms behind attention and MLP",
-        "GELU",
-        "norm weights in fp32",
-        "layers that rotate differently",
-        "normed values",
-        "scaled residuals",
-        "layers whose heads differ",
-        "values of another size than keys",
-    }
-)
-ALL_FEATURES: frozenset[Feature] = GEMMA | {"attention sinks", "convolutions around attention and MLP"}
+ALL_FEATURES: frozenset[Feature] = frozenset(get_args(Feature))
 CPU = Machine(torch.device("cpu"), torch.bfloat16, page_size=16, num_ranks=1)
 GPU = replace(CPU, device=torch.device("cuda"))
 
