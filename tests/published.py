@@ -152,7 +152,7 @@ TARGETS = (
     Target(name="MiniMax-M2", billions=228.7, kv={None: 253952}),
     Target(name="GLM-4.5", billions=355, kv={None: 376832}),
     Target(name="GLM-4.5-Air", billions=106, kv={None: 188416}),
-    Target(name="MiMo-V2-Flash", billions=309, kv={None: 23040, 128: 199680}),
+    Target(name="MiMo-V2-Flash", billions=309, kv={None: 23040, 129: 199680}),
 )
 
 

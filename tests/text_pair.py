@@ -19,6 +19,7 @@ from manta.cluster.executor import Executor
 from tiny import make_tiny_drafter, make_tiny_target
 
 VOCAB = 384
+CORPUS = Path(__file__).parent / "data" / "corpus.txt"  # what the tokenizer is made of; what is said hangs on it
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}{{ style }}{% endif %}{% endif %}"
@@ -40,7 +41,7 @@ def make_text_pair(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    backend.train_from_iterator([CORPUS.read_text(encoding="utf-8")], trainer)
     backend.save(str(target / "tokenizer.json"))
     settings = {"eos_token": "<|endoftext|>", "chat_template": template}
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
