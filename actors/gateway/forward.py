@@ -37,9 +37,9 @@ class Forwarded(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._small_body()
         model = await self._model(body)
-        await self._parts.fleet.rouse(model)
         refused: set[str] = set()
         while True:
+            await self._parts.fleet.rouse(model)
             member, _ = self._parts.fleet.choose(model, without=refused)
             refused.add(member.name)
             if await self._attempt(member, self._upload() if body is None else body, send):

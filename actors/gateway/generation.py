@@ -101,8 +101,9 @@ class Generation(Response):
             await self._finish(self._ending.failed(error) + self._ending.done)
 
     async def _run(self) -> None:
-        await self._parts.fleet.rouse(self._model)
         while True:
+            if not self._begun:  # also when the last one has refused, because it was to go
+                await self._parts.fleet.rouse(self._model)
             member = await self._next_replica()
             if member is None:
                 assert self._refusal is not None
