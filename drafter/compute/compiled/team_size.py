@@ -55,14 +55,14 @@ def note_wait(words, waited_ns):
 def judge(words, size, spent_ns):
     """After a task on `size` > 1 threads: fewer, if that is where its time went.
 
-    Threads given up cost at most their share of the speed; so they go when waiting costs half as much.
+    Threads given up cost at most their share of the speed; so they go when waiting costs nearly as much.
     """
     spent_ns += read_shared(words + _SPENT)
     write_shared(words + _SPENT, spent_ns)
     waited_ns = read_shared(words + _WAITED) // (size - 1)  # of each thread but the one that is waited for
     fewer = _step(size - 1)
     rest_ns = read_shared(words + _REST)
-    if 2 * size * waited_ns > fewer * max(spent_ns, _WINDOW_NS):
+    if 5 * size * waited_ns > 4 * fewer * max(spent_ns, _WINDOW_NS):
         write_shared(words + LIMIT, size - fewer)
         _rest_longer(words)
     elif spent_ns > _WINDOW_NS:
