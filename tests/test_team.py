@@ -53,12 +53,12 @@ class Sizes:
 
 @pytest.mark.parametrize(("size", "left"), [(2, 1), (8, 7), (16, 15), (64, 57)])
 def test_a_team_that_waits_more_than_it_works_gives_up_threads(size: int, left: int):
-    assert Sizes(size).after_a_task(size, 8 * MS, 6 * MS * (size - 1)) == left
+    assert Sizes(size).after_a_task(size, 10 * MS, 9 * MS * (size - 1)) == left
 
 
 @pytest.mark.parametrize(
     ("spent_ns", "waited_ns"),
-    [(4 * MS, 3 * MS), (20 * MS, 4 * MS), (4 * MS, 0)],
+    [(4 * MS, 3 * MS), (20 * MS, 7 * MS), (4 * MS, 0)],
     ids=["one quantum", "little", "none"],
 )
 def test_a_team_keeps_its_threads_where_waits_are_short(spent_ns: int, waited_ns: int):
@@ -77,7 +77,7 @@ def test_waits_of_several_tasks_add_up_but_not_for_ever():
 def test_a_thread_comes_back_when_its_trial_passes_and_rests_when_it_fails():
     sizes = Sizes(2)
     assert size_now(sizes.at, 2) == (2, False)
-    sizes.after_a_task(2, 8 * MS, 6 * MS)
+    sizes.after_a_task(2, 10 * MS, 9 * MS)
     assert size_now(sizes.at, 2) == (1, False), "it rests first"
     for _ in range(3):  # a busy machine fails some trials
         sizes.begin_trial(2)

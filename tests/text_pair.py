@@ -20,8 +20,6 @@ from tiny import make_tiny_drafter, make_tiny_target
 
 VOCAB = 384
 CORPUS = Path(__file__).parent / "data" / "corpus.txt"  # the tokenizer is made of it: it stays as it is
-    Path(__file__).parent / "data" / "corpus.txt"
-)  # what the tokenizer is made of; what is said hangs on it
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}{{ style }}{% endif %}{% endif %}"
