@@ -69,7 +69,7 @@ def test_waits_of_several_tasks_add_up_but_not_for_ever():
     sizes = Sizes(2)
     for _ in range(100):  # a quantum in each window
         assert sizes.after_a_task(2, 21 * MS, 4 * MS) == 2
-    for _ in range(6):
+    for _ in range(9):
         sizes.after_a_task(2, 2 * MS, MS)
     assert sizes.limit == 1
 
