@@ -120,11 +120,13 @@ class GrammarStates:
             walks.append(_Walk(slot, standing, drafts_RK[place, : count - 1], num_rows))
             num_rows += count
         bits_MW = self._room(num_rows)
-        failed = self._take(walks, bits_MW, forces)
-        for walk in failed:
-            self._renew(walk.slot)
-        self._take(failed, bits_MW, forces)
-        rows_M = np.flatnonzero(np.repeat(np.isin(np.arange(len(slots_R)), held), counts_R))
+        if failed := self._take(walks, bits_MW, forces):
+            for walk in failed:
+                self._renew(walk.slot)
+            self._take(failed, bits_MW, forces)
+        is_held_R = np.zeros(len(slots_R), dtype=np.bool_)
+        is_held_R[held] = True
+        rows_M = np.flatnonzero(np.repeat(is_held_R, counts_R))
         return RowMasks(rows_M, bits_MW, self._compiler.eos_token_ids[0])
 
     def _room(self, num_rows: int) -> Words:
@@ -139,6 +141,7 @@ class GrammarStates:
         """Take these walks, and write masks of their rows: of nothing where no matcher says anything. Returns
         those whose matcher failed."""
         drafted, taken = list[tuple[LLMatcher, int, list[int]]](), list[tuple[_Walk, LLMatcher]]()
+        begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk in walks:
             slot = walk.slot
             self._read(slot, walk.standing())
@@ -155,12 +158,9 @@ class GrammarStates:
                 walk.drafts_D[num_free:] = following
                 drafted.append((matcher, row, following[:num_walked]))
             elif not slot.is_over:
-                matcher.unsafe_compute_mask_ptr(bits_MW[row].ctypes.data, bits_MW[row].nbytes)
+                matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
         if drafted:
-            words, rows = bits_MW.shape[1], len(bits_MW)
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                drafted, bits_MW.ctypes.data, words * bits_MW.itemsize, rows
-            )
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, begin, stride, len(bits_MW))
         return [walk for walk, matcher in taken if matcher.is_error()]
 
     def _follow(self, matcher: LLMatcher, drafts: list[int], forces: bool) -> int:

@@ -42,10 +42,16 @@ def _mask_tokens(logits, rows, bits, end_id, num_rows, vocab_size, num_words, li
     for m in range(num_rows):
         row_V = carray(pointer(logits + rows_M[m] * vocab_size * size_of(like), like), (vocab_size,))
         is_empty = True
-        for v in range(vocab_size):
-            if (bits_MW[m, v >> 5] >> np.int32(v & 31)) & 1 == 0:
-                row_V[v] = rounded(_NOTHING, like)
-            elif float_of(row_V[v]) != _NOTHING:
-                is_empty = False
+        for w in range(num_words):  # most words forbid all of their tokens, or allow them
+            word, begin, end = bits_MW[m, w], 32 * w, min(32 * (w + 1), vocab_size)
+            if word == 0:
+                for v in range(begin, end):
+                    row_V[v] = rounded(_NOTHING, like)
+            elif word != -1 or is_empty:
+                for v in range(begin, end):
+                    if (word >> np.int32(v - begin)) & 1 == 0:
+                        row_V[v] = rounded(_NOTHING, like)
+                    elif float_of(row_V[v]) != _NOTHING:
+                        is_empty = False
         if is_empty:
             row_V[end_id] = rounded(np.float32(0), like)
