@@ -17,6 +17,7 @@ from . import drafter_checkpoints as checkpoints
 from .drafter_checkpoints import HIDDEN, VOCAB
 from .oracle_dflash import Oracle, gumbel
 from .test_drafter_model import GREEDY, Requests, load_pair, random_taps
+from .test_rope import GPT_OSS, KIMI, LLAMA3
 
 # What transformers writes beside, and means nothing here.
 NOTES = {
@@ -33,30 +34,7 @@ NOTES = {
     "use_cache": False,
 }
 SECOND = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 12, "selector_top_k": 16}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-LLAMA = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-KIMI = {
-    "type": "yarn",
-    "factor": 64.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
+LLAMA = {**LLAMA3, "original_max_position_embeddings": 8192}
 
 
 def layers(sliding: int, full: int = 0) -> dict[str, Any]:
@@ -94,9 +72,9 @@ PUBLISHED = {
     "Qwen3-8B-DFlash-b16": z_lab(rope_theta=1000000, rope_scaling=None, **layers(0, 2)),
     "LLaMA3.1-8B-Instruct-DFlash": z_lab(block_size=10, rope_theta=500000.0, rope_scaling=LLAMA),
     "Qwen3-Coder-30B-A3B-DFlash": z_lab(rope_theta=10000000, **layers(0, 3)),
-    "gpt-oss-20b-DFlash": z_lab(block_size=8, rope_theta=150000, rope_scaling=YARN, rms_norm_eps=1e-5),
+    "gpt-oss-20b-DFlash": z_lab(block_size=8, rope_theta=150000, rope_scaling=GPT_OSS, rms_norm_eps=1e-5),
     "gpt-oss-120b-DFlash": z_lab(
-        block_size=10, rope_theta=None, rope_parameters={"rope_theta": 150000.0, **YARN}
+        block_size=10, rope_theta=None, rope_parameters={"rope_theta": 150000.0, **GPT_OSS}
     ),
     "gemma-4-31B-it-DFlash": z_lab(
         {"block_size": 16, "final_logit_softcapping": 3.0}, rope_theta=1000000, **layers(1, 1)
@@ -172,7 +150,7 @@ def test_a_published_drafter_drafts_as_its_files_say(name: str, tmp_path: Path):
 @pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])
 def test_the_rotation_of_a_drafter_is_its_files_(key: str, tmp_path: Path):
     """So that the oracle's would show one that is not."""
-    name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", YARN)
+    name, settings = ("Kimi-K2.6-DFlash", KIMI) if key == "mscale" else ("gpt-oss-20b-DFlash", GPT_OSS)
     other = {"original_max_position_embeddings": 512, "truncate": True, "mscale": 2.0}[key]
     pair, taps = load_pair(tmp_path, PUBLISHED[name]), random_taps([LENGTH])[0]
     changed = {**PUBLISHED[name], "rope_scaling": {**settings, key: other}}

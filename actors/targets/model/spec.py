@@ -259,44 +259,34 @@ class ModelSpec:
 
     def of_backend(self) -> StackSpec:
         """What it asks of a backend."""
-        features: set[Feature] = set()
-        mixers = [layer.mixer for layer in self.layers]
-        if any(layer.sandwich for layer in self.layers):
-            features.add("norms behind attention and MLP")
-        if any(layer.routed for layer in self.layers):
-            features.add("routed experts")
-        mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
-        if any(mlp.activation == "gelu_tanh" for mlp in mlps):
-            features.add("GELU")
-        if self.fp32_norms:
-            features.add("norm weights in fp32")
-        if any(layer.mixer.v_norm for layer in self.layers):
-            features.add("normed values")
-        if any(layer.scalar for layer in self.layers):
-            features.add("scaled residuals")
-        if any(layer.mixer.rope != self.layers[0].mixer.rope for layer in self.layers):
-            features.add("layers that rotate differently")
-        if any(layer.mixer.rope is None for layer in self.layers):
-            features.add("layers without rotation")
-        if any(layer.mixer.gate for layer in self.layers):
-            features.add("gate behind attention")
-        if any(layer.mixer.row_norm for layer in self.layers):
-            features.add("norm of whole queries and keys")
-        if any(mixer.value_dim != mixer.head_dim for mixer in mixers):
-            features.add("values of another size than keys")
-        if (
-            len({(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers})
-            > 1
-        ):
-            features.add("layers whose heads differ")
-        if any(layer.mixer.sinks for layer in self.layers):
-            features.add("attention sinks")
         return StackSpec(
             name="target",
             sizes=frozenset({self.hidden_size}).union(*(layer.inner_sizes for layer in self.layers)),
             head_dims=frozenset(layer.mixer.head_dim for layer in self.layers),
-            features=frozenset(features),
+            features=self._features(),
         )
+
+    def _features(self) -> frozenset[Feature]:
+        """What it has beyond a plain block."""
+        mixers = [layer.mixer for layer in self.layers]
+        mlps = [mlp for layer in self.layers for mlp in (layer.dense, layer.routed) if mlp is not None]
+        heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim) for mixer in mixers}
+        has: dict[Feature, bool] = {
+            "norms behind attention and MLP": any(layer.sandwich for layer in self.layers),
+            "routed experts": any(layer.routed for layer in self.layers),
+            "GELU": any(mlp.activation == "gelu_tanh" for mlp in mlps),
+            "norm weights in fp32": self.fp32_norms,
+            "normed values": any(mixer.v_norm for mixer in mixers),
+            "scaled residuals": any(layer.scalar for layer in self.layers),
+            "layers that rotate differently": any(mixer.rope != mixers[0].rope for mixer in mixers),
+            "layers without rotation": any(mixer.rope is None for mixer in mixers),
+            "gate behind attention": any(mixer.gate for mixer in mixers),
+            "norm of whole queries and keys": any(mixer.row_norm for mixer in mixers),
+            "values of another size than keys": any(m.value_dim != m.head_dim for m in mixers),
+            "layers whose heads differ": len(heads) > 1,
+            "attention sinks": any(mixer.sinks for mixer in mixers),
+        }
+        return frozenset(feature for feature, there in has.items() if there)
 
     def layer_parts(self, layer: int) -> list[str]:
         """The parts of a layer, in the words of `tensors`."""

@@ -19,23 +19,15 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ..eager.experts import expert_gate, products_of
-from ..experts import ExpertActivation, ExpertWeights
+from ..eager.experts import TorchExperts, expert_gate
 from . import layers
 from .elements import LIKE, elements, float_of, pointer, rounded
 
 
-class CpuExperts:
-    """`experts.Experts`."""
+class CpuExperts(TorchExperts):
+    """`experts.Experts`, of the same products."""
 
-    __slots__ = ("_activation", "_down_E", "_first", "_gate_up_E", "_limit")
-
-    def __init__(self, weights: ExpertWeights) -> None:
-        self._activation: ExpertActivation = weights.activation
-        self._limit, self._first = weights.limit, weights.first_expert
-        gate_up_EIH, down_EHI = weights.unpacked()
-        self._gate_up_E = products_of(gate_up_EIH, weights.gate_up_bias_EI)
-        self._down_E = products_of(down_EHI, weights.down_bias_EH)
+    __slots__ = ()
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         ids_Nk = expert_ids_Nk.numpy() - self._first
