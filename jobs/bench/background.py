@@ -77,9 +77,8 @@ def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Fi
     config = replace(with_absolute_paths(config), enable_prefix_caching=False)
     with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
         storage = Path(scratch) / "batches"
-        flags = ["--batch-storage", str(storage), "--max-batch-lines", str(options.lines)]
         say("starting manta serve")
-        with manta_serve(config, Path(scratch), *flags) as url:
+        with manta_serve(config, Path(scratch), "--batch-storage", str(storage)) as url:
             points = measure(url, storage, options, Watch(look_every_s=LOOK_EVERY_S))
     print_points(points)
     return record(config, options, points)
