@@ -5,9 +5,10 @@
     tokenization_kimi.py   that code: its `pat_str` cuts a text into pieces before bytes are merged
 
 Of these a tokenizer of the `tokenizers` library is made, by transformers' `TikTokenConverter`: two tokens
-whose bytes together are a token are a merge, in the order of ranks. The code is parsed for its pattern and
-never run. A pattern that is not Kimi's is refused: `tiktoken` reads it by other rules than `tokenizers`, and
-the two have been compared for this one alone (docs/decisions/tiktoken-tokenizers.md).
+whose bytes together are a token are a merge, in the order of ranks. The code is parsed, never run: for its
+pattern, and for whether it sorts the keys of tools. A pattern that is not Kimi's is refused: `tiktoken` reads
+it by other rules than `tokenizers`, and the two have been compared for this one alone
+(docs/decisions/tiktoken-tokenizers.md).
 
 Called by `tokenizer.py`, and by the plan for the largest id.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _SETTINGS = "tokenizer_config.json"
+_SORTS = "deep_sort_dict"  # of tokenization_kimi.py
 
 # `pat_str` of moonshotai's tokenization_kimi.py, the same from Kimi-K2-Instruct to K2.6.
 KIMI_PATTERN = "|".join(
@@ -56,25 +58,15 @@ class _AddedToken(HfConfig):
     normalized: bool = False
 
 
-class _Settings(HfConfig):
-    """Of tokenizer_config.json, what makes ids of text.
+class _Published(HfConfig):
+    """Of tokenizer_config.json, where the publisher's code is.
 
     Attributes:
-        auto_map: transformers' class -> the file and the class of the publisher's code, or two of them (the
-            second for a fast tokenizer, which there is none of).
+        auto_map: transformers' class -> the file and the class of that code, or two of them (the second for
+            a fast tokenizer, which there is none of).
     """
 
-    added_tokens_decoder: dict[str, _AddedToken] = Field(
-        default_factory=dict, description="an object: by id, a token's `content` and flags"
-    )
     auto_map: dict[str, Any] = Field(default_factory=dict)  # Any: JSON values
-
-    def added(self, file: str) -> dict[int, _AddedToken]:
-        """By id, ascending."""
-        try:
-            return dict(sorted((int(key), token) for key, token in self.added_tokens_decoder.items()))
-        except ValueError:
-            raise _unreadable(f"{file}: added_tokens_decoder has a key that is no token id.") from None
 
     def code(self) -> str | None:
         """The name of the file that holds the publisher's code."""
@@ -82,6 +74,21 @@ class _Settings(HfConfig):
         first = named[0] if isinstance(named, tuple) and named else named
         module = first.rpartition(".")[0] if isinstance(first, str) else ""
         return f"{module}.py" if module.isidentifier() else None
+
+
+class _Settings(_Published):
+    """Besides, what makes ids of text."""
+
+    added_tokens_decoder: dict[str, _AddedToken] = Field(
+        default_factory=dict, description="an object: by id, a token's `content` and flags"
+    )
+
+    def added(self, file: str) -> dict[int, _AddedToken]:
+        """By id, ascending."""
+        try:
+            return dict(sorted((int(key), token) for key, token in self.added_tokens_decoder.items()))
+        except ValueError:
+            raise _unreadable(f"{file}: added_tokens_decoder has a key that is no token id.") from None
 
 
 def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -138,6 +145,18 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
+def sorts_tools(folder: Path) -> bool:
+    """Whether the publisher's code sorts the keys of tools before a chat template gets them, as Kimi's does.
+
+    Of any folder of a tokenizer. Raises CheckpointError: the code cannot be read.
+    """
+    raw = read_json(folder, _SETTINGS, param="tokenizer", required=False)
+    name = parse(_Published, raw, _SETTINGS).code()
+    if name is None or not (folder / name).is_file():
+        return False
+    return any(isinstance(node, ast.Name) and node.id == _SORTS for node in _parsed(folder / name))
+
+
 def _settings(folder: Path) -> _Settings:
     raw = read_json(folder, _SETTINGS, param="tokenizer", required=False)
     return parse(_Settings, raw, _SETTINGS)
@@ -172,15 +191,18 @@ def _check_pattern(folder: Path, settings: _Settings) -> None:
 
 def published_pattern(file: Path) -> str | None:
     """What `pat_str` is set to in Python code, which is parsed, not run; None if that is no plain text."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _unreadable(f"{file} cannot be read: {error}.") from None
-    for node in nodes:
+    for node in _parsed(file):
         match node:
             case ast.Assign(targets=[ast.Name(id="pat_str")], value=value):
                 return _text(value)
     return None
+
+
+def _parsed(file: Path) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _unreadable(f"{file} cannot be read: {error}.") from None
 
 
 def _text(value: ast.expr) -> str | None:

@@ -19,7 +19,7 @@ from ..cluster.errors import CheckpointError, RequestError
 from ..drafter.compute.config_json import read_json
 from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
-from .tiktoken_model import tiktoken_backend
+from .tiktoken_model import sorts_tools, tiktoken_backend
 from .token_coverage import token_coverage
 
 
@@ -39,15 +39,18 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         template_kwargs: Mapping[str, Any] | None = None,
         *,
+        sorts_tools: bool = False,
         trust_templates: bool = False,
     ) -> None:
         self._backend = backend
         self._trust_templates = trust_templates
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.coverage = token_coverage(backend)
-        self.template = (
-            ChatTemplate(chat_template, special_tokens, template_kwargs) if chat_template else None
-        )
+        self.template = None
+        if chat_template:
+            self.template = ChatTemplate(
+                chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools
+            )
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -73,7 +76,12 @@ class Tokenizer:
         source = _chat_template(folder, settings) if chat_template is None else chat_template
         try:
             return cls(
-                backend, source, _special_tokens(settings), template_kwargs, trust_templates=trust_templates
+                backend,
+                source,
+                _special_tokens(settings),
+                template_kwargs,
+                sorts_tools=sorts_tools(folder),
+                trust_templates=trust_templates,
             )
         except RequestError as error:  # of the template
             remedy = "" if chat_template is not None else " Give another one: chat_template, --chat-template."

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from devices import DEVICE
+from devices import DEVICE, ON_GPU
+from eagle3_checkpoints import VARIANTS, write
 from manta import SamplingParams
 from manta.actors.llm import LLM
 from manta.cluster.made_up_plans import made_up_plan
@@ -138,3 +139,37 @@ def test_preemption_prefix_hits_and_aborts_change_no_token(pair: tuple[Path, Pat
         assert tokens(llm, params) == expected
         stats = llm.stats()
     assert stats.preemptions > 0 and stats.prefix_cache_hits > 0 and stats.num_drafts > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="one GPU is no two ranks; ray_session has none")
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "split"), (2, "colocated"), (2, "split")])
+def test_ranks_and_a_drafter_apart_change_no_token(
+    ray_session: None, tmp_path: Path, ranks: int, placement: str
+) -> None:
+    """Each rank keeps the states of its heads; a drafter apart keeps none, and hears of the target's."""
+    sizes = {**SMALL_STATES, "linear_num_key_heads": 2, "num_hidden_layers": 2}
+    target = make_tiny_target(tmp_path / "target", "qwen3_5", seed=5, **sizes)
+    drafter = make_tiny_drafter(tmp_path / "drafter")
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=6)
+    with opened(target, None, "torch") as llm:
+        expected = tokens(llm, params)
+    spec = {"model": str(drafter), "num_speculative_tokens": 2, "adaptive": False, "placement": placement}
+    settings = {"speculative_config": spec, "tensor_parallel_size": ranks, "async_scheduling": True}
+    with opened(target, drafter, "triton", **settings) as llm:
+        assert tokens(llm, params) == expected
+        assert tokens(llm, params) == expected  # from states that were saved
+        stats = llm.stats()
+    assert stats.num_drafts > 0 and stats.prefix_cache_hits > 0
+
+
+@pytest.mark.slow
+def test_eagle3_over_states_changes_no_token(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    drafter = write(tmp_path, VARIANTS["speculators normed before fc"])
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8)
+    with opened(pair[0], None, "torch") as llm:
+        expected = tokens(llm, params)
+    spec = {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": 2, "adaptive": False}
+    with opened(pair[0], drafter, "triton", speculative_config=spec, async_scheduling=True) as llm:
+        assert tokens(llm, params) == expected
+        assert llm.stats().num_drafts > 0

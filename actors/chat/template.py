@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import minijinja
 
 from ...cluster.errors import RequestError
+from .typescript import declare, sort_keys
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_TEMPLATE_STEPS = 2_000_000
@@ -25,6 +26,7 @@ MAX_PROMPT_CHARS = 64 * 1024 * 1024
 TEMPLATE_ARGUMENTS = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 )
+_TYPESCRIPT = "tools_ts_str"  # a template's name for tools in TypeScript
 # Marks for training, around what the model said; without effect on the text.
 _GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")
 
@@ -36,6 +38,8 @@ class ChatTemplate:
         source: Jinja.
         special_tokens: by their names in templates (`bos_token` ..).
         defaults: variables that a rendering may replace: `default_chat_template_kwargs`.
+        sorts_tools: the model knows tools with the keys of all their objects in order, as one does whose
+            template takes declarations in TypeScript (`tools_ts_str`).
 
     Raises:
         RequestError: it is too long, or no template; `param` is `chat_template`.
@@ -46,6 +50,8 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         defaults: Mapping[str, Any] | None = None,
+        *,
+        sorts_tools: bool = False,
     ) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise RequestError(
@@ -60,6 +66,8 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
+        self._declares = self.uses(_TYPESCRIPT)
+        self._sorts_tools = sorts_tools or self._declares
         try:
             self._environment = _environment(_GENERATION.sub(r"{#\1 \2#}", source))
         except minijinja.TemplateError as error:
@@ -69,7 +77,7 @@ class ChatTemplate:
 
     def another(self, source: str) -> ChatTemplate:
         """The same with other Jinja."""
-        return ChatTemplate(source, self._special_tokens, self._defaults)
+        return ChatTemplate(source, self._special_tokens, self._defaults, sorts_tools=self._sorts_tools)
 
     def uses(self, variable: str) -> bool:
         """Whether the template names a variable; one that it does not name has no effect."""
@@ -100,14 +108,18 @@ class ChatTemplate:
                 f"chat_template_kwargs.{name}: send {name} as a field of the request itself.",
                 param=f"chat_template_kwargs.{name}",
             )
+        tools = self._told(tools or ())
+        declared: dict[str, Any] = {}
+        if self._declares and tools and (typescript := declare(tools)) is not None:
+            declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
         try:
             text = self._environment.render_template(
                 "chat",
                 messages=[dict(message) for message in messages],
-                tools=list(tools) if tools else None,
+                tools=tools or None,
                 documents=list(documents) if documents else None,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **{**self._special_tokens, **self._defaults, **variables},
+                **{**self._special_tokens, **declared, **self._defaults, **variables},
             )
         except minijinja.TemplateError as error:
             raise RequestError(
@@ -120,6 +132,15 @@ class ChatTemplate:
                 param="messages",
             )
         return _cut_after_final_message(text, messages) if continue_final_message else text
+
+    def _told(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Tools as the model knows them."""
+        if not self._sorts_tools:
+            return list(tools)
+        try:
+            return [sort_keys(tool) for tool in tools]
+        except RecursionError:
+            raise RequestError("tools: their schemas are nested too deep.", param="tools") from None
 
 
 def _environment(source: str) -> minijinja.Environment:
