@@ -88,13 +88,13 @@ chaos: install chaos-serve  ## servers killed piece by piece, batch jobs at 20 r
 chaos-serve: install  ## every piece of a server killed under 32 streams; writes docs/operations-deaths.md
 	$(BIN)/python tests/serving_chaos.py docs/operations-deaths
 
-kernels: install  ## the GPU kernels' tests, in Triton's interpreter
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+kernels: install  ## the GPU kernels' tests, in Triton's interpreter, and all their shapes compiled
+	MANTA_GRID=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 
 versions: install  ## the same with the oldest Triton that is supported
 	@test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/python -m pip install --progress-bar off $(PIP_ARGS) \
 	  --no-deps --target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
-	PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
+	MANTA_GRID=whole PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(KERNEL_TESTS) -q
 
 gpu: install  ## on a GPU: its kernels' and its runner's tests, the doctor, a step beside the roofline
 	@MANTA_TEST_DEVICE=cuda $(BIN)/python -m pytest $(GPU_TESTS) -q; tests=$$?; \

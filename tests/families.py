@@ -132,9 +132,11 @@ FAMILIES = {
         composed=True,
     ),
     "llama": TinyFamily(
-        transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}
+        transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": _LLAMA3}, lean=True
     ),
-    "qwen2": TinyFamily(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"head_dim": None}),
+    "qwen2": TinyFamily(
+        transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"head_dim": None}, lean=True
+    ),
     "mistral": TinyFamily(transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 9}),
     "gemma3": TinyFamily(
         transformers.Gemma3TextConfig,

@@ -148,7 +148,7 @@ def test_ranks_and_a_drafter_apart_change_no_token(
     ray_session: None, tmp_path: Path, ranks: int, placement: str
 ) -> None:
     """Each rank keeps the states of its heads; a drafter apart keeps none, and hears of the target's."""
-    sizes = {**SMALL_STATES, "linear_num_key_heads": 2, "num_hidden_layers": 2}
+    sizes = {**SMALL_STATES, "linear_num_key_heads": 2}
     target = make_tiny_target(tmp_path / "target", "qwen3_5", seed=5, **sizes)
     drafter = make_tiny_drafter(tmp_path / "drafter")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=6)

@@ -38,7 +38,7 @@ def reference(target: Path) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize(
     ("ranks", "placement", "ahead"),
     [
-        (1, "split", False),
+        pytest.param(1, "split", False, marks=pytest.mark.slow),  # as test_ray_executor_drafter.py has it
         pytest.param(2, "colocated", True, marks=pytest.mark.slow),  # test_ray_executor.py has such a pair
         (2, "split", True),
         (2, "shared", False),
