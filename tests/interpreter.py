@@ -1,6 +1,7 @@
 """Triton's interpreter, mended where a version errs and quickened where it does the same again and again.
 
-What kernels compute in it is untouched. `devices.py` calls this before any kernel is imported.
+What kernels compute in it is untouched, but for the order of a product's sums. `devices.py` calls this before
+any kernel is imported.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triton.runtime import interpreter
 def prepare() -> None:
     if triton.__version__.startswith("3.6."):
         _read_bounds_of_one_element()
+    _multiply_row_by_row()
     _patch_the_language_once_a_launch()
     _look_up_kinds_of_numbers_once()
     _check_no_overflow_that_nobody_is_told_of()
@@ -36,6 +38,23 @@ def _read_bounds_of_one_element() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = mended
+
+
+def _multiply_row_by_row() -> None:
+    """A tile's product, of each row by itself, as a tensor core's sums are: the same wherever the row stands.
+
+    NumPy's BLAS sums a matrix's last rows in another order than the others, on a CPU without AVX-512.
+    """
+
+    of_floats_of_8_bits = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *precision: object) -> Any:
+        if a.dtype.is_fp8() or b.dtype.is_fp8():
+            return of_floats_of_8_bits(builder, a, b, d, *precision)
+        rows = np.matmul(a.data[..., None, :], b.data[..., None, :, :], dtype=d.data.dtype)
+        return interpreter.TensorHandle(rows[..., 0, :] + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def _patch_the_language_once_a_launch() -> None:

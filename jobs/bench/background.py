@@ -29,8 +29,8 @@ from .idleness import Watch, print_warning
 from .load.arrivals import Arrivals
 from .load.asks import Ask, Asks, is_chat
 from .load.latencies import describe
+from .own_server import manta_serve
 from .passes import Figures, RunOptions, read_rows, record, say
-from .serve_tax_sides import manta_serve
 from .served.load import ServedPass, send
 from .served.run import pass_figures
 from .served.server import Target, find_server

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,20 @@ import numpy as np
 import torch
 
 from ...actors.batch.storage import Storage
-from ...actors.files import write_json
 from ...actors.machine import owned_cores
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
 from ...cluster.request import SamplingParams
-from ..demo_commands import serving
+from ..commands import log_tail, manta
 from ..generate import open_llm
 from ..ray_session import join_or_start_ray
-from ..serve_checks import free_port
 from .contender_server import OpenAIServer
 from .contenders import HuggingFaceGenerate, TransformersTarget, Way
+from .own_server import manta_serve, write_settings
 from .passes import Pass, Prompt, run_engine, say, tried_dtypes
 
 POLL_S = 0.02
-LOG_TAIL_LINES = 20
 WARM_UP_TOKENS = 8
 GENERATE_AT_ONCE = 8
 SURPLUS = 1.25  # requests at once over HTTP, of those that the engine runs: none waits for the client
@@ -88,12 +85,13 @@ class JobSide:
             str(rows),
             "-o",
             str(folder / "out"),
-            *_config_flags(self._config, folder),
+            "--config",
+            str(write_settings(self._config, folder)),
         ]
         arguments += ["--concurrency", str(self._engines), "--max-tokens", str(work.max_tokens)]
         begin_s = time.monotonic()
         first_s = _run(
-            _manta([*arguments, "--temperature", "0", "--ignore-eos"]), folder / "log", folder / "out"
+            manta(*arguments, "--temperature", "0", "--ignore-eos"), folder / "log", folder / "out"
         )
         report = json.loads((folder / "out" / "report.json").read_text(encoding="utf-8"))
         return JobPass(
@@ -130,10 +128,7 @@ class HttpSide:
         self._config = config
 
     def run(self, work: Work) -> Pass:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        flags = _config_flags(self._config, work.scratch)
-        with serving(["serve", *flags, "--port", str(port)], url, work.scratch / "serve.log"):
+        with manta_serve(self._config, work.scratch) as url:
             at_once = int(SURPLUS * self._config.max_num_seqs)
             (run,) = OpenAIServer(url).ways(at_once).values()
             run(work.token_ids[: self._config.max_num_seqs], WARM_UP_TOKENS)
@@ -224,8 +219,7 @@ def _run(command: Sequence[str], log: Path, output: Path) -> float:
             process.kill()
             process.wait()
     if process.returncode != 0:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        raise MantaError(f"manta batch ended with exit code {process.returncode}:\n{tail}")
+        raise MantaError(f"manta batch ended with exit code {process.returncode}:\n{log_tail(log)}")
     return time.monotonic() if first_s is None else first_s
 
 
@@ -246,14 +240,3 @@ def _answers(output: Path, work: Work) -> list[list[int]]:
     if missing := [name for name, _ in work.prompts if name not in found]:
         raise MantaError(f"manta batch answered {len(found)} rows; {missing[0]} is not among them.")
     return [found[name] for name, _ in work.prompts]
-
-
-def _config_flags(config: EngineConfig, folder: Path) -> list[str]:
-    """`--config` with all of the engine's settings."""
-    settings: Mapping[str, Any] = {name: value for name, value in asdict(config).items() if value is not None}
-    write_json(folder / "engine.json", settings)  # JSON is YAML
-    return ["--config", str(folder / "engine.json")]
-
-
-def _manta(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "manta.jobs.cli", *arguments]

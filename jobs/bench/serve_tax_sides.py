@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,21 +24,17 @@ import ray
 
 from ...actors.engine import AsyncEngine
 from ...actors.executor import make_executor
-from ...actors.files import write_json
 from ...actors.prompts import EncodedPrompt
 from ...cluster.config import EngineConfig
 from ...cluster.errors import MantaError
 from ...cluster.executor import Executor
 from ...cluster.request import SamplingParams
-from ..client import await_ready
+from ..commands import server
 from ..ray_session import join_or_start_ray
 from ..serve_checks import free_port
+from .own_server import manta_serve, write_settings
 from .process_clocks import SERVER_MODULE
 from .streams import StreamClient
-
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 90.0
-LOG_TAIL_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +144,10 @@ async def actor_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker
 @asynccontextmanager
 async def asgi_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
     port = free_port()
-    settings = _write_settings(config, scratch)
+    url = f"http://127.0.0.1:{port}"
+    settings = write_settings(config, scratch)
     command = [sys.executable, "-m", f"manta.jobs.bench.{SERVER_MODULE}", str(settings), str(port)]
-    with _server(command, f"http://127.0.0.1:{port}", scratch / "asgi.log") as url:
+    with server(command, url, scratch / "asgi.log"):
         yield HttpAsker(url, config.model)
 
 
@@ -161,17 +155,6 @@ async def asgi_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]
 async def serve_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
     with manta_serve(config, scratch) as url:
         yield HttpAsker(url, config.model)
-
-
-@contextmanager
-def manta_serve(config: EngineConfig, scratch: Path, *flags: str) -> Iterator[str]:
-    """`manta serve` of that config, ready, at the URL that is given; its log is in `scratch`."""
-    port = free_port()
-    settings = _write_settings(config, scratch)
-    command = [sys.executable, "-m", "manta.jobs.cli", "serve"]
-    command += ["--config", str(settings), "--port", str(port), *flags]
-    with _server(command, f"http://127.0.0.1:{port}", scratch / "serve.log") as url:
-        yield url
 
 
 Side = Callable[[EngineConfig, Path], AbstractAsyncContextManager[Asker]]
@@ -197,39 +180,3 @@ async def _engine(config: EngineConfig, make: Callable[[EngineConfig], Executor]
         yield EngineAsker(engine)
     finally:
         await asyncio.to_thread(engine.close)
-
-
-@contextmanager
-def _server(command: list[str], url: str, log: Path) -> Iterator[str]:
-    """A server in a process group of its own, ready; ended by one Ctrl-C."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, start_new_session=True, env=environment, stdout=output, stderr=output
-        )
-
-    def look() -> None:
-        if process.poll() is not None:
-            raise MantaError(f"The server ended with exit code {process.returncode}:\n{_tail(log)}")
-
-    try:
-        await_ready(url, START_TIMEOUT_S, look)
-        yield url
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise MantaError(f"The server did not end within {STOP_TIMEOUT_S:.0f} s:\n{_tail(log)}") from None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:])
-
-
-def _write_settings(config: EngineConfig, scratch: Path) -> Path:
-    path = scratch / "engine.json"
-    write_json(path, {name: value for name, value in asdict(config).items() if value is not None})
-    return path

@@ -24,8 +24,8 @@ from ..idleness import Watch, print_warning
 from ..load.arrivals import Arrivals
 from ..load.asks import Asks
 from ..load.latencies import curves, describe, num_good
+from ..own_server import manta_serve
 from ..passes import Figures, RunOptions, read_rows, record, say
-from ..serve_tax_sides import manta_serve
 from .load import Reply, ServedPass, send
 from .server import Target, find_server, read_counters, speculation
 
