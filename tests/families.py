@@ -137,7 +137,9 @@ FAMILIES = {
     "qwen2": TinyFamily(
         transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"head_dim": None}, lean=True
     ),
-    "mistral": TinyFamily(transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 9}),
+    "mistral": TinyFamily(
+        transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 9}, lean=True
+    ),
     "gemma3": TinyFamily(
         transformers.Gemma3TextConfig,
         transformers.Gemma3ForCausalLM,

@@ -121,7 +121,7 @@ def test_a_server_that_is_asked_to_end_takes_no_request_and_lets_streams_end_in_
     assert not any(f"--owner {process.pid} " in script for script in scripts), "its folder is gone"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_server_ends_while_it_loads(
     pair: tuple[Path, Path], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -186,6 +186,7 @@ def test_replicas_go_and_come_by_a_number_that_is_changed(cluster: Cluster) -> N
     assert stays in before and stays in cluster.pids("ServeReplica"), "it was not replaced"
 
 
+@pytest.mark.slow  # `test_serve_gateway.py` has a shorter form
 def test_of_a_dead_engine_only_its_own_streams_are_told(cluster: Cluster) -> None:
     cluster.deploy({"drafter": "/nowhere/at/all"})  # is refused, and keeps no replica from starting
     text, before = cluster.ask(), cluster.pids("ServeReplica")
