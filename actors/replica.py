@@ -31,7 +31,7 @@ from .gateway.directory import DirectoryClient
 from .gateway.fleet import ServedModel
 from .gateway.records import ReplicaRecord, state_of
 from .http.keys import refuse_written_keys, with_keys
-from .http.settings import ServerSettings, parse_replicas, split_models
+from .http.settings import ServerSettings, parse_replicas, split_models, wants_gateway
 from .http.tracing import check_tracing
 from .process_log import Event, LogSettings, log_to_stderr
 from .serve_place import door_is_there
@@ -232,7 +232,7 @@ def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> 
     models = [(config, with_keys(settings)) for config, settings in models]
     for _, settings in models:
         check_tracing(settings)
-    if len(models) > 1 or any(parse_replicas(settings.replicas) != (1, 1) for _, settings in models):
+    if len(models) > 1 or any(wants_gateway(settings.replicas) for _, settings in models):
         return _gateway_app(models)
     ((config, settings),) = models
     wrap = serve.deployment(**deployment_options(config, settings))

@@ -88,7 +88,7 @@ SERVER_OPTIONS = {
         str,
         "--replicas",
         metavar="N|LEAST:MOST",
-        help="Engines; 1:4 follows the load, 0:4 goes away when idle.",
+        help="Engines; 1:4 follows the load, 0:4 goes away when idle, 1:1 keeps streams when it dies.",
     ),
     "ui": _server(bool, "--ui/--no-ui", help="The live page at /ui; there by default."),
     "log_format": _server(

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 from manta.actors.replica import DEPLOYMENT
 from manta.jobs.client import ServerClient
 from manta.jobs.serve_checks import free_port
 from manta.jobs.serve_environment import ServeEnvironment
+from prometheus_client.parser import text_string_to_metric_families
 
 START_S = 240.0
 END_S = 90.0
@@ -117,6 +119,18 @@ class Served:
         with contextlib.suppress(Exception), ServerClient(self.url, timeout_s) as client:
             return client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
         return False
+
+    def replicas_up(self) -> int:
+        """Of those behind a gateway, as it knows them."""
+        with contextlib.suppress(Exception):
+            told = httpx.get(f"{self.url}/metrics", timeout=10).text
+            (ups,) = (
+                family
+                for family in text_string_to_metric_families(told)
+                if family.name == "manta:gateway_replica_up"
+            )
+            return sum(sample.value == 1.0 for sample in ups.samples)
+        return 0
 
     def end(self) -> list[str]:
         """End it as a user would; what is left of it, in words."""

@@ -136,7 +136,7 @@ class Trial:
 
     def run(self, death: Death) -> Found:
         """Kill; wait until all is said, and service is back or is not coming."""
-        wait_for(lambda: self._cast() >= self._whole, SETTLE_S, "what died before is not back")
+        wait_for(lambda: self._cast() >= self._whole and self._all_answer(), SETTLE_S, "not all is back")
         before, groups = self._cast(), self._served.groups()
         shared = shared_memory()
         prober, load = Prober(self._served.url), Load(self._served.url, self._count, self._tokens)
@@ -157,6 +157,12 @@ class Trial:
         left = self._left(victim, before, groups, shared) if settled else ["no service"]
         back = read_return(self._served.folder, killed)
         return self._found(death, streams, probes, killed_s, left, back, settled=settled)
+
+    def _all_answer(self) -> bool:
+        """That a replica's processes are there does not say that it has loaded."""
+        if self._setup.replicas == 1:
+            return self._served.answers()
+        return self._served.replicas_up() == self._setup.replicas
 
     def _cast(self) -> Counter[str]:
         """How many processes of each kind there are: Ray's by their class, whatever they are doing."""
@@ -259,6 +265,7 @@ GCS_BACK = Death("the head's GCS, restarted", any_of("gcs"), watch_s=30.0, reviv
 
 SCHEDULE = (
     Setup("one replica", (WORKER, REPLICA, HAPROXY, CONTROLLER)),
+    Setup("one replica behind a gateway", (WORKER, REPLICA), {"replicas": "1:1"}),
     Setup("one replica, TP 2, split", (DRAFTER, RANK), {"tensor_parallel_size": 2}, split=True),
     Setup("two replicas", (WORKER, REPLICA, GATEWAY, HAPROXY, CONTROLLER), replicas=2),
     Setup(

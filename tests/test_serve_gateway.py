@@ -53,6 +53,7 @@ def test_one_replica_of_one_model_has_no_gateway(args: dict[str, Any]) -> None:
     assert names(replicas=1) == ["manta"]
     assert names() == ["gateway", "manta"]
     assert names(replicas="1:3") == ["gateway", "manta"]
+    assert names(replicas="1:1") == ["gateway", "manta"], "so that its streams can wait for the next one"
     assert names(replicas="0:1") == ["gateway", "manta"], "somebody must answer while it sleeps"
 
 

@@ -78,7 +78,8 @@ class ServerSettings:
         max_batch_file_bytes: larger uploads are refused with 413.
         max_batch_lines: batches of files with more lines fail.
         replicas: engines behind the one endpoint: a number, or "least:most" for as many as the load asks for.
-            More than one (or several models) have a gateway in front, which chooses among them.
+            All but a plain 1 (and several models) have a gateway in front, which chooses among them and keeps
+            streams alive whose replica dies; "1:1" is one engine with such a gateway.
         shutdown_timeout: seconds that requests may go on once their replica is to go (at the server's end,
             when fewer replicas are wanted, in an update); what runs then gets an error event and `[DONE]`.
         scaling: how eagerly their number follows the load: fields of `ScalingRules` (cluster/autoscaling.py).
@@ -239,6 +240,11 @@ def split_models(args: Mapping[str, Any]) -> list[tuple[EngineConfig, ServerSett
                     param=f"models.{i}.served_model_name",
                 )
     return found
+
+
+def wants_gateway(replicas: int | str) -> bool:
+    """Whether replicas have a gateway in front; a lone one only where it is asked for."""
+    return ":" in str(replicas) or parse_replicas(replicas) != (1, 1)
 
 
 def parse_replicas(replicas: int | str) -> tuple[int, int]:
