@@ -256,7 +256,7 @@ WORKER = Death("a target worker", any_of("target worker"))
 RANK = Death("a TP rank", any_of("target worker"))
 DRAFTER = Death("the split drafter", any_of("drafter"))
 REPLICA = Death("the replica", any_of("replica"))
-GATEWAY = Death("the gateway", any_of("gateway"))
+GATEWAY = Death("the gateway", any_of("gateway"), has_the_clients=True)
 HAPROXY = Death("HAProxy", any_of("haproxy"), has_the_clients=True)
 CONTROLLER = Death("Serve's controller", any_of("controller"))
 RAYLET = Death("the raylet of a replica's node", raylet_of_a_replica, watch_s=30.0)
@@ -352,8 +352,8 @@ def table(found: Sequence[Found]) -> str:
         " engine was *noticed*, and a replica in its place *began*, had *loaded* and was *ready*. The bar:"
         " with two replicas no request is lost; with one, every stream is told at once to retry, and service"
         f" is back within {BAR_S:g} s plus loading."
-        f" HAProxy's death cuts what goes through it; service is back within {PROXY_BAR_S:g} s. Nothing stays"
-        " behind.",
+        f" HAProxy's death and the gateway's cut what goes through them; service is back within {PROXY_BAR_S:g} s."
+        " Nothing stays behind. A lone replica without a gateway has nobody who could tell its streams.",
     ]
     for setup in dict.fromkeys(each.setup for each in found):
         rows = [each for each in found if each.setup == setup]
@@ -364,12 +364,13 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main(output: Path, only: Sequence[str]) -> None:
+    made_by = provenance()  # before the page is another one
     schedule = [setup for setup in SCHEDULE if not only or setup.name in only]
     with tempfile.TemporaryDirectory() as scratch:
         pair = make_text_pair(Path(scratch))
         found = list(run_schedule(schedule, pair, Path(scratch)))
     output.with_suffix(".md").write_text(table(found))
-    figures = {"provenance": provenance(), "deaths": [{**asdict(each), "held": each.held} for each in found]}
+    figures = {"provenance": made_by, "deaths": [{**asdict(each), "held": each.held} for each in found]}
     output.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
