@@ -353,7 +353,8 @@ def table(found: Sequence[Found]) -> str:
         " with two replicas no request is lost; with one, every stream is told at once to retry, and service"
         f" is back within {BAR_S:g} s plus loading."
         " HAProxy's death and the gateway's cut what goes through them; service is back within"
-        f" {PROXY_BAR_S:g} s. Nothing stays behind. A lone replica without a gateway has nobody who could tell its streams.",
+        f" {PROXY_BAR_S:g} s. Nothing stays behind."
+        " A lone replica without a gateway has nobody who could tell its streams.",
     ]
     for setup in dict.fromkeys(each.setup for each in found):
         rows = [each for each in found if each.setup == setup]
