@@ -227,13 +227,19 @@ class Pace:
                 self._share.learn_joined(num_online, num_drafts, portion, timings.total_s)
             return
         # Where drafts were withheld (no drafter, or no context) the time is not that of what was chosen.
-        if num_drafts == flight.choice.length and flight.turn is not None and self._halves is not None:
+        as_chosen = num_drafts == flight.choice.length and self._knows_drafts
+        if as_chosen and flight.turn is not None and self._halves is not None:
             num_tokens = flight.choice.worth or float(count)
             self._halves.learn(flight.turn, num_tokens, elapsed_s, timings)
         if not num_online:
             self._share.learn_alone(plan.num_batched_tokens, timings.total_s)
         elif num_drafts is not None and shares:
             self._share.learn_online(count, num_drafts, timings.total_s)
+
+    @property
+    def _knows_drafts(self) -> bool:
+        """Whether it is known what drafts bring, as far as that was foreseen."""
+        return self.survival is None or self._num_learned > _YOUNG // 2
 
     def _tells_enough(self, flight: Flight) -> bool:
         """Of steps that are all alike every other one is enough: to learn takes time, too."""
@@ -250,10 +256,13 @@ class Pace:
         plan, timings = flight.plan, result.timings
         draft_rows = int(plan.num_drafts.sum())
         num_drafts = draft_rows if result.num_drafts is None else int(result.num_drafts.sum())
-        draft_rows += int(np.count_nonzero(plan.num_drafts))
+        num_drafting = int(np.count_nonzero(plan.num_drafts))
+        draft_rows += num_drafting
         rest_s = timings.total_s - timings.draft_s + _overhead_s(timings, elapsed_s)
         cuts = plan.trim is not None
-        policy.learn(flight.load, num_drafts, draft_rows, timings.draft_s, rest_s, cuts=cuts)
+        policy.learn(
+            flight.load, num_drafts, draft_rows, timings.draft_s, rest_s, num_drafting=num_drafting, cuts=cuts
+        )
         if not flight.load.prompt_rows:
             self._pay(policy, flight, outcome, timings.draft_s + rest_s)
 

@@ -263,13 +263,11 @@ def test_a_machine_that_slows_down_is_slower_at_all_rows_and_one_hiccup_is_no_pr
         costs.learn(few, 0, 0, 0.0, 1e-3)
         costs.learn(many, 0, 0, 0.0, 2e-3)
     costs.learn(Load(16, 0, 3000.0), 0, 0, 0.0, 30e-3)
-    costs.settle(3000.0)
     assert costs.rest_s(few, 8)[-1] <= 2e-3, "no more than twice of half the rows"
-    assert costs.bound_s(few, 8, 0, "low") == pytest.approx(1e-3)
+    assert costs.bound_s(few, 8, 0, "low") <= 1.5e-3
     for _ in range(200):
         costs.learn(many, 0, 0, 0.0, 3e-3)
-    costs.settle(3000.0)
-    assert costs.rest_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.1)
+    assert costs.rest_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.12)
     assert costs.rest_s(many, 0)[0] == pytest.approx(3e-3, rel=0.1)
 
 
@@ -286,43 +284,80 @@ def test_costs_rise_whatever_was_measured_and_are_kept_between_starts():
     again = Costs()
     again.read(json.loads(json.dumps(costs.as_json())))
     assert again.rest_s(load, 39) == pytest.approx(seconds, rel=0.05)
-    for wrong in ({}, {"draft": 3}, {"draft": {}, "rest": {"1": [[1, -1.0]]}, "prompts": {}}):
-        with pytest.raises(ValueError, match=r"cost|above 0"):
+    kept = costs.as_json()
+    for wrong in ({}, {"draft": 3}, kept | {"rest": kept["rest"] | {"seconds": [-1.0]}}):
+        with pytest.raises(ValueError, match=r"cost|below 0"):
             again.read(wrong)
     assert again.rest_s(load, 39) == pytest.approx(seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("wrong", ["drafts are dear", "drafts hang", "many rows are dear", "all is dear"])
-def test_kept_costs_that_fresh_ones_contradict_are_forgotten_at_once(wrong: str):
+@pytest.mark.parametrize("wrong", ["drafts are dear", "drafts hang", "all is dear", "all is cheap"])
+def test_kept_costs_that_fresh_ones_contradict_give_way_to_them(wrong: str):
     """Measured in bad moments, they say that no drafts pay, or few."""
     fresh = Play(MACHINES["tiles"], 0.9)
     fresh.rate(4, 300)
     assert fresh.engine.costs is not None
     kept = json.loads(json.dumps(fresh.engine.costs.as_json()))
-    for name, curves in kept.items():
-        for place, points in curves.items():
-            curves[place] = [[n, s * slower(wrong, name, n)] for n, s in points]
+    for name, times in kept.items():
+        for key, value in times.items():
+            times[key] = np.multiply(value, slower(wrong, name)).tolist()
     misled, plain = Play(MACHINES["tiles"], 0.9), Play(MACHINES["tiles"], 0.9, length=0)
     assert misled.engine.costs is not None
     misled.engine.costs.read(kept)
     assert misled.rate(4, 150) > 0.95 * plain.rate(4, 150)
     misled.rate(4, 300)
-    assert misled.rate(4, 200) > 0.95 * fresh.rate(4, 200)
+    assert misled.rate(4, 600) > 0.85 * fresh.rate(4, 600)
 
 
-def slower(wrong: str, part: str, rows: float) -> float:
-    if wrong == "many rows are dear":
-        return 1 + rows / 8 if part == "rest" else 1.0
-    if wrong == "all is dear":
-        return 4.0
+def slower(wrong: str, part: str) -> float:
+    if wrong.startswith("all"):
+        return 4.0 if wrong.endswith("dear") else 0.25
     return {"drafts are dear": 20.0, "drafts hang": 1e3}[wrong] if part == "draft" else 1.0
+
+
+def test_a_request_more_costs_more_than_its_row_and_is_known_for_loads_that_never_were():
+    """Four requests of a row each take longer than one of four rows; both are foreseen from other loads."""
+    random, costs = np.random.default_rng(3), Costs()
+
+    def seconds(requests: int, rows: int) -> float:
+        return 1e-3 + 2e-4 * requests + 1e-4 * rows
+
+    for _ in range(300):
+        requests, drafts = int(random.choice([1, 2, 8])), int(random.integers(0, 8))
+        rows = requests * (1 + drafts)
+        noise = float(random.lognormal(0, 0.05))
+        costs.learn(
+            Load(requests, 0, 200.0 * requests), rows - requests, 0, 0.0, seconds(requests, rows) * noise
+        )
+    for requests, rows in ((1, 16), (4, 4), (4, 16), (16, 16), (16, 64)):
+        load = Load(requests, 0, 200.0 * requests)
+        foreseen_s = costs.rest_s(load, rows - requests)[-1]
+        assert foreseen_s == pytest.approx(seconds(requests, rows), rel=0.15), (requests, rows)
+
+
+def test_plain_steps_are_foreseen_in_the_machines_phase_though_none_was_made_in_it():
+    """A machine that turns slower or quicker while drafts are made has plain steps that are, too."""
+    random, costs, load = np.random.default_rng(4), Costs(), Load(4, 0, 800.0)
+
+    def learn(drafts: int, phase: float) -> None:
+        noise = phase * float(random.lognormal(0, 0.08))
+        costs.learn(load, drafts, 4 + drafts, 0.4e-3 * noise, (1e-3 + 2e-4 * (4 + drafts)) * noise)
+
+    for _ in range(20):
+        learn(0, 1.0)
+        learn(12, 1.0)
+    for phase in (1.4, 0.8, 1.2):
+        for _ in range(1500):
+            learn(12, phase)
+        assert costs.rest_s(load, 0)[0] == pytest.approx(1.8e-3 * phase, rel=0.08), phase
 
 
 def test_passes_of_fixed_sizes_cost_as_the_next_one():
     costs = Costs((8, 16, 32))
-    for rows, seconds in ((8, 1e-3), (16, 1.2e-3), (32, 2e-3)):
-        costs.learn(Load(rows, 0, 100.0), 0, 0, 0.0, seconds)
-    assert costs.rest_s(Load(8, 0, 100.0), 9) == pytest.approx([1e-3, *[1.2e-3] * 8, 2e-3])
+    for _ in range(9):
+        for drafts, seconds in ((0, 1e-3), (8, 1.2e-3), (24, 2e-3)):
+            costs.learn(Load(8, 0, 100.0), drafts, 0, 0.0, seconds)
+    assert costs.rest_s(Load(8, 0, 100.0), 9) == pytest.approx([1e-3, *[1.2e-3] * 8, 2e-3], rel=0.05)
 
 
 def test_who_is_behind_its_wish_is_worth_more_and_background_work_less():

@@ -1,15 +1,19 @@
 """What steps take: measured while the engine runs, of every step, whatever is in it.
 
-A step's seconds are those of the drafter's pass, by its rows, and of all the rest: by the rows of those that
-decode, and what prompts' rows add, by their number (they are a pass of their own, or bring requests that
-enter). Each is a curve by rows and context (`curves.py`), whose bounds say where a trial may pay, and what
-it may cost.
+A step's seconds are those of the drafter's pass and of all the rest. Each is learned as `step_times.py` has
+it, and multiplied by what holds for all steps:
 
-A machine has phases: clocks change, others come and go. What the same rows take longer or shorter than they
-did is taken to hold for all rows, or times that were measured long ago (plain steps', while drafts are made)
-would be weighed against new ones. What is learned can be kept between starts (`as_json`, `read`):
-`actors/kept_speculation.py` knows where. What was kept is forgotten where it was measured in bad moments:
-it is twice off, or off for some rows and not for others; and of a drafter that is not asked, after a while.
+    phase     a machine's clocks change, others come and go. What a step takes longer than is usual for it is
+              taken to hold for all steps, now: so plain steps, of which there are none while drafts are made,
+              are weighed as they would be now, and not as they were when they were measured. The same step
+              made again and again therefore tells of the phase, and hardly of itself.
+    cutting   where drafts are cut a step takes longer than one of as many rows: to cut them takes time, and
+              so does it that requests have different numbers of rows.
+
+What a step tells is shared out by how little is known of each. Much slower than foreseen is likely a hiccup,
+and so are the first steps of some number of rows, for which libraries prepare; what is quicker is believed.
+What is learned can be kept between starts (`as_json`, `read`); where, `actors/kept_speculation.py` knows.
+What was kept of a bad moment is a phase; and of a drafter that is not asked it is forgotten after a while.
 
 Pure; used by `policy.py` alone. Legend: N rows.
 """
@@ -18,29 +22,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import FloatArray
-from .curves import Curve, Curves, Doubles
+from .step_times import Doubles, StepTimes, Work
 
 _UNKNOWN_DRAFTER = 0.5  # of the target's pass
+_PHASE_STEP, _CUTTING_STEP = 0.015, 0.002  # by which they change in a step, about
+_PHASE_KEPT = 0.5  # how far off a phase may be that what was kept was measured in
+_CUTTING = 0.1  # how much longer a step may take where drafts are cut
+_FIRST_TIMES = (1.5, 0.7)  # noise of steps that are slow, with about as many rows as hardly any before
+_NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_STEP = 0.1, 0.01, 0.3, 1 / 32
+_HALF_WITHIN = 0.6745  # of a normal distribution's deviation
+_HICCUP = 3.0  # deviations
+_PROMPTS_NOISE = 0.3
+_ALIKE = 0.4  # octaves
+_UNTRIED = 128  # steps: so long it is believed of what was kept that no drafts pay
 _LEAST_S = 1e-9
-_LEAST_PART = 0.2  # of a step that prompts and others share
-_PHASE_STEP, _PHASE_FADE = 0.004, 0.998  # most of a step in how much slower the machine is, and what is kept
-_OFF, _OFF_APART = 2.0, 1.6  # times that rows are off what was kept; and some more than others
-_UNTRIED = 128  # steps learned: so long it is believed that no drafts pay
-_NEW_CUT, _MOST_LONGER = 1 / 24, 0.3  # weight of a step in what cutting takes, and the most of one
 
 
 class Load(NamedTuple):
     """What a step does beside verifying drafts, as far as it costs.
 
     Attributes:
-        num_rows: of requests that decode, without drafts.
+        num_rows: of requests that decode, without drafts: as many as these.
         prompt_rows: all others.
         context: tokens that its requests look back on, together.
     """
@@ -50,21 +58,34 @@ class Load(NamedTuple):
     context: float
 
 
-@dataclass(slots=True)
-class _Phase:
-    """Of the machine: how much slower all steps are than when their times were learned.
+class _Noise:
+    """How much steps differ that are alike; as part of their seconds."""
 
-    Half of all steps are to be slower than that, half quicker: by how much does not count, for hiccups are
-    long and nothing is as quick. It is forgotten as new times come in, which were learned in it.
-    """
+    def __init__(self) -> None:
+        self._deviation = _NOISE
 
-    slower: float = 1.0
+    def of(self, surprise: float) -> float:
+        """Of a step that was off by so much: the slower, the likelier it is a hiccup."""
+        return max(self._deviation, surprise / _HICCUP)
 
-    def learn(self, ratio: float) -> None:
-        """A step took so many times what is usual at its rows."""
-        difference = math.log(ratio / self.slower)
-        step = min(max(difference / 8, -_PHASE_STEP), _PHASE_STEP)
-        self.slower = (self.slower * math.exp(step)) ** _PHASE_FADE
+    def learn(self, surprise: float, deviation: float) -> None:
+        """A step was off by so much, where so much was to be expected."""
+        wider = abs(surprise) > _HALF_WITHIN * deviation
+        noise = self._deviation * math.exp(_NOISE_STEP if wider else -_NOISE_STEP)
+        self._deviation = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
+
+
+class _Factor:
+    """By which seconds are multiplied, as a logarithm, and how well it is known."""
+
+    def __init__(self, unknown: float, step: float) -> None:
+        self.log, self.variance, self._renewed = 0.0, unknown**2, step**2
+
+    def learn(self, surprise: float, total: float) -> None:
+        """A step was off by so much, of which the variance was so much in all."""
+        share = self.variance / total
+        self.log += share * surprise
+        self.variance = self.variance * (1.0 - share) + self._renewed
 
 
 class Costs:
@@ -72,38 +93,33 @@ class Costs:
 
     Args:
         buckets: rows of a decoding pass, where it takes as long as the next of these; see `ExecutorInfo`.
-
-    Attributes:
-        num_forgotten: how often what was kept was forgotten: plans that were made of it are as old.
     """
 
     def __init__(self, buckets: tuple[int, ...] | None = None) -> None:
         self._buckets = None if buckets is None else np.array(buckets, dtype=np.int64)
-        self._draft, self._rest, self._prompts = Curves(), Curves(), Curves()
-        self._draft_before = Curves()  # what is taken for `_draft` until that is known
-        self._phase = _Phase()
-        self._cutting = 0.0  # part of a step that it takes longer where drafts are cut
-        self._kept_off: tuple[float, float] | None = None  # least and most, by what was kept
-        self.num_forgotten = 0
-        self._num_untried = 0  # steps before drafts are known by more than was kept
-        # Seconds by rows that were asked for last, and by what they were drawn: most steps ask the same.
-        self._last: tuple[object, int, FloatArray] = None, 0, np.zeros(0, np.float32)
+        self._rest, self._draft = StepTimes(), StepTimes()
+        self._draft_before = self._draft  # what is taken for `_draft` until that is known
+        self._phase = _Factor(0.0, _PHASE_STEP)
+        self._cutting = _Factor(_CUTTING, _CUTTING_STEP)
+        self._noise, self._draft_noise = _Noise(), _Noise()
+        self._times_seen: dict[int, int] = {}
+        self._like: float | None = None  # rows of the last step, and how many were alike
+        self._num_alike = 0
+        self._num_untried = _UNTRIED  # steps since drafts were kept and not made
+        self._settled = 0
+        # Seconds by rows that were asked for last, and when what is known was settled: most ask the same.
+        self._last: tuple[int, Load | None, FloatArray] = 0, None, np.zeros(0, np.float32)
 
     def with_other_drafts(self) -> Costs:
         """The same engine's, of steps that are drafted in another way."""
         other = Costs()
-        other._buckets, other._rest, other._prompts = self._buckets, self._rest, self._prompts
-        other._draft_before, other._phase = self._draft, self._phase
+        other._buckets, other._rest, other._draft_before = self._buckets, self._rest, self._draft
+        other._phase, other._noise, other._times_seen = self._phase, self._noise, self._times_seen
         return other
 
     @property
     def know_time(self) -> bool:
-        """Whether any step has been measured."""
-        return bool(self._rest) or bool(self._prompts)
-
-    @property
-    def know_rows(self) -> bool:
-        """Whether any step has been in which requests decode."""
+        """Whether any step has been measured, now or before the start."""
         return bool(self._rest)
 
     @property
@@ -116,6 +132,11 @@ class Costs:
         """Whether passes have; see `buckets`."""
         return self._buckets is not None
 
+    @property
+    def cutting(self) -> float:
+        """Part of a step that it takes longer where its drafts are cut, than one of as many rows."""
+        return max(math.exp(self._cutting.log) - 1.0, 0.0)
+
     def learn(
         self,
         load: Load,
@@ -124,127 +145,130 @@ class Costs:
         draft_s: float,
         rest_s: float,
         *,
+        num_drafting: int = 0,
         cuts: bool = False,
     ) -> None:
         """A step has ended.
 
         Args:
             num_drafts: that were verified.
-            draft_rows: of the drafter's pass; 0 if there was none.
+            draft_rows, num_drafting: of the drafter's pass, and requests in it; 0 if there was none.
             draft_s, rest_s: seconds of the drafter's pass, and of all else.
             cuts: whether drafts were cut.
         """
         if rest_s <= 0.0:
             return  # nothing is measured
-        rows, rest = load.num_rows + num_drafts, self._rest.at(load.context)
-        if self._buckets is not None:
-            rows = int(self._rounded(np.array([rows]))[0])
-        if cuts and rest and not load.prompt_rows:
-            self._learn_cutting(load, num_drafts, draft_rows, draft_s + rest_s)
-            if rest.is_settled(rows):
-                return
-            draft_s, rest_s = draft_s / (1 + self.cutting), rest_s / (1 + self.cutting)
-        if not load.prompt_rows:
-            if (usual_s := rest.usual(rows)) is not None:
-                self._phase.learn(rest_s / usual_s)
-            rest.learn(rows, rest_s / self._phase.slower)
-            self._doubt_kept(rest, rows)
+        work = self._work(load, load.num_rows + num_drafts)
+        if load.prompt_rows or not self._rest:
+            self._rest.learn(work, rest_s / self._slower, _PROMPTS_NOISE, most=1.0)
         else:
-            self._learn_prompts(load, rows, rest_s / self._phase.slower)
+            self._learn_rest(work, rest_s, cuts=cuts)
         if draft_rows:
-            draft = self._draft.at(load.context)
-            draft.learn(draft_rows, max(draft_s / self._phase.slower, _LEAST_S))
-            self._doubt_kept(draft, draft_rows)
+            drafting = Work(draft_rows, num_drafting or load.num_rows, 0, load.context)
+            self._learn_draft(drafting, max(draft_s, _LEAST_S))
             self._num_untried = _UNTRIED
-        elif self._num_untried < _UNTRIED and self._kept_off is not None:
+        elif self._num_untried < _UNTRIED:
             self._num_untried += 1
             if self._num_untried == _UNTRIED:
-                self._forget_kept(self._draft)
+                self._draft.become(StepTimes())
 
-    def _doubt_kept(self, curve: Curve, rows: int) -> None:
-        """These rows were measured: is it what was kept, as far as others are?"""
-        if self._kept_off is None or (off := curve.off(rows)) is None:
+    def _learn_rest(self, work: Work, seconds: float, *, cuts: bool) -> None:
+        foreseen_s = self._rest.seconds(work)
+        factors = (self._phase, self._cutting) if cuts else (self._phase,)
+        surprise = math.log(seconds / foreseen_s) - sum(factor.log for factor in factors)
+        unknown = sum(factor.variance for factor in factors) + self._noise_of(work, surprise) ** 2
+        total = self._rest.doubt(work) ** 2 + unknown
+        self._noise.learn(surprise, math.sqrt(total))
+        for factor in factors:
+            factor.learn(surprise, total)
+        self._rest.learn(work, foreseen_s * math.exp(surprise), math.sqrt(unknown * self._again(work)))
+
+    def _learn_draft(self, work: Work, seconds: float) -> None:
+        seconds /= self._slower
+        if not self._draft:
+            self._draft.learn(work, seconds, 0.0)
             return
-        low, high = min(off, self._kept_off[0]), max(off, self._kept_off[1])
-        self._kept_off = low, high
-        if high > _OFF_APART * low or low * _OFF < 1.0 or high > _OFF:
-            self._kept_off = None
-            self._forget_kept(self._draft, self._rest, self._prompts)
+        surprise = math.log(seconds / self._draft.seconds(work))
+        noise = self._draft_noise.of(surprise)
+        self._draft_noise.learn(surprise, math.hypot(self._draft.doubt(work), noise))
+        self._draft.learn(work, seconds, noise)
 
-    def _forget_kept(self, *known: Curves) -> None:
-        for curves in known:
-            curves.forget_beginnings()
-        self.num_forgotten += 1
+    def _noise_of(self, work: Work, surprise: float) -> float:
+        """How much such a step may be off without any reason that could be learned."""
+        place = round(4 * math.log2(max(work.rows, 1.0)))
+        count = self._times_seen.get(place, 0)
+        self._times_seen[place] = count + 1
+        noise = self._noise.of(surprise)
+        return max(noise, _FIRST_TIMES[count]) if surprise > 0.0 and count < len(_FIRST_TIMES) else noise
 
-    def _learn_cutting(self, load: Load, num_drafts: int, draft_rows: int, seconds: float) -> None:
-        """What a step takes longer than one of as many rows whose drafts were not cut: to cut them takes
-        time, and so does it that requests have different numbers of rows."""
-        foreseen_s = self.draft_s(load.context, draft_rows) + float(self.rest_s(load, num_drafts)[-1])
-        longer = min(max(seconds / foreseen_s - 1, -_MOST_LONGER), _MOST_LONGER)
-        self._cutting += _NEW_CUT * (longer - self._cutting)
+    def _again(self, work: Work) -> int:
+        """How often about the same step has come without another between: their phase is one."""
+        alike = self._like is not None and abs(math.log2(work.rows / self._like)) < _ALIKE
+        self._num_alike = self._num_alike + 1 if alike else 1
+        self._like = work.rows
+        return self._num_alike
 
-    def _learn_prompts(self, load: Load, rows: int, rest_s: float) -> None:
-        """Of both together prompts are what the others leave. Never the other way round but where nothing
-        else is known: what a long prompt leaves is mostly noise, and drafts are weighed against it."""
-        rest, prompts = self._rest.at(load.context), self._prompts.at(load.context)
-        if not load.num_rows:
-            prompts.learn(load.prompt_rows, rest_s)
-        elif rest:
-            alone_s = float(rest.seconds(np.array([rows]))[0])
-            prompts.learn(load.prompt_rows, max(rest_s - alone_s, _LEAST_PART * rest_s))
-        elif prompts:
-            prompts_s = float(prompts.seconds(np.array([load.prompt_rows]))[0])
-            rest.learn(rows, max(rest_s - prompts_s, _LEAST_PART * rest_s))
+    def _work(self, load: Load, rows: int) -> Work:
+        rounded = rows if self._buckets is None else int(self._rounded(np.array([rows]))[0])
+        return Work(rounded, load.num_rows, load.prompt_rows, load.context)
 
     @property
-    def cutting(self) -> float:
-        """Part of a step that it takes longer where its drafts are cut, than one of as many rows."""
-        return max(self._cutting, 0.0)
+    def _slower(self) -> float:
+        return math.exp(self._phase.log)
 
-    def settle(self, context: float) -> None:
-        """Take in what was learned; of steps of such a context."""
-        for curves in (self._draft, self._rest, self._prompts):
-            curves.at(context).settle()
+    # What is asked.
 
-    def draft_s(self, context: float, draft_rows: int) -> float:
+    def settle(self) -> None:
+        """From now on cuts are made by what is known now."""
+        self._settled += 1
+
+    def draft_s(self, context: float, draft_rows: int, num_drafting: int) -> float:
         """Of the drafter's pass, about. Where none is known it takes half as long as the target's."""
         if not draft_rows:
             return 0.0
-        curve, rows_N = (self._draft or self._draft_before).at(context), np.array([draft_rows])
-        if curve:
-            return self._phase.slower * float(curve.seconds(rows_N)[0])
-        return self._phase.slower * _UNKNOWN_DRAFTER * float(self._rest.at(context).seconds(rows_N)[0])
+        work = Work(draft_rows, num_drafting, 0, context)
+        if known := self._draft or self._draft_before:
+            return self._slower * known.seconds(work)
+        return self._slower * _UNKNOWN_DRAFTER * self._rest.seconds(work)
 
     def bound_s(self, load: Load, num_drafts: int, draft_rows: int, side: Literal["low", "high"]) -> float:
         """The least or the most seconds of a step with so many drafts; without rows of prompts apart."""
-        rest = self._rest.at(load.context)
-        rows = load.num_rows + num_drafts
-        seconds = rest.bound(rows if self._buckets is None else int(self._rounded(np.array([rows]))[0]), side)
+        seconds = self._pass_bound_s(load, load.num_rows + num_drafts, side)
         if draft_rows:
-            if draft := (self._draft or self._draft_before).at(load.context):
-                seconds += draft.bound(draft_rows, side)
+            if known := self._draft or self._draft_before:
+                seconds += _bound(known, Work(draft_rows, load.num_rows, 0, load.context), side)
             elif side == "high":
-                seconds += rest.bound(draft_rows, side)
-        return self._phase.slower * seconds
+                seconds += self._pass_bound_s(load, draft_rows, side)
+        return self._slower * seconds
+
+    def _pass_bound_s(self, load: Load, rows: int, side: Literal["low", "high"]) -> float:
+        """More rows take no less than fewer, and no more than in proportion to them."""
+        load, seconds, fewer = load._replace(prompt_rows=0), 0.0, rows
+        while fewer >= load.num_rows:
+            bound_s = _bound(self._rest, self._work(load, fewer), side)
+            if side == "low":
+                seconds = max(seconds, bound_s)
+            else:
+                seconds = min(seconds or math.inf, bound_s * rows / fewer)
+            fewer = max(fewer // 2, load.num_rows) if fewer > load.num_rows else 0
+        return seconds
 
     def rest_s(self, load: Load, most_drafts: int) -> Doubles:
         """Of all else, about, with 0, 1, .., `most_drafts` drafts."""
         rows_N = self._rounded(np.arange(load.num_rows, load.num_rows + most_drafts + 1))
-        seconds_N = self._rest.at(load.context).seconds(rows_N)
-        if load.prompt_rows and (prompts := self._prompts.at(load.context)):
-            seconds_N = seconds_N + prompts.seconds(np.array([load.prompt_rows]))[0]
-        return self._phase.slower * seconds_N
+        return self._slower * self._rest.seconds_of_rows(rows_N.astype(np.float64), self._work(load, 0))
 
     def pass_s(self, load: Load, num_rows: int) -> FloatArray:
         """Of the rows of a step, prompts' first, without what these and drafting take: fp32 [N], about, N
-        above `num_rows`. The same array as long as it is drawn by the same."""
-        curve = self._rest.at(load.context)
-        drawn, prompt_rows, seconds_N = self._last
-        if curve.points() is not drawn or prompt_rows != load.prompt_rows or len(seconds_N) <= num_rows:
+        above `num_rows`. The same array as long as nothing is settled anew and the load is about the same."""
+        settled, last, seconds_N = self._last
+        same = last is not None and (last.num_rows, last.prompt_rows) == (load.num_rows, load.prompt_rows)
+        if settled != self._settled or not same or len(seconds_N) <= num_rows:
             room = 1 << num_rows.bit_length()
-            rows_N = np.maximum(np.arange(room + 1) - load.prompt_rows, 0)
-            seconds_N = (self._phase.slower * curve.seconds(rows_N)).astype(np.float32)
-            self._last = curve.points(), load.prompt_rows, seconds_N
+            rows_N = np.maximum(np.arange(room + 1.0) - load.prompt_rows, 0.0)
+            alone = self._work(load._replace(prompt_rows=0), 0)
+            seconds_N = (self._slower * self._rest.seconds_of_rows(rows_N, alone)).astype(np.float32)
+            self._last = self._settled, load, seconds_N
         return seconds_N
 
     def rooms(self, load: Load, most_drafts: int) -> NDArray[np.int64]:
@@ -260,19 +284,21 @@ class Costs:
     # Between starts.
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        return {
-            name: curves.as_json()
-            for name, curves in (("draft", self._draft), ("rest", self._rest), ("prompts", self._prompts))
-        }
+        return {"rest": self._rest.as_json(), "draft": self._draft.as_json()}
 
     def read(self, kept: Mapping[str, Any]) -> None:
         """Begin with what `as_json` gave; ValueError, with nothing changed, where it is something else."""
-        found = Curves(), Curves(), Curves()
+        found = StepTimes(), StepTimes()
         try:
-            for curves, name in zip(found, ("draft", "rest", "prompts"), strict=True):
-                curves.read(kept[name])
+            for times, name in zip(found, ("rest", "draft"), strict=True):
+                times.read(kept[name])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError("these are no costs of steps") from error
-        for mine, theirs in zip((self._draft, self._rest, self._prompts), found, strict=True):
+        for mine, theirs in zip((self._rest, self._draft), found, strict=True):
             mine.become(theirs)
-        self._kept_off = math.inf, 0.0
+        self._phase.variance, self._num_untried = _PHASE_KEPT**2, 0
+
+
+def _bound(times: StepTimes, work: Work, side: Literal["low", "high"]) -> float:
+    doubt = times.doubt(work)
+    return times.seconds(work) * math.exp(doubt if side == "high" else -doubt)

@@ -26,7 +26,7 @@ Legend: R requests that decode, K most drafts, S drafts that are verified, N row
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,7 @@ _NEAR, _PATIENCE = 3, 16  # loads that one serves for so many steps
 _RETRY, _RETRY_MOST = 64, 1024  # steps without drafts, then some are made
 _DECLINED_EVERY = 64  # steps, then a request that does not draft does
 _TRIED, _TRIED_STEPS = 4, 3  # requests of a trial in all, and steps
+_TRIED_AGAIN, _TRIED_AGAIN_MOST = 8, 1024  # steps between trials of one length, more after each
 _LEAST_LOSS = 0.01  # of a plain step: what may be lost is never nothing
 _SAMPLED = 64  # requests that stand for all
 
@@ -85,6 +86,7 @@ class _Way:
         steps: planned, the one of the next review, and how many there were of these.
         challenger: whether a longer one (1) or a shorter one (-1) was better at the last review.
         trial: a length that is to be tried, and in how many steps.
+        tried: by length, how often it was, and the step from which on it may be again.
     """
 
     length: int = 0
@@ -97,6 +99,16 @@ class _Way:
     reviews: int = 0
     challenger: int = 0
     trial: tuple[int, int] = (0, 0)
+    tried: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+    def may_try(self, length: int) -> bool:
+        return self.steps >= self.tried.get(length, (0, 0))[1]
+
+    def will_try(self, length: int, steps: int) -> None:
+        """What was often tried is tried seldom."""
+        self.trial = length, steps
+        times = self.tried.get(length, (0, 0))[0]
+        self.tried[length] = times + 1, self.steps + steps + min(_TRIED_AGAIN << times, _TRIED_AGAIN_MOST)
 
 
 class Policy:
@@ -152,8 +164,6 @@ class Policy:
         """For these requests, in a step of such a load."""
         if not self.costs.know_time:
             return self._choice(who, self._most if self._num_ended else 0)
-        if not self.costs.know_rows:
-            return self._choice(who, 0)
         way = self._way(len(who.slots_R))
         way.steps += 1
         self._num_steps += 1
@@ -181,7 +191,8 @@ class Policy:
         if nearest is not None:
             old = ways[nearest]
             wait = _PATIENCE if abs(nearest - load) <= _NEAR and old.rate else 0
-            way = replace(old, steps=old.steps // 2, review_at=old.steps // 2 + wait, trial=(0, 0))
+            steps = old.steps // 2
+            way = replace(old, steps=steps, review_at=steps + wait, trial=(0, 0), tried={})
         self._ways[load] = way
         return way
 
@@ -226,7 +237,7 @@ class Policy:
         """Settle the best length, and whether another is to be tried."""
         way.review_at = way.steps + min(max(way.steps // 2, _REVIEW_YOUNG), _REVIEW)
         self._survival.settle()
-        self.costs.settle(load.context)
+        self.costs.settle()
         plain_low, plain_high = (self.costs.bound_s(load, 0, 0, side) for side in ("low", "high"))
         if plain_high > _UNKNOWN * plain_low:
             way.trial = 0, 1
@@ -241,7 +252,9 @@ class Policy:
         if way.length:
             self._declines_S[review.decliners(way.length)] = True
         self._any_declines = bool(self._declines_S.any())
-        way.trial = self._worth_trying(way, review, who)
+        length, steps = self._worth_trying(way, review, who)
+        if steps:
+            way.will_try(length, steps)
 
     def _lengths(self, way: _Way, most: int) -> list[int]:
         """That are looked at: all now and then, else none and those beside the one there is."""
@@ -260,6 +273,7 @@ class Policy:
         side = 0 if gain < _BETTER else 1 if best > now else -1
         if gain > _MUCH_BETTER or (side and side == way.challenger):
             now, side = best, 0
+            way.review_at, way.reviews = way.steps + _REVIEW_YOUNG, 0  # others may be better still
         way.challenger = side
         if side:
             way.review_at = min(way.review_at, way.steps + _REVIEW_DOUBTFUL)
@@ -285,21 +299,21 @@ class Policy:
     def _worth_trying(self, way: _Way, review: Review, who: Decoding) -> tuple[int, int]:
         """A length whose costs may be much better than is known, where most is to be won for what may be
         lost, or any drafts after a long time without; and in how many steps the budget allows it."""
-        lengths = [length for length in review.outlooks if length not in (0, way.length)]
+        lengths = [length for length in review.outlooks if length != way.length]
         if not lengths or self._num_steps < self._rests_until:
             return 0, 0
         most = max(_TRIED_STEPS, -(-_TRIED // len(who.slots_R))) if self.costs.know_drafts else 1
         best, found = 0.0, (0, 0)
         for length in lengths:
             gain = review.most_gain(length) - way.rate
-            if gain <= _WORTH_TRYING * way.rate:
+            if gain <= _WORTH_TRYING * way.rate or not way.may_try(length):
                 continue
             loss_s = max(review.most_loss_s(length, way.rate), _LEAST_LOSS * way.plain_s)
             if gain / loss_s > best and (steps := self._budget.steps(loss_s, most)):
                 best, found = gain / loss_s, (length, steps)
         if found[1] or way.length or self._idle < self._retry_after:
             return found
-        length = max(lengths, key=lambda length: review.outlooks[length].rate)
+        length = max(lengths, key=lambda length: review.outlooks[length].rate)  # of those with drafts
         if steps := self._budget.steps(review.most_loss_s(length, way.rate), most):
             self._retry_after = min(2 * self._retry_after, _RETRY_MOST)
         return length, steps
@@ -351,14 +365,12 @@ class Policy:
         draft_s: float,
         rest_s: float,
         *,
+        num_drafting: int = 0,
         cuts: bool = False,
     ) -> None:
         """What a step took; as of `Costs.learn`."""
         self._num_ended += 1
-        num_forgotten = self.costs.num_forgotten
-        self.costs.learn(load, num_drafts, draft_rows, draft_s, rest_s, cuts=cuts)
-        if self.costs.num_forgotten > num_forgotten:
-            self._ways.clear()
+        self.costs.learn(load, num_drafts, draft_rows, draft_s, rest_s, num_drafting=num_drafting, cuts=cuts)
 
     def pay(self, choice: Choice, own_worth: float, worth: float, seconds: float, since_s: float) -> None:
         """Settle accounts for a step in which nothing but decoding was done.

@@ -78,7 +78,7 @@ class Review:
 
     def _outlook(self, length: int, num_drafting: int, some_N: BoolArray) -> Outlook:
         """If so many requests draft, those of these samples."""
-        draft_s = self._costs.draft_s(self._load.context, num_drafting * (length + 1))
+        draft_s = self._costs.draft_s(self._load.context, num_drafting * (length + 1), num_drafting)
         seconds_S = self._rest_S[: num_drafting * length + 1] + draft_s
         worths_NK = self._worths_NK[some_N, :length]
         return outlook(worths_NK, num_drafting, self._own, seconds_S, self._costs.cutting)
@@ -103,7 +103,8 @@ class Review:
         """Worth per second of a step in which all such drafts are verified, if it takes the least it may."""
         count = len(self._who.slots_R)
         worth = self._own + float(self._worths_NK[:, :length].sum()) * count / len(self._owners_N)
-        return worth / self._costs.bound_s(self._load, count * length, count * (length + 1), "low")
+        draft_rows = count * (length + 1) if length else 0
+        return worth / self._costs.bound_s(self._load, count * length, draft_rows, "low")
 
     def is_known(self, length: int) -> bool:
         """Whether it is known what such a step takes, about."""
@@ -115,5 +116,7 @@ class Review:
     def most_loss_s(self, length: int, rate: float) -> float:
         """How much longer such a step may take than a way that brings so much, if no draft stands."""
         count = len(self._who.slots_R)
-        most_s = self._costs.bound_s(self._load, count * length, count * (length + 1), "high")
+        most_s = self._costs.bound_s(
+            self._load, count * length, count * (length + 1) if length else 0, "high"
+        )
         return most_s - self._own / rate
