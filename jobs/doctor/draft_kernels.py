@@ -23,7 +23,8 @@ from ...drafter.compute.gpu.convolution import convolve
 from ...drafter.step.device.rows import StepRequests, lay_out_block, pack
 from ...drafter.step.device.selection import candidates, walk_paths
 from ...drafter.step.device.trimming import TrimLists, trim_drafts
-from ...drafter.step.selection import Codebooks, select_paths
+from ...drafter.step.paths import Codebooks
+from ...drafter.step.selection import select_paths
 from ..bench.random_pair import PairShape
 from .findings import Check, Outcome, none_differ, off_by, within
 from .operators import REMEDY, attention

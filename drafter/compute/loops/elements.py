@@ -26,6 +26,7 @@ from numba.extending import intrinsic, overload
 
 from .argmax import top_two_bf16, top_two_fp32
 from .machine import bf16_instructions, mask_numba
+from .scans import lane_floor_bf16, lane_floor_fp32, next_reaching_bf16, next_reaching_fp32
 
 mask_numba()
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -140,6 +141,14 @@ def top_two_of(row, count, like):
     """Of 16 `count` such elements at an address: the largest's index, its value, and the next value, fp32."""
 
 
+def lane_floor_of(row, count, like):
+    """Of 16 `count` such elements at an address: a value that no fewer than 16 of them reach, fp32."""
+
+
+def next_reaching(row, begin, count, floor, like):
+    """The first sixteen of them, from `begin` on, of which an element reaches the floor; or `count`."""
+
+
 def rounded(value, like):
     """The fp32 value as an element of the type of `like`, to nearest even."""
 
@@ -172,3 +181,17 @@ def _top_two_of(row, count, like):
     if isinstance(like, types.Integer):
         return lambda row, count, like: top_two_bf16(row, count)
     return lambda row, count, like: top_two_fp32(row, count)
+
+
+@overload(lane_floor_of)
+def _lane_floor_of(row, count, like):
+    if isinstance(like, types.Integer):
+        return lambda row, count, like: lane_floor_bf16(row, count)
+    return lambda row, count, like: lane_floor_fp32(row, count)
+
+
+@overload(next_reaching)
+def _next_reaching(row, begin, count, floor, like):
+    if isinstance(like, types.Integer):
+        return lambda row, begin, count, floor, like: next_reaching_bf16(row, begin, count, floor)
+    return lambda row, begin, count, floor, like: next_reaching_fp32(row, begin, count, floor)

@@ -2,7 +2,8 @@
 
 PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
 vocabulary] of int64. The integers here are the same; the logarithms are polynomials of our own, within about
-one unit in the last place, as on a GPU (`device/noise.py`). Called by `sampling.py`.
+one unit in the last place, as on a GPU (`device/noise.py`). Called by `sampling.py`; `candidates.py` takes
+the noise.
 
 Legend: M rows, V vocabulary.
 """
@@ -98,23 +99,29 @@ def _noisy_argmax(logits, temperature, keys, ids, margins, num_rows, vocab_size,
     for m in range(num_rows):
         key_0, key_1, scale = np.uint32(key_2M[0, m]), np.uint32(key_2M[1, m]), temperature_M[m]
         for v in range(vocab_size):
-            score_V[v] = float_of(logits_MV[m, v]) - scale * _negative_gumbel(key_0, key_1, np.uint32(v))
+            score_V[v] = float_of(logits_MV[m, v]) - scale * negative_gumbel(key_0, key_1, np.uint32(v))
         ids_M[m], margins_M[m] = _argmax_scores(score_V)
 
 
 @inlined
-def _negative_gumbel(key_0, key_1, token):
+def negative_gumbel(key_0, key_1, token):
     """log(E), E = -log(1 - u), u = (bits + 1/2) / 2^32; 32-bit products wrap to the same low bits."""
-    bits = _times(_xor(_mix(token), key_0), _FACTOR_A)
-    bits = _times(_xor(_fold(bits, _SHIFT), key_1), _FACTOR_B)
-    bits = _fold(bits, _SHIFT)
+    bits = hash_of(mix(token), key_0, key_1)
     minus_u = np.float32(bits) * np.float32(-(2.0**-32)) - np.float32(2.0**-33)
     minus_u = max(minus_u, np.float32(-1.0 + 2.0**-24))
     return _log(-_log1p(minus_u))
 
 
 @inlined
-def _mix(x):
+def hash_of(mixed, key_0, key_1):
+    """A token's 32 random bits, of the token mixed and a row's keys."""
+    bits = _times(_xor(mixed, key_0), _FACTOR_A)
+    bits = _times(_xor(_fold(bits, _SHIFT), key_1), _FACTOR_B)
+    return _fold(bits, _SHIFT)
+
+
+@inlined
+def mix(x):
     x = _times(_fold(x, np.uint32(16)), _FACTOR_A)
     x = _times(_fold(x, _SHIFT), _FACTOR_B)
     return _fold(x, _SHIFT)
