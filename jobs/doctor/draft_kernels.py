@@ -20,8 +20,10 @@ from ...cluster.plan import SlotSampling, Trim
 from ...cluster.speculation.choice import trimmed
 from ...drafter.compute.eager.convolution import convolve as exact_convolution
 from ...drafter.compute.gpu.convolution import convolve
+from ...drafter.step.device.candidates import find_candidates
+from ...drafter.step.device.paths import walk_paths
 from ...drafter.step.device.rows import StepRequests, lay_out_block, pack
-from ...drafter.step.device.selection import candidates, walk_paths
+from ...drafter.step.device.sampling import SamplingWorkspace
 from ...drafter.step.device.trimming import TrimLists, trim_drafts
 from ...drafter.step.paths import Codebooks
 from ...drafter.step.selection import select_paths
@@ -114,11 +116,12 @@ def _paths(place: Place) -> Outcome:
     mine_X = drafting_N.to(place.device)[expected.sampled_X]
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
     state = twins.device.sampling
-    found = candidates(logits_NV, block, state, _TOP_K, filters=False)
+    workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
+    found = find_candidates(logits_NV, block, state, _TOP_K, filters=False, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
     cu_rows_R1 = twins.requests.cu_rows_R1
     chosen_N = walk_paths(
-        *found, gates_NE, block, cu_rows_R1, state, books, filters=False, margins_N=margins_N
+        found, gates_NE, block, cu_rows_R1, state, books, filters=False, margins_N=margins_N
     )
     assert theirs.margins_RK is not None, "a path says how sure it is"
     of_drafts = theirs.drafts_RK >= 0
