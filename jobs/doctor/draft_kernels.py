@@ -42,8 +42,8 @@ def draft_checks(place: Place) -> Iterator[Check]:
     """All of them."""
     for name in ("greedy", "temperature 1", "Qwen3's"):
         yield Check("drafts", f"margins, {name}", partial(_margins, place, SAMPLINGS[name]), REMEDY)
+        yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, place, SAMPLINGS[name]), REMEDY)
     yield Check("drafts", "cuts", partial(_cuts, place), REMEDY)
-    yield Check("drafts", "DFlash2's paths", partial(_paths, place), REMEDY)
     yield Check("drafts", "DFlash2's convolutions", partial(_convolutions, place), REMEDY)
     for head_dim in _HEAD_DIMS:
         yield Check("drafts", f"attention, heads of {head_dim}", partial(_heads, place, head_dim), REMEDY)
@@ -97,9 +97,9 @@ def _cuts(place: Place) -> Outcome:
     return none_differ(int((found_R != expected_R).sum()), count, "requests")
 
 
-def _paths(place: Place) -> Outcome:
+def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     """Drafts along DFlash2's paths, of ragged blocks with padding behind."""
-    twins = Twins(place)
+    twins, filters = Twins(place, sampling), sampling.top_k > 0
     block = lay_out_block(twins.requests, twins.device.tables, 0)
     expected = twins.host.lay_out_block(twins.step, 0)
     assert expected is not None, "somebody drafts"
@@ -117,11 +117,11 @@ def _paths(place: Place) -> Outcome:
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
     state = twins.device.sampling
     workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
-    found = find_candidates(logits_NV, block, state, _TOP_K, filters=False, workspace=workspace)
+    found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
     cu_rows_R1 = twins.requests.cu_rows_R1
     chosen_N = walk_paths(
-        found, gates_NE, block, cu_rows_R1, state, books, filters=False, margins_N=margins_N
+        found, gates_NE, block, cu_rows_R1, state, books, filters=filters, margins_N=margins_N
     )
     assert theirs.margins_RK is not None, "a path says how sure it is"
     of_drafts = theirs.drafts_RK >= 0
