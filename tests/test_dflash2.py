@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from manta.cluster.plan import SlotSampling
+from manta.drafter.dflash.propose import Proposer
+from manta.drafter.step.loops.operators import LOOPS
+from manta.drafter.step.operators import DEFINITION, StepOperators
 
 from .drafter_checkpoints import VARIANTS
 from .oracle_dflash import Oracle, gumbel
@@ -73,15 +76,17 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
     return int(places[0]), float(values[0] - values[1])
 
 
+@pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("variant", PATHS)
-def test_drafts_follow_the_oracles_paths(variant: str, tmp_path: Path):
+def test_drafts_follow_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
     """Of requests that run together: each has its own knobs, length and number of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
     oracle, names = doubled(pair), list(KNOBS)
     for turn in range(len(names)):
         mine = [names[(turn + r) % len(names)] for r in range(len(LENGTHS))]
         requests = Requests(pair.ours, LENGTHS, taps, [KNOBS[name] for name in mine])
-        proposals = requests.proposer.propose(requests.plan(DRAFTS), requests.states)
+        proposer = Proposer(pair.ours, requests.proposer.cache, operators)
+        proposals = proposer.propose(requests.plan(DRAFTS), requests.states)
         got, margins = proposals.drafts_RK, proposals.margins_RK
         assert got.shape == margins.shape == (5, 15)
         for r, (length, count, name) in enumerate(zip(LENGTHS, DRAFTS, mine, strict=True)):

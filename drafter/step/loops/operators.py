@@ -6,8 +6,7 @@ Chosen at load (`actors/targets/loading/operators.py`).
 
 from __future__ import annotations
 
-from .. import paths
-from . import candidates, choice, lookup, masks, rows, trimming, verification
+from . import candidates, choice, lookup, masks, paths, rows, trimming, verification
 
 
 class LoopStepOperators:
