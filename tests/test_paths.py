@@ -1,4 +1,4 @@
-"""The walk over candidates in compiled loops means what PyTorch's means; test_dflash2.py says what it means."""
+"""The walk over candidates in compiled loops means what PyTorch's means. What that is: test_dflash2.py."""
 
 from __future__ import annotations
 

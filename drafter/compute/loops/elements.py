@@ -57,12 +57,28 @@ class _KeptCode:
 def _age(function: Callable[..., Any]) -> tuple[str, ...]:
     """What kept code must agree with, beside the function's own bytecode, which Numba looks at.
 
-    A loop is made of loops and constants of its folder and of this one, and of numbers that its module may
+    A loop is made of loops and constants of its folder and of this one, and of numbers that their modules may
     have from elsewhere.
     """
     folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
-    constants = sorted((k, v) for k, v in function.__globals__.items() if isinstance(v, _NUMBERS))
+    constants = sorted((k, v) for names in _globals(function) for k, v in names.items() if _is_number(v))
     return *sorted(_hash(folder) for folder in folders), repr(constants), str(bf16_instructions())
+
+
+def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Of its module, and of those that loops come from which are named there, and so on."""
+    found: dict[str, dict[str, Any]] = {}
+    left = [function]
+    while left:
+        one = left.pop()
+        if one.__module__ not in found:
+            found[one.__module__] = one.__globals__
+            left += [value.py_func for value in one.__globals__.values() if hasattr(value, "py_func")]
+    return list(found.values())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, _NUMBERS)
 
 
 @cache

@@ -22,7 +22,6 @@ from ...compute.loops.elements import (
     LIKE,
     elements,
     float_of,
-    inlined,
     lane_floor_of,
     next_reaching,
     pointer,
@@ -31,11 +30,12 @@ from ...compute.loops.elements import (
 from ..filters import floors
 from ..noise import GREATEST_NEGATIVE
 from ..sampling_batch import SamplingBatch
-from .choice import hash_of, mix, negative_gumbel
+from .noise import ROUNDING, hash_of, mixed_tokens, most_gumbel, negative_gumbel
 
 _FLOAT, _INT = np.float32(0), np.int64(0)
-_LEAST = np.float32(-np.inf)
+NOTHING = np.float32(-np.inf)
 _CUT = np.float32(GREATEST_NEGATIVE)
+_MOST_IF_CUT = ROUNDING - _CUT
 
 
 def candidates(logits_XV: Tensor, batch: SamplingBatch, top_k: int) -> tuple[Tensor, Tensor]:
@@ -74,17 +74,14 @@ def _candidates(
     ids_XK = carray(pointer(ids, _INT), (num_rows, top_k))
     score_K, bound_V, mixed_V = np.empty(top_k, np.float32), np.empty(0, np.float32), np.empty(0, np.uint32)
     if num_noisy:
-        bound_V, mixed_V = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.uint32)
-        for v in range(vocab_size):
-            mixed_V[v] = mix(np.uint32(v))
+        bound_V, mixed_V = np.empty(vocab_size, np.float32), mixed_tokens(vocab_size)
     m = 0
     for x in range(num_rows):
         row = logits + x * vocab_size * size_of(like)
         row_V, best_K = carray(pointer(row, like), (vocab_size,)), ids_XK[x]
-        score_K[:], best_K[:] = _LEAST, 0
         if m < num_noisy and noisy_M[m] == x:
             noise = temperature_M[m], np.uint32(key_2M[0, m]), np.uint32(key_2M[1, m])
-            _find_noisy(row_V, mixed_V, noise, floor_M[m] if floors else _LEAST, score_K, best_K, bound_V)
+            find_noisy(row_V, mixed_V, noise, floor_M[m] if floors else NOTHING, score_K, best_K, bound_V)
             m += 1
         else:
             _find(row, row_V, like, score_K, best_K)
@@ -95,10 +92,11 @@ def _candidates(
 
 @elements
 def _find(row, row_V, like, score_K, best_K):
-    """The ids of the largest, as they come."""
+    """The largest and their ids, the best first."""
     vocab_size, num_best = len(row_V), 0
     count = vocab_size // 16
-    least = lane_floor_of(row, count, like) if len(best_K) <= 16 else _LEAST
+    score_K[:], best_K[:] = NOTHING, 0
+    least = lane_floor_of(row, count, like) if len(best_K) <= 16 else NOTHING
     c = next_reaching(row, 0, count, least, like)
     while c * 16 < vocab_size:
         for v in range(c * 16, min(c * 16 + 16, vocab_size)):
@@ -109,16 +107,18 @@ def _find(row, row_V, like, score_K, best_K):
 
 
 @elements
-def _find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
-    """The same of z + T g; of what lies below the floor with the least g. First of what the highest bounds
-    promise: then few of the others are left to look at."""
+def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
+    """The same of z + T g, noise = (T, two keys); below the floor with the least g. First of what the highest
+    bounds promise: then few of the others are left to look at."""
     vocab_size, (scale, key_0, key_1) = len(row_V), noise
     for v in range(vocab_size):
-        bound_V[v] = float_of(row_V[v]) + scale * _most_gumbel(hash_of(mixed_V[v], key_0, key_1))
+        value, g = float_of(row_V[v]), most_gumbel(hash_of(mixed_V[v], key_0, key_1))
+        bound_V[v] = value + scale * (_MOST_IF_CUT if value < floor else g)
     bounds, count, num_best = bound_V.ctypes.data, vocab_size // 16, 0
-    split = lane_floor_of(bounds, count, _FLOAT) if len(best_K) <= 16 else _LEAST
+    score_K[:], best_K[:] = NOTHING, 0
+    split = lane_floor_of(bounds, count, _FLOAT) if len(best_K) <= 16 else NOTHING
     for is_first in (True, False):
-        least = split if is_first else _LEAST
+        least = split if is_first else NOTHING
         c = next_reaching(bounds, 0, count, max(least, score_K[-1]), _FLOAT)
         while c * 16 < vocab_size:
             for v in range(c * 16, min(c * 16 + 16, vocab_size)):
@@ -128,14 +128,6 @@ def _find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
                     negative_g = _CUT if value < floor else negative_gumbel(key_0, key_1, np.uint32(v))
                     num_best = _put_in(value - scale * negative_g, v, score_K, best_K, num_best)
             c = next_reaching(bounds, c + 1, count, max(least, score_K[-1]), _FLOAT)
-
-
-@inlined
-def _most_gumbel(bits):
-    """No g of these bits is above it: g <= -log(u) <= -log(2) (e + f), u = 2^e (1 + f); some for rounding."""
-    u = np.float32(bits) * np.float32(2.0**-32) + np.float32(2.0**-33)
-    log2_u = np.float32(np.float32(u).view(np.int32)) * np.float32(2.0**-23) - np.float32(127)
-    return np.float32(1e-4) - np.float32(0.6931471805) * log2_u
 
 
 @elements

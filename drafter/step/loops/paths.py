@@ -21,7 +21,7 @@ from ...compute.loops.elements import LIKE, elements, float_of, pointer, sums
 from ..paths import Codebooks
 from ..proposals import Proposals
 from ..rows import StepRows
-from .choice import negative_gumbel
+from .noise import negative_gumbel
 
 _FLOAT, _INT = np.float32(0), np.int64(0)
 _NOTHING = np.float32(-np.inf)
