@@ -9,6 +9,7 @@ temperature > 0.
 
 # Numba's functions are typed when they are compiled, not by annotations.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
