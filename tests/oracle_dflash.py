@@ -76,9 +76,12 @@ class Oracle:
         """Logits [num_masks, V] of the slots behind an anchor at T, given taps of positions 0..T-1."""
         return self._head(self.hidden(taps, anchor, num_masks))
 
-    def drafts(self, taps: torch.Tensor, anchor: int, num_masks: int, choose, edit=None) -> list[int]:
+    def drafts(
+        self, taps: torch.Tensor, anchor: int, num_masks: int, choose, edit=None, rank=None
+    ) -> list[int]:
         """The slots' tokens, each by `choose(scores [V], slot)`; with a selector one after the other, out of
-        the slot's likeliest tokens, by the token before. `edit(logits [V], slot)` comes first."""
+        the slot's best tokens by `rank(logits [V], slot)`, by the token before; the likeliest if absent.
+        `edit(logits [V], slot)` comes first."""
         y = self.hidden(taps, anchor, num_masks)
         z, second = self._head(y), "candidate_selector"
         z = z if edit is None else torch.stack([edit(z[k], k) for k in range(num_masks)])
@@ -89,7 +92,8 @@ class Oracle:
         tokens = [anchor]
         for k in range(num_masks):
             scores = torch.full_like(z[k], -math.inf)
-            for b in z[k].argsort(descending=True)[: self.dflash["selector_top_k"]].tolist():
+            ranks = z[k] if rank is None else rank(z[k], k)
+            for b in ranks.argsort(descending=True)[: self.dflash["selector_top_k"]].tolist():
                 scores[b] = z[k, b] + (a[tokens[-1]] * h[k] * g[b]).sum()
             tokens.append(choose(scores, k))
         return tokens[1:]

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from manta.cluster.plan import SlotSampling
+from manta.drafter.dflash.propose import Proposer
+from manta.drafter.step.loops.operators import LOOPS
+from manta.drafter.step.operators import DEFINITION, StepOperators
 
 from .drafter_checkpoints import VARIANTS
 from .oracle_dflash import Oracle, gumbel
@@ -24,6 +27,7 @@ KNOBS = {
     "greedy": GREEDY,
     "warm": SlotSampling(2.5, 0, 1.0, 0.0, SEED, 0, ()),
     "top-k": SlotSampling(2.0, 3, 1.0, 0.0, SEED, 0, ()),
+    "top-k beyond the candidates": SlotSampling(2.5, 30, 1.0, 0.0, SEED, 0, ()),
     "top-p": SlotSampling(1.5, 0, 0.6, 0.0, SEED, 0, ()),
     "all": SlotSampling(3.0, 40, 0.9, 0.05, SEED, 0, ()),
     "early stops": SlotSampling(0.0, 0, 1.0, 0.0, SEED, 100, tuple(range(0, 80))),
@@ -36,20 +40,35 @@ def doubled(pair: Pair) -> Oracle:
     return Oracle(oracle.config, tensors, oracle.embedding.double(), oracle.head.double())
 
 
-def choice(params: SlotSampling, position: int, scores: torch.Tensor) -> tuple[int, float]:
-    """The rule by its words: filters on probabilities after temperature, then noise; and how far the second
-    is behind: where one alone is kept, without noise and filters."""
-    if params.temperature == 0:
-        return best(scores)
+def kept_by(params: SlotSampling, scores: torch.Tensor) -> torch.Tensor:
+    """What the filters keep, by their words: of probabilities after temperature."""
     p = (scores / params.temperature).softmax(-1)
     kept = p >= p.max() * params.min_p
     if params.top_k > 0:
         kept &= torch.tensor([bool((p[kept] > x).sum() < params.top_k) for x in p])
     p = torch.where(kept, p, 0.0) / p[kept].sum()
-    kept &= torch.tensor([bool(p[p > x].sum() < params.top_p) for x in p])
-    noised = scores + params.temperature * gumbel(params.seed, position, VOCAB)
-    place, margin = best(torch.where(kept, noised, -math.inf))
+    return kept & torch.tensor([bool(p[p > x].sum() < params.top_p) for x in p])
+
+
+def noised(params: SlotSampling, position: int, scores: torch.Tensor) -> torch.Tensor:
+    return scores + params.temperature * gumbel(params.seed, position, VOCAB)
+
+
+def choice(params: SlotSampling, position: int, scores: torch.Tensor) -> tuple[int, float]:
+    """The rule by its words: filters, then noise; and how far the second is behind: where one alone is kept,
+    without noise and filters."""
+    if params.temperature == 0:
+        return best(scores)
+    kept = kept_by(params, scores)
+    place, margin = best(torch.where(kept, noised(params, position, scores), -math.inf))
     return place, best(scores)[1] if kept.sum() == 1 else margin
+
+
+def rank(params: SlotSampling, position: int, logits: torch.Tensor) -> torch.Tensor:
+    """What candidates are the largest of: first what filters keep, by its noise, then the rest as it is."""
+    if params.temperature == 0:
+        return logits
+    return torch.where(kept_by(params, logits), 1e6 + noised(params, position, logits), logits)
 
 
 def best(scores: torch.Tensor) -> tuple[int, float]:
@@ -57,15 +76,17 @@ def best(scores: torch.Tensor) -> tuple[int, float]:
     return int(places[0]), float(values[0] - values[1])
 
 
+@pytest.mark.parametrize("operators", [DEFINITION, LOOPS], ids=["definition", "loops"])
 @pytest.mark.parametrize("variant", PATHS)
-def test_drafts_follow_the_oracles_paths(variant: str, tmp_path: Path):
+def test_drafts_follow_the_oracles_paths(variant: str, operators: StepOperators, tmp_path: Path):
     """Of requests that run together: each has its own knobs, length and number of drafts."""
     pair, taps = load_pair(tmp_path, VARIANTS[variant]), random_taps(LENGTHS)
     oracle, names = doubled(pair), list(KNOBS)
     for turn in range(len(names)):
         mine = [names[(turn + r) % len(names)] for r in range(len(LENGTHS))]
         requests = Requests(pair.ours, LENGTHS, taps, [KNOBS[name] for name in mine])
-        proposals = requests.proposer.propose(requests.plan(DRAFTS), requests.states)
+        proposer = Proposer(pair.ours, requests.proposer.cache, operators)
+        proposals = proposer.propose(requests.plan(DRAFTS), requests.states)
         got, margins = proposals.drafts_RK, proposals.margins_RK
         assert got.shape == margins.shape == (5, 15)
         for r, (length, count, name) in enumerate(zip(LENGTHS, DRAFTS, mine, strict=True)):
@@ -83,8 +104,11 @@ def test_drafts_follow_the_oracles_paths(variant: str, tmp_path: Path):
                 stops = torch.tensor(KNOBS[name].stop_token_ids if is_early else (), dtype=torch.long)
                 return z.index_fill(0, stops, -math.inf)
 
+            def ranked(z: torch.Tensor, k: int, name: str = name, length: int = length) -> torch.Tensor:
+                return rank(KNOBS[name], length + 1 + k, z)
+
             anchor, c = requests.anchors[r], taps[r].double()
-            expected = oracle.drafts(c, anchor, count, choose, edit) if count else []
+            expected = oracle.drafts(c, anchor, count, choose, edit, ranked) if count else []
             assert got[r, :count].tolist() == expected, name
             assert margins[r, :count].tolist() == pytest.approx(sure, abs=2e-3), name
             assert margins[r, count:].isnan().all()

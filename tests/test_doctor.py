@@ -199,8 +199,8 @@ def test_a_drafters_kernels_pass_and_wrong_ones_do_not(monkeypatch: pytest.Monke
     from manta.jobs.doctor import draft_kernels
 
     lines = {one.name: one for one in draft_kernels.draft_checks(Place.here())}
-    names = ("margins, temperature 1", "cuts", "DFlash2's paths", "DFlash2's convolutions")
-    for name in (*names, "attention, heads of 80"):
+    names = ("margins, temperature 1", "cuts", "DFlash2's paths, temperature 1", "DFlash2's convolutions")
+    for name in (*names, "DFlash2's paths, Qwen3's", "attention, heads of 80"):
         assert examine(lines[name]).status == "ok", examine(lines[name])
     choose, trim = draft_kernels.choose_surely, draft_kernels.trim_drafts
     walk, convolve = draft_kernels.walk_paths, draft_kernels.convolve
@@ -212,8 +212,8 @@ def test_a_drafters_kernels_pass_and_wrong_ones_do_not(monkeypatch: pytest.Monke
     def by_turns(requests: Any, margins_N: Tensor, *more: Any) -> Any:
         return trim(requests, margins_N.roll(1), *more)
 
-    def by_others(z_NK: Tensor, ids_NK: Tensor, gates_NE: Tensor, *more: Any, **named: Any) -> Tensor:
-        return walk(z_NK, ids_NK, gates_NE.roll(1, 0), *more, **named)
+    def by_others(found: Any, gates_NE: Tensor, *more: Any, **named: Any) -> Tensor:
+        return walk(found, gates_NE.roll(1, 0), *more, **named)
 
     def of_nobody(x_NH: Tensor, dynamic: Tensor, base_TH: Tensor, owners_N: Tensor, *more: Any) -> Tensor:
         return convolve(x_NH, dynamic, base_TH, 0 * owners_N, *more)

@@ -168,10 +168,21 @@ def _walk(dtype: str, *, filters: bool) -> Variant:
     return Variant("_walk", signature, constexprs)
 
 
-def _forbid(dtype: str) -> Variant:
-    signature = _pointers(i32="slots min_lengths stop_ids", i64="positions") | {"logits": f"*{dtype}:16"}
-    signature |= dict.fromkeys(("row_stride", "vocab_size", "vocab_start"), "i32")
-    return Variant("_forbid_early_stops", signature, {"NUM_STOP_IDS": 128}, 1)
+def _best_of_chunk(dtype: str, *, filters: bool) -> Variant:
+    """16 candidates of a chunk."""
+    signature = _LOGITS | {"logits": f"*{dtype}:16"} | _pointers(i64="seeds keys", fp32="floors")
+    signature |= {"vocab_size": "i32:16", "vocab_start": "i32:16"}
+    constexprs = {"FILTERS": filters, "TOP_K": 16, "NUM_STOP_IDS": 128, "CHUNK": 4096}
+    return Variant("_best_of_chunk", signature, constexprs, 8)
+
+
+def _best_of_row(dtype: str, vocab: int = 151936) -> Variant:
+    """16 candidates of all chunks'."""
+    signature = _pointers(i64="keys ids", fp32="scores z") | {"logits": f"*{dtype}:16"}
+    signature |= {"row_stride": "i32:16", "vocab_start": "i32"}
+    keys = -(-vocab // 4096) * 16
+    width = 1 << (keys - 1).bit_length()
+    return Variant("_best_of_row", signature, {"TOP_K": 16, "PLACES": 16, "KEYS": keys, "WIDTH": width})
 
 
 def _trim(requests: int, drafts: int, *, budget: int) -> Variant:
@@ -500,11 +511,17 @@ VARIANTS: dict[str, list[Variant]] = {
         _apply_rules("bf16", drafts=False),
         _apply_rules("fp32", drafts=True),
     ],
-    "step.device.selection": [
+    "step.device.candidates": [
+        _best_of_chunk("bf16", filters=False),
+        _best_of_chunk("bf16", filters=True),
+        _best_of_chunk("fp32", filters=True),
+        _best_of_row("bf16"),
+        _best_of_row("bf16", vocab=262144),
+    ],
+    "step.device.paths": [
         _walk("bf16", filters=False),  # Muse-Glimmer's, Qwen3.8's
         _walk("bf16", filters=True),
         _walk("fp32", filters=True),
-        _forbid("bf16"),
     ],
     "step.device.lookup": [
         Variant(

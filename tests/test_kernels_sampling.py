@@ -16,8 +16,9 @@ from manta.drafter.step.device.noise import negative_gumbel as negative_gumbel_i
 from manta.drafter.step.device.noise import noise_keys as noise_keys_in_kernel
 from manta.drafter.step.device.sampling import SamplingState, SamplingWorkspace, margins_between
 from manta.drafter.step.device.sampling import sample_rows as sample_rows_in_kernels
+from manta.drafter.step.filters import filter_logits
 from manta.drafter.step.noise import negative_gumbel, noise_keys
-from manta.drafter.step.sampling import filter_logits, sample_rows, sample_with_margins
+from manta.drafter.step.sampling import sample_rows, sample_with_margins
 from manta.drafter.step.sampling_batch import SamplingBatch
 
 pytestmark = pytest.mark.usefixtures("on_the_device")

@@ -11,13 +11,16 @@ from devices import DEVICE
 from manta.actors.targets.runners.choosing import candidates_of_ranks
 from manta.drafter.compute.eager.convolution import convolve
 from manta.drafter.compute.gpu.convolution import convolve as convolve_in_kernel
+from manta.drafter.step.candidates import candidates as candidates_of
+from manta.drafter.step.device.candidates import Candidates, find_candidates
+from manta.drafter.step.device.paths import walk_paths
 from manta.drafter.step.device.rows import StepRows as DeviceRows
+from manta.drafter.step.device.sampling import SamplingWorkspace
 from manta.drafter.step.device.sampling_state import SamplingState
-from manta.drafter.step.device.selection import candidates, walk_paths
+from manta.drafter.step.paths import Codebooks
 from manta.drafter.step.rows import StepRows
 from manta.drafter.step.sampling_batch import SamplingBatch
-from manta.drafter.step.selection import Codebooks, select_paths
-from manta.drafter.step.selection import candidates as candidates_of
+from manta.drafter.step.selection import select_paths
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 VOCAB, RANK = 300, 24
@@ -158,10 +161,10 @@ def test_paths_are_the_host_s(name: str, dtype: torch.dtype, top_k: int):
     mine_X = blocks.drafting[blocks.host.sampled_X]
     expected = select_paths(logits_NV[mine_X], gates_NE[mine_X], blocks.host, codebooks)
     device, state = blocks.device, blocks.state
-    found = candidates(logits_NV.clone(), device, state, top_k, filters=name == "filters")
+    found = found_in(blocks, logits_NV, top_k, filters=name == "filters")
     margins_N = torch.full((num_rows,), 99.0)
     chosen_N = walk_paths(
-        *found,
+        found,
         gates_NE,
         device,
         blocks.cu_rows_R1,
@@ -180,6 +183,39 @@ def test_paths_are_the_host_s(name: str, dtype: torch.dtype, top_k: int):
     assert not chosen_N[begin:].any()
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(VOCAB, 16), (4096, 3), (9000, 16)])
+def test_candidates_are_the_host_s(name: str, dtype: torch.dtype, vocab_size: int, top_k: int):
+    """Of rows that lie further apart than they are long, over one chunk and over several."""
+    torch.manual_seed(5)
+    blocks = Blocks.of([3, 0, 2, 1], **SETTINGS[name])
+    logits_NV = (torch.randn(len(blocks.device.token_ids_N), vocab_size + 8) * 2).to(dtype)[:, :vocab_size]
+    logits_NV[:, [7, 9, 11]] += 4
+    logits_NV[1, 20] = float("nan")
+    mine_X, sampling = blocks.drafting[blocks.host.sampled_X], blocks.host.sampling
+    expected_XV = logits_NV[mine_X].nan_to_num(-float("inf"))
+    if sampling.forbidden_F is not None:
+        expected_XV[sampling.forbidden_F[0], sampling.forbidden_F[1]] = -float("inf")
+    z_XK, ids_XK = candidates_of(expected_XV, sampling, top_k)
+    found = found_in(blocks, logits_NV, top_k, filters=name == "filters")
+    got = found.ids_NK[mine_X]
+    if dtype is torch.float32:  # else some logits are equal
+        assert got.tolist() == ids_XK.tolist()
+    assert torch.equal(found.z_NK[mine_X].sort().values, z_XK.sort().values)
+    assert torch.equal(found.z_NK[mine_X], expected_XV.gather(1, got).float())
+
+
+def found_in(
+    blocks: Blocks, logits_NU: torch.Tensor, top_k: int, *, filters: bool, vocab_start: int = 0
+) -> Candidates:
+    workspace = SamplingWorkspace.build(*logits_NU.shape, DEVICE)
+    where = (blocks.device, blocks.state, top_k)
+    return find_candidates(
+        logits_NU.clone(), *where, filters=filters, workspace=workspace, vocab_start=vocab_start
+    )
+
+
 class OtherRank:
     """The second rank's candidates, for whoever gathers."""
 
@@ -190,18 +226,24 @@ class OtherRank:
         return torch.cat((mine, self.theirs), dim)
 
 
-def test_ranks_find_the_candidates_of_the_whole_vocabulary():
+@pytest.mark.parametrize("name", ["early stops", "noise", "equals"])
+def test_ranks_find_the_candidates_of_the_whole_vocabulary(name: str):
+    """With each token's noise by its id, and of equal logits those that one rank would take."""
     torch.manual_seed(4)
-    blocks = Blocks.of([3, 2], **SETTINGS["early stops"])
+    blocks = Blocks.of([3, 2, 2], **SETTINGS.get(name, {}))
     logits_NV = torch.randn(len(blocks.device.token_ids_N), VOCAB) * 2
     logits_NV[:, [7, 9, 11]] += 4
-    expected = candidates(logits_NV.clone(), blocks.device, blocks.state, 16, filters=False)
+    if name == "equals":
+        logits_NV = logits_NV.round()
+    expected = found_in(blocks, logits_NV, 16, filters=False)
     half = VOCAB // 2
     mine, theirs = (
-        candidates(logits_NV[:, a:b].clone(), blocks.device, blocks.state, 16, filters=False, vocab_start=a)
+        found_in(blocks, logits_NV[:, a:b], 16, filters=False, vocab_start=a)
         for a, b in ((0, half), (half, VOCAB))
     )
-    packed = torch.stack((theirs[0].view(torch.int32), theirs[1].int())).unsqueeze(0)
-    got = candidates_of_ranks(*mine, 16, OtherRank(packed))
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    assert not torch.equal(expected[1], candidates_of(logits_NV, 16)[1])
+    packed = (theirs.scores_NK.view(torch.int32), theirs.z_NK.view(torch.int32), theirs.ids_NK.int())
+    got = candidates_of_ranks(mine, 16, OtherRank(torch.stack(packed).unsqueeze(0)))
+    for field in ("scores_NK", "z_NK", "ids_NK"):
+        assert torch.equal(getattr(got, field), getattr(expected, field)), field
+    plain_NK = logits_NV.topk(16).indices.sort().values
+    assert not torch.equal(expected.ids_NK, plain_NK), "noise, stops or equals make a difference"

@@ -66,6 +66,7 @@ ALONE = [name for name, family in FAMILIES.items() if WHOLE or not family.compos
 PAIRS = (*ALONE, "qwen3 in bf16", "llama in bf16", "mistral in bf16")
 LEAN = frozenset(name for name, family in FAMILIES.items() if family.lean)
 DFLASH2 = "qwen3 by DFlash2"  # a pair of its own in few cells: what it changes is what is drafted
+SELECTOR = "qwen3 in bf16 by a selector"  # likewise: no convolutions, so the compiled pass runs it
 EAGLE3 = ("qwen3 by EAGLE-3", "qwen3 in bf16 by EAGLE-3")  # likewise
 NGRAM = "qwen3 by n-grams"  # likewise
 STATES = "qwen3_5"  # lean, but that steps run ahead of its states and prefixes need them
@@ -103,11 +104,17 @@ def cells(pairs: Iterable[str] = PAIRS, *, whole: bool = WHOLE) -> Iterator[tupl
 
 def dflash2_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
     """(pair, engine, drafts)."""
-    short = {("chunks of 16 rows", 3), ("planned ahead, forced preemption", 15)}
-    for engine in ENGINES:
-        for drafts in DRAFTS:
-            if whole or (engine, drafts) in short:
-                yield DFLASH2, engine, drafts
+    short = {
+        (DFLASH2, "chunks of 16 rows", 3),
+        (DFLASH2, "planned ahead, forced preemption", 15),
+        (SELECTOR, "as shipped", 3),
+        (SELECTOR, "planned ahead, forced preemption", 15),
+    }
+    for pair in (DFLASH2, SELECTOR):
+        for engine in ENGINES:
+            for drafts in DRAFTS:
+                if whole or (pair, engine, drafts) in short:
+                    yield pair, engine, drafts
 
 
 def eagle3_cells(*, whole: bool = WHOLE) -> Iterator[tuple[str, str, int]]:
@@ -195,6 +202,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         if name == DFLASH2:
             drafter = make_tiny_drafter(folder / "drafter", sliding_window=20, second=True)
             return Pair(make(family).target, drafter, FP32, FEW_PAGES["two groups"])
+        if name == SELECTOR:
+            drafter = make_tiny_drafter(folder / "drafter", head_dim=32, selector=True)
+            return replace(make(name.removesuffix(" by a selector")), drafter=drafter)
         if name == NGRAM:
             return replace(make(family), method="ngram")
         if name in EAGLE3:

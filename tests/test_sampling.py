@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from manta.drafter.step.filters import filter_logits
 from manta.drafter.step.loops.operators import LOOPS
 from manta.drafter.step.noise import negative_gumbel, noise_bits, noise_keys
 from manta.drafter.step.operators import DEFINITION, StepOperators
-from manta.drafter.step.sampling import filter_logits, sample_rows, sample_with_margins
+from manta.drafter.step.sampling import sample_rows, sample_with_margins
 from manta.drafter.step.sampling_batch import SamplingBatch
 
 from . import oracle_dflash as oracle

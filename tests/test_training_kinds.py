@@ -170,11 +170,12 @@ def test_offline_a_selectors_path_is_walked_from_each_anchor(temperature: float,
                 scores = unary[row, slot] + (
                     selector.predecessor_codebook[before] * gate @ selector.successor_codebook.T
                 )
+            noise = torch.zeros(64)
             if temperature:
                 key = sampling(question, torch.tensor([anchor + 1 + slot])).key_2M1
-                scores = scores - negative_gumbel_of(key, torch.arange(64)[None])[0]
-            likeliest = unary[row, slot].topk(16).indices
-            before = likeliest[scores[likeliest].argmax()]
+                noise = -negative_gumbel_of(key, torch.arange(64)[None])[0]
+            best = (unary[row, slot] + noise).topk(16).indices
+            before = best[(scores + noise)[best].argmax()]
             assert drafts[row, slot] == before
 
 

@@ -16,7 +16,8 @@ TINY_VOCAB = 128
 TINY_BLOCK = 16
 TINY_TAPS = (0, 1, 2)
 _NOISY_BUFFERS = ("layer_scalar", "e_score_correction_bias")
-TINY_SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 16}
+TINY_SELECTOR = {"selector_rank": 8, "selector_top_k": 16}
+TINY_SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, **TINY_SELECTOR}
 
 
 def make_tiny_target(
@@ -90,6 +91,7 @@ def make_tiny_drafter(
     head_dim: int = 16,
     sliding_window: int | None = None,
     second: bool = False,
+    selector: bool = False,
     rope_scaling: dict | None = None,
 ) -> Path:
     """A random 2-layer drafter in z-lab's format for `make_tiny_target`; the mask is the last token id.
@@ -97,6 +99,7 @@ def make_tiny_drafter(
     Args:
         sliding_window: of its first layer.
         second: whether it is a DFlash2.
+        selector: whether it has a DFlash2's selector, without convolutions.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -127,6 +130,8 @@ def make_tiny_drafter(
     if second:
         config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
         config["dflash_config"] |= TINY_SECOND
+    if selector:
+        config["dflash_config"] |= TINY_SELECTOR
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(_tiny_drafter_tensors(config, seed), folder / "model.safetensors")
     return folder
@@ -164,18 +169,24 @@ def _tiny_drafter_tensors(config: dict, seed: int) -> dict[str, torch.Tensor]:
             f"{at}.mlp.down_proj.weight": matrix(hidden, inner),
         }
     if "selector_rank" in config["dflash_config"]:
-        tensors |= _second_tensors(config, matrix)
+        tensors |= _selector_tensors(config, matrix)
+    if "conv_kernel_size" in config["dflash_config"]:
+        tensors |= _convolution_tensors(config, matrix)
     return tensors
 
 
-def _second_tensors(config: dict, matrix: Callable[[int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    keys, hidden, vocab = config["dflash_config"], config["hidden_size"], config["vocab_size"]
-    taps, rank = keys["conv_kernel_size"], keys["selector_rank"]
-    tensors = {
+def _selector_tensors(config: dict, matrix: Callable[[int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    rank, vocab = config["dflash_config"]["selector_rank"], config["vocab_size"]
+    return {
         "candidate_selector.predecessor_codebook": matrix(vocab, rank),
         "candidate_selector.successor_codebook": matrix(vocab, rank),
-        "candidate_selector.hidden_projection.weight": matrix(rank, hidden),
+        "candidate_selector.hidden_projection.weight": matrix(rank, config["hidden_size"]),
     }
+
+
+def _convolution_tensors(config: dict, matrix: Callable[[int, int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    keys, hidden = config["dflash_config"], config["hidden_size"]
+    taps, tensors = keys["conv_kernel_size"], {}
     for i in range(config["num_hidden_layers"]):
         for name in ("attention_conv", "mlp_conv"):
             kernels = 2 * taps * hidden // keys["conv_group_size"]

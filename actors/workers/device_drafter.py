@@ -20,6 +20,8 @@ from torch import Tensor
 from ...cluster.plan import SchedulerOutput
 from ...drafter.compute.kv_cache import PagedKVCache
 from ...drafter.dflash.model import DFlashDrafter
+from ...drafter.step.device.candidates import find_candidates
+from ...drafter.step.device.paths import walk_paths
 from ...drafter.step.device.rows import (
     NUM_LISTS,
     Ints,
@@ -30,7 +32,6 @@ from ...drafter.step.device.rows import (
     place_drafts,
 )
 from ...drafter.step.device.sampling import SamplingWorkspace, margins_between, sample_rows
-from ...drafter.step.device.selection import candidates, walk_paths
 from ...drafter.step.device.states import DeviceStates
 from ...drafter.step.device.upload import Upload
 from ...drafter.step.device.verification import accept_and_advance
@@ -115,10 +116,12 @@ class DeviceSeat:
             margins_N = margins_between(scores_N, margins_N)
         else:
             books, cu_rows_R1 = selector.codebooks, step.block.cu_rows_R1
-            found = candidates(logits_NV, rows, sampling, books.top_k, filters=filters)
+            found = find_candidates(
+                logits_NV, rows, sampling, books.top_k, filters=filters, workspace=self._workspace
+            )
             gates_NE = selector.gates(hidden_NH)
             chosen_N = walk_paths(
-                *found,
+                found,
                 gates_NE,
                 rows,
                 cu_rows_R1,

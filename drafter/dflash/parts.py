@@ -28,7 +28,7 @@ from ..compute.backend import (
 from ..compute.kv_cache import PagedKVCache
 from ..compute.layers import RMSNorm
 from ..compute.rope import RotaryEmbedding
-from ..step.selection import Codebooks
+from ..step.paths import Codebooks
 from .config import DrafterConfig, DraftLayer, SelectorSize
 
 SELECTOR = "candidate_selector"  # of tensors' names
@@ -142,7 +142,7 @@ def convolved(
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What scores a row's candidates: `step/selection.py` says how."""
+    """What scores a row's candidates: `step/paths.py` says how."""
 
     gates: Projection
     codebooks: Codebooks

@@ -21,6 +21,7 @@ _LOW32 = 0xFFFFFFFF
 # with a 32-bit value never leaves int64: the integers are the same wherever int64 is.
 FACTOR_1, FACTOR_2 = 0x21F0AAAD, 0x735A2D97
 CHAINS = (0x243F6A88, 0x13198A2E)  # digits of pi: two independent keys per row
+GREATEST_NEGATIVE = 2.8116  # no -g is above it: log(24 log 2), where u is rounded to 1 - 2^-24
 
 
 def noise_keys(seed: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:

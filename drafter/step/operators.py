@@ -2,13 +2,13 @@
 
     StepOperators           what `states.py`, `sampling.py` and whoever runs a step are given
       TorchStepOperators    NumPy and PyTorch, anywhere: `rows.py`, `lookup.py`, `masks.py`, `choice.py`,
-                            `trimming.py`, `verification.py`
+                            `candidates.py`, `paths.py`, `trimming.py`, `verification.py`
       LoopStepOperators     compiled loops, on a CPU: `loops/`, of the same files
 
 Which ones is chosen where a runner is made (`actors/targets/loading/operators.py`). A GPU's own steps have
 kernels instead, that read state on the device: `device/`.
 
-Legend: as in `rows.py`, `choice.py` and `verification.py`.
+Legend: as in `rows.py`, `choice.py`, `paths.py` and `verification.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from torch import Tensor
 
 from ...cluster.plan import IntArray, SchedulerOutput
 from ..grammars.masks import RowMasks
-from . import choice, lookup, masks, rows, trimming, verification
-from .rows import Ints, Layout
+from . import candidates, choice, lookup, masks, paths, rows, trimming, verification
+from .paths import Codebooks
+from .proposals import Proposals
+from .rows import Ints, Layout, StepRows
+from .sampling_batch import SamplingBatch
 
 
 class StepOperators(Protocol):
@@ -70,6 +73,16 @@ class StepOperators(Protocol):
         """Of `choice.py`."""
         ...
 
+    def candidates(self, logits_XV: Tensor, batch: SamplingBatch, top_k: int, /) -> tuple[Tensor, Tensor]:
+        """Of `candidates.py`."""
+        ...
+
+    def walk(
+        self, z_XK: Tensor, ids_XK: Tensor, gates_XE: Tensor, block: StepRows, codebooks: Codebooks, /
+    ) -> Proposals:
+        """Of `paths.py`."""
+        ...
+
     def trim(self, margins_RK: Tensor, plan: SchedulerOutput, /) -> IntArray:
         """Of `trimming.py`."""
         ...
@@ -93,6 +106,8 @@ class TorchStepOperators:
     mask_tokens = staticmethod(masks.mask_tokens)
     argmax_margin = staticmethod(choice.argmax_margin)
     noisy_argmax_margin = staticmethod(choice.noisy_argmax_margin)
+    candidates = staticmethod(candidates.candidates)
+    walk = staticmethod(paths.walk)
     trim = staticmethod(trimming.trim)
     take_out = staticmethod(trimming.take_out)
     accept = staticmethod(verification.accept)

@@ -1,46 +1,22 @@
-"""DFlash2's choice of a block's drafts: a walk over few candidates of each row, scored by who came before.
+"""DFlash2's choice of a block's drafts: rules, then candidates of each row, then a walk over them.
 
-    S_k = the top_k likeliest tokens of row k, z_k their logits, h_k = H y_k, x_0 the anchor
-    score_k(b | a) = z_k(b) + sum_r A[a]_r h_kr G[b]_r
-    x_k = argmax over b in S_k of score_k(b | x_(k-1)), as a row's token is chosen: filtered, with its noise
+Rules come before the candidates are taken, for they may forbid some; so does the noise, for it says which
+tokens can win (`candidates.py`). Filters come behind the scores, for these are what the drafter believes
+(`paths.py`). Called by `dflash/propose.py`; `device/` has candidates and paths in kernels. What a selector
+scores is `dflash/model.py`'s.
 
-Rules come before the candidates are taken, for they may forbid some; filters behind the scores, for these are
-what the drafter believes. The definition, in PyTorch, on any device: all pairs of neighbouring rows'
-candidates are scored and judged together, then each request follows its own path. Called by
-`dflash/propose.py`; `device/selection.py` walks in a kernel. What a selector scores is `dflash/model.py`'s.
-
-Legend: V vocabulary, E rank, X mask rows, R requests, W drafts, K candidates of a row, P candidates of the
-row before; M rows with temperature > 0.
+Legend: V vocabulary, E rank, X mask rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
 from torch import Tensor
 
-from .choice import with_margin
-from .noise import negative_gumbel_of
 from .operators import DEFINITION, StepOperators
+from .paths import Codebooks
 from .proposals import Proposals
 from .rows import StepRows
-from .sampling import edit_logits, filter_logits
-from .sampling_batch import SamplingBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Codebooks:
-    """What a token says of the next one, and the next one of it.
-
-    Attributes:
-        predecessor_VE, successor_VE: A and G.
-        top_k: candidates of a row.
-    """
-
-    predecessor_VE: Tensor
-    successor_VE: Tensor
-    top_k: int
+from .sampling import edit_logits
 
 
 def select_paths(
@@ -57,72 +33,5 @@ def select_paths(
         gates_XE: h, of the same rows.
     """
     logits_XV = edit_logits(logits_XV, block.sampling, operators)
-    z_XK, ids_XK = candidates(logits_XV, codebooks.top_k)
-    before_XP = _before(ids_XK, block)
-    scores_XPK = z_XK.unsqueeze(1) + _pair_scores(before_XP, gates_XE, ids_XK, codebooks)
-    best_XP, margins_XP = with_margin(scores_XPK)
-    if (noisy_M := block.sampling.noisy_M) is not None:
-        noisy = _noisy_best(scores_XPK[noisy_M], ids_XK[noisy_M], block.sampling)
-        for values_XP, values_MP in zip((best_XP, margins_XP), noisy, strict=True):
-            values_XP.index_copy_(0, noisy_M, values_MP)
-    return _walk(best_XP, margins_XP, ids_XK, block)
-
-
-def candidates(logits_XV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Logits (fp32) and ids (int64) of the likeliest tokens, [X, K], ids ascending: ties go to the lowest."""
-    _, ids_XK = logits_XV.topk(top_k, dim=-1, sorted=False)
-    ids_XK = ids_XK.sort(dim=-1).values
-    return logits_XV.gather(-1, ids_XK).float(), ids_XK
-
-
-def _before(ids_XK: Tensor, block: StepRows) -> Tensor:
-    """Who may stand before a row's token, [X, P]: candidates of the row before, or everywhere the anchor."""
-    row_before_X = block.sampled_X - 1
-    is_first_X = torch.ones_like(row_before_X, dtype=torch.bool)
-    is_first_X[1:] = row_before_X[1:] != block.sampled_X[:-1]
-    anchors_X1 = block.token_ids_N[row_before_X].unsqueeze(1)
-    return torch.where(is_first_X.unsqueeze(1), anchors_X1, ids_XK.roll(1, dims=0))
-
-
-def _pair_scores(before_XP: Tensor, gates_XE: Tensor, ids_XK: Tensor, codebooks: Codebooks) -> Tensor:
-    """[X, P, K], fp32."""
-    gated_XPE = codebooks.predecessor_VE[before_XP].float() * gates_XE.float().unsqueeze(1)
-    return gated_XPE @ codebooks.successor_VE[ids_XK].float().transpose(1, 2)
-
-
-def _noisy_best(scores_MPK: Tensor, ids_MK: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Places [M, P] of the best candidates by filters and noise, and their margins; those behind one are
-    filtered like a row."""
-    assert batch.temperature_M1 is not None and batch.key_2M1 is not None, "made together by `build`"
-    num_before = scores_MPK.shape[1]
-    kept = filter_logits(scores_MPK.flatten(0, 1), _repeated(batch, num_before)).view_as(scores_MPK)
-    negative_g_M1K = negative_gumbel_of(batch.key_2M1, ids_MK).unsqueeze(1)
-    noised = torch.addcmul(kept, batch.temperature_M1.unsqueeze(-1), negative_g_M1K, value=-1)
-    places_MP, margins_MP = with_margin(noised)
-    if batch.narrows:  # as `sampling.py` has it of a row
-        margins_MP = torch.where(margins_MP.isinf(), with_margin(scores_MPK)[1], margins_MP)
-    return places_MP, margins_MP
-
-
-def _repeated(batch: SamplingBatch, times: int) -> SamplingBatch:
-    """Every noisy row's filters so many times."""
-    names = ("temperature_M1", "top_k_M", "top_p_M1", "min_p_M1")
-    values = {name: getattr(batch, name) for name in names}
-    return replace(
-        batch, **{n: v.repeat_interleave(times, dim=0) for n, v in values.items() if v is not None}
-    )
-
-
-def _walk(best_XP: Tensor, margins_XP: Tensor, ids_XK: Tensor, block: StepRows) -> Proposals:
-    """From each request's first row on, where the last choice leads."""
-    counts_R, last = block.counts_R, len(best_XP) - 1
-    first_R = counts_R.cumsum(0) - counts_R
-    place_R = torch.zeros_like(first_R)
-    drafts_RW = ids_XK.new_full((len(counts_R), block.max_count), -1)
-    margins_RW = margins_XP.new_full(drafts_RW.shape, float("nan"))
-    for w in range(block.max_count):
-        rows_R = (first_R + w).clamp(max=last)
-        margin_R, place_R = margins_XP[rows_R, place_R], best_XP[rows_R, place_R]
-        drafts_RW[:, w] = torch.where(w < counts_R, ids_XK[rows_R, place_R], -1)
-        margins_RW[:, w] = torch.where(w < counts_R, margin_R, torch.nan)
-    return Proposals(drafts_RW, margins_RW)
+    found = operators.candidates(logits_XV, block.sampling, codebooks.top_k)
+    return operators.walk(*found, gates_XE, block, codebooks)

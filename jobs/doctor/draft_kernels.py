@@ -20,10 +20,13 @@ from ...cluster.plan import SlotSampling, Trim
 from ...cluster.speculation.choice import trimmed
 from ...drafter.compute.eager.convolution import convolve as exact_convolution
 from ...drafter.compute.gpu.convolution import convolve
+from ...drafter.step.device.candidates import find_candidates
+from ...drafter.step.device.paths import walk_paths
 from ...drafter.step.device.rows import StepRequests, lay_out_block, pack
-from ...drafter.step.device.selection import candidates, walk_paths
+from ...drafter.step.device.sampling import SamplingWorkspace
 from ...drafter.step.device.trimming import TrimLists, trim_drafts
-from ...drafter.step.selection import Codebooks, select_paths
+from ...drafter.step.paths import Codebooks
+from ...drafter.step.selection import select_paths
 from ..bench.random_pair import PairShape
 from .findings import Check, Outcome, none_differ, off_by, within
 from .operators import REMEDY, attention
@@ -39,8 +42,8 @@ def draft_checks(place: Place) -> Iterator[Check]:
     """All of them."""
     for name in ("greedy", "temperature 1", "Qwen3's"):
         yield Check("drafts", f"margins, {name}", partial(_margins, place, SAMPLINGS[name]), REMEDY)
+        yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, place, SAMPLINGS[name]), REMEDY)
     yield Check("drafts", "cuts", partial(_cuts, place), REMEDY)
-    yield Check("drafts", "DFlash2's paths", partial(_paths, place), REMEDY)
     yield Check("drafts", "DFlash2's convolutions", partial(_convolutions, place), REMEDY)
     for head_dim in _HEAD_DIMS:
         yield Check("drafts", f"attention, heads of {head_dim}", partial(_heads, place, head_dim), REMEDY)
@@ -94,9 +97,9 @@ def _cuts(place: Place) -> Outcome:
     return none_differ(int((found_R != expected_R).sum()), count, "requests")
 
 
-def _paths(place: Place) -> Outcome:
+def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     """Drafts along DFlash2's paths, of ragged blocks with padding behind."""
-    twins = Twins(place)
+    twins, filters = Twins(place, sampling), sampling.top_k > 0
     block = lay_out_block(twins.requests, twins.device.tables, 0)
     expected = twins.host.lay_out_block(twins.step, 0)
     assert expected is not None, "somebody drafts"
@@ -113,11 +116,12 @@ def _paths(place: Place) -> Outcome:
     mine_X = drafting_N.to(place.device)[expected.sampled_X]
     theirs = select_paths(logits_NV[mine_X], gates_NE[mine_X], expected, books)
     state = twins.device.sampling
-    found = candidates(logits_NV, block, state, _TOP_K, filters=False)
+    workspace = SamplingWorkspace.build(num_rows, place.vocab_size, place.device)
+    found = find_candidates(logits_NV, block, state, _TOP_K, filters=filters, workspace=workspace)
     margins_N = torch.zeros(num_rows, device=place.device)
     cu_rows_R1 = twins.requests.cu_rows_R1
     chosen_N = walk_paths(
-        *found, gates_NE, block, cu_rows_R1, state, books, filters=False, margins_N=margins_N
+        found, gates_NE, block, cu_rows_R1, state, books, filters=filters, margins_N=margins_N
     )
     assert theirs.margins_RK is not None, "a path says how sure it is"
     of_drafts = theirs.drafts_RK >= 0

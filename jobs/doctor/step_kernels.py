@@ -73,9 +73,9 @@ def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 
 
 class Twins:
-    """Requests of the same history, known to the host's states and to the device's."""
+    """Requests of the same history, known to the host's states and to the device's; all sample so."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, sampling: SlotSampling = _GREEDY) -> None:
         self._device = place.device
         rng = np.random.default_rng(0)
         requests = len(_PROMPTS)
@@ -91,6 +91,7 @@ class Twins:
             num_pages=[pages] * requests,
             page_order=rng.permutation(num_pages).astype(np.int32),
         )
+        admission = _sampling(admission, sampling, np.arange(requests) - 1)
         self.step = made_up_plan([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
         room = StepRequests.room(requests + _PADDING)
         upload = Upload(self.device.arena, NUM_LISTS * room, self.device.most_changes)
@@ -259,6 +260,11 @@ def _admission(sampling: SlotSampling, seeds_N: np.ndarray) -> SchedulerOutput:
     """Requests of one token each that sample so."""
     ones = [1] * len(seeds_N)
     plan = made_up_plan([0] * len(ones), ones, [0] * len(ones), prompts=[np.zeros(1, np.int32)] * len(ones))
+    return _sampling(plan, sampling, seeds_N)
+
+
+def _sampling(plan: SchedulerOutput, sampling: SlotSampling, seeds_N: np.ndarray) -> SchedulerOutput:
+    """The plan, whose requests sample so."""
     admitted = (
         replace(request, sampling=replace(sampling, seed=int(seed)))
         for request, seed in zip(plan.admitted, seeds_N, strict=True)

@@ -1,7 +1,7 @@
 """DFlash2's two parts as trainable modules: convolutions around a layer's halves, the selector's scores.
 
 Parameter names are z-lab's. Both begin as if they were not there: identity kernels, a silent codebook.
-The serving twins: `drafter/compute/eager/convolution.py`, `drafter/step/selection.py`. Part of `model.py`.
+The serving twins: `drafter/compute/eager/convolution.py`, `drafter/step/paths.py`. Part of `model.py`.
 
 Shapes: S block size, D width, C groups of neighbouring channels, E rank, V vocabulary, R rows.
 """

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ...drafter.step.paths import Codebooks
 from ...drafter.step.rows import StepRows
 from ...drafter.step.sampling import sample_rows
 from ...drafter.step.sampling_batch import SamplingBatch
-from ...drafter.step.selection import Codebooks, select_paths
+from ...drafter.step.selection import select_paths
 from .continuations import Question
 from .eagle_model import EagleHead
 from .frozen_target import FrozenTarget

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ....drafter.step.device.candidates import Candidates
 from ....drafter.step.device.masks import DeviceMasks
 from ....drafter.step.device.sampling import SamplingWorkspace, margins_between, sample_rows
 from ....drafter.step.device.states import DeviceStates
@@ -133,12 +134,17 @@ def surest_of_ranks(
     return ids_PN.gather(0, best_1N)[0].long(), margins_N
 
 
-def candidates_of_ranks(
-    z_NK: Tensor, ids_NK: Tensor, top_k: int, communicator: Communicator
-) -> tuple[Tensor, Tensor]:
-    """Logits and ids [N, K] of the likeliest of what all ranks have, ids ascending. One collective."""
-    mine_12NK = torch.stack((z_NK.view(torch.int32), ids_NK.int())).unsqueeze(0)
-    z_NC, ids_NC = communicator.all_gather(mine_12NK, dim=0).permute(1, 2, 0, 3).flatten(2).unbind(0)
-    z_NK, places_NK = z_NC.contiguous().view(torch.float32).topk(top_k, dim=-1, sorted=False)
-    ids_NK, order_NK = ids_NC.gather(-1, places_NK).long().sort(dim=-1)
-    return z_NK.gather(-1, order_NK), ids_NK
+def candidates_of_ranks(found: Candidates, top_k: int, communicator: Communicator) -> Candidates:
+    """The best of what all ranks have. One collective.
+
+    Of equal scores the lowest ids, as of one vocabulary: ranks lie in the order of ids, and so do a rank's.
+    """
+    mine_13NK = torch.stack(
+        (*(x.view(torch.int32) for x in (found.scores_NK, found.z_NK)), found.ids_NK.int())
+    )
+    all_3NC = communicator.all_gather(mine_13NK.unsqueeze(0), dim=0).permute(1, 2, 0, 3).flatten(2)
+    scores_NC = all_3NC[0].contiguous().view(torch.float32)
+    places_NC = scores_NC.sort(dim=-1, descending=True, stable=True).indices
+    places_NK = places_NC[:, :top_k].sort(dim=-1).values
+    scores_NK, z_NK, ids_NK = all_3NC.gather(-1, places_NK.expand(3, -1, -1)).unbind(0)
+    return Candidates(scores_NK.view(torch.float32), z_NK.view(torch.float32), ids_NK.long())

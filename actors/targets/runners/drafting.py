@@ -17,9 +17,10 @@ from torch import Tensor
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.dflash.parts import Selector
+from ....drafter.step.device.candidates import find_candidates
 from ....drafter.step.device.lookup import look_up
+from ....drafter.step.device.paths import walk_paths
 from ....drafter.step.device.rows import StepRequests, StepRows, lay_out_block, place_drafts
-from ....drafter.step.device.selection import candidates, walk_paths
 from ....drafter.step.device.stamps import stamp
 from .chaining import DeviceChains
 from .choosing import Choosers, candidates_of_ranks, choose_drafts, first_rank_s
@@ -93,20 +94,30 @@ class Drafting:
         """A draft per row, along each request's path, the same on all ranks: of a split head each rank finds
         candidates within its part of the vocabulary."""
         models, communicator, first_id = self._models, self._models.communicator, 0
-        state, is_split = models.states.sampling, drafter.is_split and not self._filters
+        top_k, state, is_split = (
+            selector.codebooks.top_k,
+            models.states.sampling,
+            drafter.is_split and not self._filters,
+        )
         if is_split:
             logits, first_id = drafter.local_logits(hidden_NH)
         else:
             logits = drafter.logits(hidden_NH)
-        found = candidates(
-            logits, rows, state, selector.codebooks.top_k, filters=self._filters, vocab_start=first_id
+        found = find_candidates(
+            logits,
+            rows,
+            state,
+            top_k,
+            filters=self._filters,
+            workspace=models.workspace,
+            vocab_start=first_id,
         )
         if is_split:
-            found = candidates_of_ranks(*found, selector.codebooks.top_k, communicator)
+            found = candidates_of_ranks(found, top_k, communicator)
         gates_NE, cu_rows_R1 = selector.gates(hidden_NH), self._requests.cu_rows_R1
         margins_N = torch.zeros(len(gates_NE), dtype=torch.float32, device=gates_NE.device)
         chosen_N = walk_paths(
-            *found,
+            found,
             gates_NE,
             rows,
             cu_rows_R1,

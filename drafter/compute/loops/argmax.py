@@ -1,6 +1,6 @@
 """A row's largest element and the next, sixteen lanes at a time, on any CPU: LLVM's vectoriser finds none.
 
-Used by `elements.py`.
+Used by `elements.py` and `scans.py`.
 """
 
 # The signatures of intrinsics are Numba's, not Python's.
@@ -56,7 +56,7 @@ def _top_two(widen: Callable[[Any, Value, Value], Value]) -> Any:
             greater = builder.fcmp_ordered(">", value, old)
             begin = spread(builder, builder.trunc(builder.mul(loop.index, integer(16)), INT32))
             index = builder.add(begin, steps)
-            builder.store(_larger(builder, builder.select(greater, old, value), builder.load(second)), second)
+            builder.store(larger(builder, builder.select(greater, old, value), builder.load(second)), second)
             builder.store(builder.select(greater, value, old), best)
             builder.store(builder.select(greater, index, builder.load(where)), where)
         value, index, behind = builder.load(best), builder.load(where), builder.load(second)
@@ -68,8 +68,8 @@ def _top_two(widen: Callable[[Any, Value, Value], Value]) -> Any:
             equal = builder.fcmp_ordered("==", other, value)
             earlier = builder.and_(equal, builder.icmp_signed("<", other_index, index))
             take = builder.or_(builder.fcmp_ordered(">", other, value), earlier)
-            behind = _larger(builder, behind, other_behind)
-            behind = _larger(builder, behind, builder.select(take, value, other))
+            behind = larger(builder, behind, other_behind)
+            behind = larger(builder, behind, builder.select(take, value, other))
             value = builder.select(take, other, value)
             index = builder.select(take, other_index, index)
         index, value, behind = (
@@ -85,13 +85,20 @@ def _top_two(widen: Callable[[Any, Value, Value], Value]) -> Any:
     return intrinsic(typed)
 
 
-def _larger(builder: Any, x: Value, y: Value) -> Value:
+def larger(builder: Any, x: Value, y: Value) -> Value:
     """Of each lane; y where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-# (row, count): see `_top_two`; of bf16, or of fp32.
-top_two_bf16 = _top_two(lambda builder, row, i: widen(builder, at(builder, row, (i, 32))))
+def widened_lanes(builder: Any, row: Value, i: Value) -> Value:
+    """The i-th sixteen of bf16, as fp32."""
+    return widen(builder, at(builder, row, (i, 32)))
 
 
-top_two_fp32 = _top_two(lambda builder, row, i: load(builder, at(builder, row, (i, 64)), FLOATS))
+def fp32_lanes(builder: Any, row: Value, i: Value) -> Value:
+    """Of fp32."""
+    return load(builder, at(builder, row, (i, 64)), FLOATS)
+
+
+# (row, count): see `_top_two`.
+top_two_bf16, top_two_fp32 = _top_two(widened_lanes), _top_two(fp32_lanes)

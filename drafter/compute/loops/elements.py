@@ -26,6 +26,7 @@ from numba.extending import intrinsic, overload
 
 from .argmax import top_two_bf16, top_two_fp32
 from .machine import bf16_instructions, mask_numba
+from .scans import lane_floor_bf16, lane_floor_fp32, next_reaching_bf16, next_reaching_fp32
 
 mask_numba()
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -56,12 +57,28 @@ class _KeptCode:
 def _age(function: Callable[..., Any]) -> tuple[str, ...]:
     """What kept code must agree with, beside the function's own bytecode, which Numba looks at.
 
-    A loop is made of loops and constants of its folder and of this one, and of numbers that its module may
+    A loop is made of loops and constants of its folder and of this one, and of numbers that their modules may
     have from elsewhere.
     """
     folders = {Path(function.__code__.co_filename).parent, Path(__file__).parent}
-    constants = sorted((k, v) for k, v in function.__globals__.items() if isinstance(v, _NUMBERS))
+    constants = sorted((k, v) for names in _globals(function) for k, v in names.items() if _is_number(v))
     return *sorted(_hash(folder) for folder in folders), repr(constants), str(bf16_instructions())
+
+
+def _globals(function: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Of its module, and of those that loops come from which are named there, and so on."""
+    found: dict[str, dict[str, Any]] = {}
+    left = [function]
+    while left:
+        one = left.pop()
+        if one.__module__ not in found:
+            found[one.__module__] = one.__globals__
+            left += [value.py_func for value in one.__globals__.values() if hasattr(value, "py_func")]
+    return list(found.values())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, _NUMBERS)
 
 
 @cache
@@ -140,6 +157,14 @@ def top_two_of(row, count, like):
     """Of 16 `count` such elements at an address: the largest's index, its value, and the next value, fp32."""
 
 
+def lane_floor_of(row, count, like):
+    """Of 16 `count` such elements at an address: a value that no fewer than 16 of them reach, fp32."""
+
+
+def next_reaching(row, begin, count, floor, like):
+    """The first sixteen of them, from `begin` on, of which an element reaches the floor; or `count`."""
+
+
 def rounded(value, like):
     """The fp32 value as an element of the type of `like`, to nearest even."""
 
@@ -172,3 +197,17 @@ def _top_two_of(row, count, like):
     if isinstance(like, types.Integer):
         return lambda row, count, like: top_two_bf16(row, count)
     return lambda row, count, like: top_two_fp32(row, count)
+
+
+@overload(lane_floor_of)
+def _lane_floor_of(row, count, like):
+    if isinstance(like, types.Integer):
+        return lambda row, count, like: lane_floor_bf16(row, count)
+    return lambda row, count, like: lane_floor_fp32(row, count)
+
+
+@overload(next_reaching)
+def _next_reaching(row, begin, count, floor, like):
+    if isinstance(like, types.Integer):
+        return lambda row, begin, count, floor, like: next_reaching_bf16(row, begin, count, floor)
+    return lambda row, begin, count, floor, like: next_reaching_fp32(row, begin, count, floor)

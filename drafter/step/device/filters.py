@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p on the GPU: a row's floor, below which no scaled logit (z / temperature) is kept.
 
-The meaning is `filter_logits`' of `drafter/step/sampling.py`. No launch of its own: the kernel of
+The meaning is `filter_logits`' of `drafter/step/filters.py`. No launch of its own: the kernel of
 `sampling.py` calls `survey_chunk` where it reads a chunk of a row, and `find_floor` in the last of the row's
 programs. That one reads little more of the row than the tokens which may be kept:
 

@@ -6,7 +6,7 @@ Chosen at load (`actors/targets/loading/operators.py`).
 
 from __future__ import annotations
 
-from . import choice, lookup, masks, rows, trimming, verification
+from . import candidates, choice, lookup, masks, paths, rows, trimming, verification
 
 
 class LoopStepOperators:
@@ -19,6 +19,8 @@ class LoopStepOperators:
     mask_tokens = staticmethod(masks.mask_tokens)
     argmax_margin = staticmethod(choice.argmax_margin)
     noisy_argmax_margin = staticmethod(choice.noisy_argmax_margin)
+    candidates = staticmethod(candidates.candidates)
+    walk = staticmethod(paths.walk)
     trim = staticmethod(trimming.trim)
     take_out = staticmethod(trimming.take_out)
     accept = staticmethod(verification.accept)

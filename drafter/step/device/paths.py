@@ -1,13 +1,12 @@
-"""DFlash2's choice of a block's drafts on the GPU: what `drafter/step/selection.py` means, by slots' state.
+"""DFlash2's walk over candidates on the GPU: what `drafter/step/paths.py` means, by slots' state.
 
-The candidates of all rows are found together (PyTorch's top-k, behind a small launch that forbids stop tokens
-where it is too early for them); then each request is walked by one program, a row after the other, for each
-choice needs the one before. A row reads what its 16 candidates need of the codebooks, some kilobytes. The
-host reads nothing and grids follow from shapes, so that a CUDA graph may hold it all. Called where drafts are
-made: `actors/targets/runners/iteration.py`, `actors/workers/device_drafter.py`.
+Each request is walked by one program, a row after the other, for each choice needs the one before. A row
+reads what its 16 candidates need of the codebooks, some kilobytes. The host reads nothing and grids follow
+from shapes, so that a CUDA graph may hold it all. Called where drafts are made:
+`actors/targets/runners/drafting.py`, `actors/workers/device_drafter.py`.
 
-Legend: N rows of blocks, anchors and padding among them, U vocabulary of a rank, E selector's rank, K
-candidates of a row, R requests.
+Legend: N rows of blocks, anchors and padding among them, E selector's rank, K candidates of a row, R
+requests.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -19,54 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..selection import Codebooks
-from ..selection import candidates as candidates_of
+from ..paths import Codebooks
+from .candidates import Candidates
 from .noise import log, negative_gumbel, noise_keys
 from .rows import StepRows
-from .rules import apply_rules
 from .sampling_state import SamplingState, has_filters, read_filters, read_temperature
 
 
-def candidates(
-    logits_NU: Tensor,
-    rows: StepRows,
-    state: SamplingState,
-    top_k: int,
-    *,
-    filters: bool,
-    vocab_start: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Logits (fp32) and ids (int64) of each row's likeliest tokens, [N, K], ids ascending.
-
-    Args:
-        logits_NU: any float dtype, columns contiguous; edited as rules want it.
-        filters: whether any running request has rules, or filters; then `logits` has the whole vocabulary.
-        vocab_start: the token id of column 0.
-    """
-    assert logits_NU.stride(1) == 1, "columns must be contiguous"
-    assert not (filters and vocab_start), "rules see the whole vocabulary: gather the logits first"
-    if filters and state.rules is not None and state.tables is not None:
-        apply_rules(logits_NU, rows.slots_N, rows.positions_N, state.rules, state.tables, drafts=True)
-    num_rows, vocab_size = logits_NU.shape
-    _forbid_early_stops[num_rows,](
-        logits_NU,
-        logits_NU.stride(0),
-        rows.slots_N,
-        rows.positions_N,
-        state.min_length,
-        state.stop_ids,
-        vocab_size,
-        vocab_start,
-        NUM_STOP_IDS=state.stop_ids.shape[1],
-        num_warps=1,
-    )
-    z_NK, ids_NK = candidates_of(logits_NU, min(top_k, vocab_size))
-    return z_NK, ids_NK + vocab_start
-
-
 def walk_paths(
-    z_NK: Tensor,
-    ids_NK: Tensor,
+    found: Candidates,
     gates_NE: Tensor,
     rows: StepRows,
     cu_rows_R1: Tensor,
@@ -79,12 +39,13 @@ def walk_paths(
     """A token id per row [N] (int64), for `place_drafts`; 0 for anchors and padding.
 
     Args:
-        z_NK, ids_NK: as `candidates` makes them.
+        found: of these rows.
         gates_NE: what the hidden states of these rows become.
         cu_rows_R1: int32, rows before each request.
         margins_N: fp32, written: by how much each chosen candidate's score is above the next one's.
     """
     chosen_N = torch.zeros_like(rows.token_ids_N)
+    z_NK, ids_NK = found.z_NK, found.ids_NK
     rank, top_k = gates_NE.shape[1], z_NK.shape[1]
     assert z_NK.is_contiguous() and ids_NK.is_contiguous() and gates_NE.is_contiguous(), "read as they lie"
     _walk[len(cu_rows_R1) - 1,](
@@ -111,32 +72,6 @@ def walk_paths(
         PLACES=triton.next_power_of_2(top_k),
     )
     return chosen_N
-
-
-@triton.jit(do_not_specialize=["vocab_size", "vocab_start", "row_stride"])
-def _forbid_early_stops(
-    logits,
-    row_stride,
-    slots,
-    positions,
-    min_lengths,
-    stop_ids,
-    vocab_size,
-    vocab_start,
-    NUM_STOP_IDS: tl.constexpr,
-):
-    row = tl.program_id(0)
-    slot = tl.load(slots + row)
-    if slot < 0:
-        return
-    if tl.load(positions + row) < tl.load(min_lengths + slot):
-        i, stop_id = 0, tl.load(stop_ids + slot * NUM_STOP_IDS)
-        while stop_id >= 0:
-            column = stop_id - vocab_start
-            is_here = (column >= 0) & (column < vocab_size)
-            tl.store(logits + row.to(tl.int64) * row_stride + column, -float("inf"), mask=is_here)
-            i += 1
-            stop_id = tl.load(stop_ids + slot * NUM_STOP_IDS + i, mask=i < NUM_STOP_IDS, other=-1)
 
 
 @triton.jit

@@ -1,0 +1,122 @@
+"""A selector's candidates: the best of a row under the noise by which the target will choose there.
+
+By the oracle's own noise, in fp64; definition and compiled loops alike. In kernels:
+test_kernels_selection.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from manta.drafter.step.loops.operators import LOOPS
+from manta.drafter.step.noise import GREATEST_NEGATIVE, negative_gumbel, noise_keys
+from manta.drafter.step.operators import DEFINITION, StepOperators
+from manta.drafter.step.sampling_batch import SamplingBatch
+
+from .oracle_dflash import gumbel
+
+BOTH = {"definition": DEFINITION, "loops": LOOPS}
+SEEDS, POSITIONS = [11, -(2**40) - 3, 2**62, 5, 0, 77], [9, 10, 1_000_000, 0, 4, 5]
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def batch(temperature: list[float], **filters: list[float]) -> SamplingBatch:
+    """Of six rows."""
+    of = {name: np.array(filters.get(name, [neutral] * 6)) for name, neutral in FILTERS.items()}
+    return SamplingBatch.build(
+        temperature=np.array(temperature, np.float32),
+        top_k=of["top_k"].astype(np.int64),
+        top_p=of["top_p"].astype(np.float32),
+        min_p=of["min_p"].astype(np.float32),
+        seed=np.array(SEEDS),
+        position=np.array(POSITIONS),
+    )
+
+
+def noised(logits_NV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
+    """fp64, by the oracle's noise."""
+    rows = zip(logits_NV.double(), temperature, SEEDS, POSITIONS, strict=True)
+    return torch.stack([z + t * gumbel(seed, at, len(z)) if t else z for z, t, seed, at in rows])
+
+
+def largest(scores_V: torch.Tensor, count: int) -> list[int]:
+    return sorted(scores_V.argsort(descending=True, stable=True)[:count].tolist())
+
+
+@pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(16, 16), (40, 5), (333, 16), (2_000, 16), (2_000, 40)])
+def test_candidates_are_the_best_of_the_noised_row(
+    vocab_size: int, top_k: int, dtype: torch.dtype, operators: StepOperators
+):
+    """Of rows with noise and without, side by side; greedy rows in fp32 have no equals."""
+    temperature = [1.0, 0.7, 0.0 if dtype is torch.float32 else 0.2, 3.0, 1.0, 0.3]
+    logits_NV = (3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
+    z_NK, ids_NK = operators.candidates(logits_NV, batch(temperature), top_k)
+    scores_NV = noised(logits_NV, temperature)
+    assert ids_NK.tolist() == [largest(scores_V, top_k) for scores_V in scores_NV]
+    assert torch.equal(z_NK, logits_NV.gather(1, ids_NK).float())
+
+
+@pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
+def test_what_filters_cut_is_a_candidate_behind_all_that_they_keep(operators: StepOperators):
+    temperature = [2.0, 2.0, 2.0, 2.0, 0.0, 2.0]
+    keeps = {"top_k": [30, 3, 0, 0, 3, 0], "min_p": [0, 0, 0.2, 0, 0, 0], "top_p": [1, 1, 1, 0.6, 0.5, 1]}
+    logits_NV = 3 * torch.randn(6, 400, generator=torch.Generator().manual_seed(2))
+    _, ids_NK = operators.candidates(logits_NV, batch(temperature, **keeps), 16)
+    plain_NV, noised_NV = noised(logits_NV, [0.0] * 6), noised(logits_NV, temperature)
+    num_kept = []
+    for row, ids_K in enumerate(ids_NK.tolist()):
+        p = (plain_NV[row] / 2).softmax(-1)
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        kept = (before < keeps["top_p"][row]) & (p[order] >= keeps["min_p"][row] * p.max())
+        kept &= torch.arange(400) < (keeps["top_k"][row] or 400)
+        if temperature[row] == 0:
+            kept[:] = True
+        num_kept.append(int(kept.sum()))
+        is_kept = torch.zeros(400, dtype=torch.bool).index_put((order,), kept)
+        ranks_V = torch.where(is_kept, noised_NV[row] + 1e6, plain_NV[row])
+        assert ids_K == largest(ranks_V, 16)
+    assert min(num_kept) < 16 < sorted(num_kept)[3] < 400  # fewer than candidates, some more, all
+
+
+@pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
+def test_tokens_that_cannot_be_are_candidates_only_where_nothing_else_is(operators: StepOperators):
+    logits_NV = torch.full((6, 100), -math.inf)
+    logits_NV[:, 40:47] = torch.randn(6, 7)
+    logits_NV[5] = -math.inf
+    _, ids_NK = operators.candidates(logits_NV, batch([0.0, 1.0, 1.0, 0.0, 2.0, 1.0]), 16)
+    assert all(set(range(40, 47)) <= set(ids_K) for ids_K in ids_NK[:5].tolist())
+    assert all(len(set(ids_K)) == 16 and ids_K == sorted(ids_K) for ids_K in ids_NK.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equals_the_loops_take_the_lowest_ids(dtype: torch.dtype):
+    random = torch.Generator().manual_seed(3)
+    logits_NV = torch.randint(0, 5, (6, 900), generator=random).to(dtype)
+    found_NK = LOOPS.candidates(logits_NV, batch([0.0] * 6), 16)[1]
+    assert found_NK.tolist() == [largest(z_V.float(), 16) for z_V in logits_NV]
+    # Of so little noise nothing is left behind such logits.
+    found_NK = LOOPS.candidates(1e6 + 1e6 * logits_NV.float(), batch([1e-3] * 6), 16)[1]
+    assert found_NK.tolist() == [largest(z_V.float(), 16) for z_V in logits_NV]
+
+
+@pytest.mark.parametrize("operators", BOTH.values(), ids=BOTH)
+def test_logits_that_are_no_numbers_break_no_row(operators: StepOperators):
+    logits_NV = torch.randn(6, 200)
+    logits_NV[:, 100:] = math.nan
+    _, ids_NK = operators.candidates(logits_NV, batch([0.0, 1.0] * 3), 16)
+    assert ((ids_NK >= 0) & (ids_NK < 200)).all()
+
+
+def test_no_noise_is_below_what_filters_leave_to_the_cut():
+    """The hash's largest values are what rounds to 1."""
+    bits = torch.tensor([[2**32 - 1, 2**32 - 128, 2**32 - 129]])
+    minus_u = (bits.float() * -(2.0**-32) - 2.0**-33).clamp(min=-1.0 + 2.0**-24)
+    assert float(minus_u.log1p().neg().log().max()) <= GREATEST_NEGATIVE
+    key_2M1 = torch.from_numpy(noise_keys(np.arange(40), np.arange(40))[:, :, None])
+    assert float(negative_gumbel(key_2M1, 50_000).max()) <= GREATEST_NEGATIVE

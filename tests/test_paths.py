@@ -1,0 +1,111 @@
+"""The walk over candidates in compiled loops means what PyTorch's means. What that is: test_dflash2.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.drafter.step.loops.operators import LOOPS
+from manta.drafter.step.operators import DEFINITION
+from manta.drafter.step.paths import Codebooks
+from manta.drafter.step.rows import StepRows
+from manta.drafter.step.sampling_batch import SamplingBatch
+from manta.drafter.step.selection import select_paths
+
+VOCAB = 120
+KNOBS = {  # temperature, top-k, top-p, min-p
+    "greedy": (0.0, 3, 0.5, 0.1),
+    "warm": (1.0, 0, 1.0, 0.0),
+    "top-k": (2.0, 3, 1.0, 0.0),
+    "one": (1.0, 1, 1.0, 0.0),
+    "top-p": (1.5, 0, 0.6, 0.0),
+    "sure": (1.0, 0, 0.01, 0.0),
+    "min-p": (1.0, 0, 1.0, 0.1),
+    "all": (3.0, 40, 0.9, 0.05),
+}
+
+
+def block_of(knobs: list[str], counts: list[int], seed: int) -> StepRows:
+    """Requests' blocks one behind the other, of those that draft."""
+    owners_X = np.repeat(np.arange(len(counts)), counts)
+    of_X = np.array([KNOBS[knobs[r]] for r in owners_X]).reshape(-1, 4)
+    rows = [(0, *range(1, count + 1)) for count in counts if count]
+    places_N = np.array([place for row in rows for place in row])
+    sampling = SamplingBatch.build(
+        temperature=of_X[:, 0].astype(np.float32),
+        top_k=of_X[:, 1].astype(np.int64),
+        top_p=of_X[:, 2].astype(np.float32),
+        min_p=of_X[:, 3].astype(np.float32),
+        seed=owners_X * 977 + seed,
+        position=20 + np.flatnonzero(places_N),
+    )
+    tokens_N = np.random.default_rng(seed).integers(0, VOCAB, len(places_N))
+    positions_N = torch.arange(len(places_N))
+    return StepRows(
+        positions_N=positions_N,
+        kv_slots=(),
+        batches=(),
+        token_ids_N=torch.from_numpy(tokens_N),
+        sampled_X=torch.from_numpy(np.flatnonzero(places_N)),
+        counts_R=torch.tensor(counts),
+        max_count=max(counts),
+        sampling=sampling,
+        num_rows_R=np.array([len(row) for row in rows]),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(KNOBS)), st.integers(0, 7)), min_size=1, max_size=6).filter(
+        lambda requests: any(count for _, count in requests)
+    ),
+    st.sampled_from([2, 5, 16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 2**20),
+)
+def test_loops_walk_as_the_definition_does(requests, top_k: int, dtype: torch.dtype, seed: int):
+    knobs, counts = (list(x) for x in zip(*requests, strict=True))
+    block, random = block_of(knobs, counts, seed), torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    gates_XE = randn(len(block.sampled_X), 24)
+    books = Codebooks(randn(VOCAB, 24) * 0.3, randn(VOCAB, 24) * 0.3, top_k)
+    # Logits without equals: which of these are candidates, definitions leave open.
+    logits_XV = torch.stack([torch.randperm(VOCAB, generator=random) for _ in gates_XE]) / 16
+    both = [
+        select_paths(logits_XV.to(dtype), gates_XE, block, books, operators)
+        for operators in (DEFINITION, LOOPS)
+    ]
+    theirs, ours = both
+    assert ours.drafts_RK.tolist() == theirs.drafts_RK.tolist()
+    torch.testing.assert_close(ours.margins_RK, theirs.margins_RK, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", ["no noise", "noise of the next position", "noise of another request"])
+def test_candidates_are_taken_with_the_noise_of_their_own_place(wrong: str):
+    """What is drafted are others if candidates have other noise, though the walk has the right one."""
+    block = block_of(["warm", "warm"], [7, 7], seed=3)
+    sampling, random = block.sampling, torch.Generator().manual_seed(8)
+    logits_XV = 2 * torch.randn(14, VOCAB, generator=random)
+    gates_XE, books = torch.zeros(14, 4), Codebooks(torch.zeros(VOCAB, 4), torch.zeros(VOCAB, 4), 4)
+    assert sampling.key_2M1 is not None and sampling.temperature_M1 is not None
+    others = {
+        "no noise": SamplingBatch.greedy(14, None, "cpu"),
+        "noise of the next position": block_of(["warm", "warm"], [7, 7], seed=3).sampling,
+        "noise of another request": block_of(["warm", "warm"], [7, 7], seed=4).sampling,
+    }
+    other = others[wrong]
+    if wrong == "noise of the next position":
+        assert other.key_2M1 is not None
+        other.key_2M1.copy_(other.key_2M1.roll(-1, 1))
+    for operators in (DEFINITION, LOOPS):
+        right = select_paths(logits_XV, gates_XE, block, books, operators).drafts_RK
+        # A silent selector drafts what a drafter without one would: the best of the whole row.
+        best = operators.noisy_argmax_margin(logits_XV, sampling.temperature_M1, sampling.key_2M1)[0]
+        assert right.flatten().tolist() == best.tolist()
+        found = operators.candidates(logits_XV, other, 4)
+        assert operators.walk(*found, gates_XE, block, books).drafts_RK.tolist() != right.tolist()
