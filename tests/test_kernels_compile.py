@@ -481,12 +481,23 @@ def _gather_latents(values: int, page: int, dtype: str = "bf16") -> Variant:
     return Variant("_gather_latents", signature, constexprs)
 
 
+_OF_TILES = _pointers(i32="rows_before_ptr tiles_before_ptr") | {
+    **dict.fromkeys(("cu_rows_ptr", "kv_lengths_ptr"), "*i32"),
+    **dict.fromkeys(("num_sums", "num_splits", "num_requests"), "i32"),
+}
+
+
+def _add_splits(heads: int) -> Variant:
+    signature = _pointers(bf16="out_ptr", fp32="max_ptr sum_ptr partial_ptr") | _OF_TILES
+    constexprs = {"HEADS": heads, "V_DIM": 128, "V_WIDTH": 128, "BLOCK_ROWS": 128, "BLOCK_KEYS": 64}
+    return Variant("_add_splits", signature, constexprs | {"PDL": True}, 16)
+
+
 def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
     """Of Kimi K2's and DeepSeek-V3's sizes."""
     signature = dict.fromkeys(("q_ptr", "latents_ptr", "heads_ptr", "out_ptr"), f"*{dtype}:16")
-    signature |= _pointers(fp32="max_ptr sum_ptr partial_ptr", i32="keys_before_ptr tiles_before_ptr")
-    signature |= dict.fromkeys(("cu_rows_ptr", "kv_lengths_ptr"), "*i32") | {"scale": "fp32"}
-    signature |= dict.fromkeys(("piece_begin", "piece_end", "num_tiles", "num_requests"), "i32")
+    signature |= _pointers(fp32="max_ptr sum_ptr partial_ptr", i32="keys_before_ptr") | _OF_TILES
+    signature |= dict.fromkeys(("piece_begin", "piece_end", "num_tiles"), "i32") | {"scale": "fp32"}
     signature |= dict.fromkeys(("q_row_stride", "q_head_stride"), "i32:16")
     constexprs = {"HEADS": heads, "NOPE": 128, "NOPE_WIDTH": 128, "ROTATED": 64, "ROTATED_WIDTH": 64}
     constexprs |= {"V_DIM": 128, "V_WIDTH": 128, "RANK": 512, "PDL": True}
@@ -651,11 +662,11 @@ VARIANTS: dict[str, list[Variant]] = {
         _add_up(2880, 4),
     ],
     "compute.gpu.latent": [_write_latents(8, 512, 64), _write_latents(64, 512, 64, "fp32")],  # Kimi K2
+    "compute.gpu.expansion": [_gather_latents(576, 64), _gather_latents(576, 64, "fp32")],
     "compute.gpu.expanded": [
-        _gather_latents(576, 64),
-        _gather_latents(576, 64, "fp32"),
         _attend_expanded(8),
         _attend_expanded(64, "fp32"),
+        _add_splits(8),
     ],
     # Of Qwen3.5-9B and 35B-A3B, of 27B, and of a rank of many.
     "compute.gpu.delta_inputs": [

@@ -16,9 +16,9 @@ from devices import DEVICE, ON_GPU
 from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.gpu import expanded, latent
+from manta.drafter.compute.gpu import expansion, latent
 from manta.drafter.compute.gpu.backend import TritonBackend
-from manta.drafter.compute.gpu.expanded import Expansion, ExpansionWorkspace, find_expansion
+from manta.drafter.compute.gpu.expansion import Expansion, ExpansionWorkspace, find_expansion
 from manta.drafter.compute.gpu.latent import latent_kind
 from manta.drafter.compute.gpu.tiles import rows_from_host
 from manta.drafter.compute.kv_cache import PagedKVCache
@@ -206,7 +206,7 @@ def test_long_prompts_expanded_are_what_is_published(
     layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
 ) -> None:
     """Of several requests at once, some in chunks; beside a short prompt and single rows, which are not."""
-    monkeypatch.setattr(expanded, "PIECE_KEYS", piece_keys)
+    monkeypatch.setattr(expansion, "PIECE_KEYS", piece_keys)
     requests = Requests(layer, TritonBackend(DEVICE), [110, 75, 30])
     passes = ({0: 40, 1: FEWEST, 2: 4}, {0: FEWEST - 1, 1: 2}, {2: 3, 0: FEWEST}, {1: 40}, {0: 5, 2: 1})
     for counts in passes:
@@ -214,6 +214,7 @@ def test_long_prompts_expanded_are_what_is_published(
             torch.testing.assert_close(got, requests.exact(request, count), atol=TOLERANCE, rtol=TOLERANCE)
     assert [found.num_keys for found in expansions] == [40 + FEWEST, 40 + 2 * FEWEST - 1, 75]
     assert [found.takes_all for found in expansions] == [False, False, True]
+    assert [found.num_splits for found in expansions] == [1, 3, 3], "programs of a tile"
 
 
 @pytest.mark.usefixtures("on_the_device")

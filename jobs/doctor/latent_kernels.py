@@ -64,7 +64,8 @@ def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         if quick and dtype is torch.float16 and torch.bfloat16 in dtypes:
             continue
         passes = {
-            "prompts, expanded": (sizes.prompts, sizes.prompts),
+            "long prompts, expanded": (sizes.prompts, sizes.prompts),
+            "short prompts, expanded": (sizes.prompts, (sizes.prompts[1], sizes.prompts[1])),
             "blocks, absorbed": (sizes.prompts, (sizes.block, sizes.block)),
         }
         for name, counts in passes.items():

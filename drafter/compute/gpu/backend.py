@@ -40,7 +40,7 @@ from ..rope import RotaryEmbedding
 from .attention import MAX_HEAD_DIM, verify_attention
 from .choice import MeasuredChoice
 from .convolution import convolve
-from .expanded import Expansion, ExpansionWorkspace, find_expansion
+from .expansion import Expansion, ExpansionWorkspace, find_expansion
 from .experts import TritonExperts
 from .latent import attend_latents, latent_kind
 from .norms import add_rms_norm, rms_norm

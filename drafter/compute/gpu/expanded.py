@@ -12,112 +12,34 @@ The keys of all such requests stand one behind the other and are taken in *piece
     queries [N, J, E + R] ──▶ a tile of rows, of one head ──▶ (m, l, o) ─▶ .. next piece .. ─▶ out [N, J, F]
 
 A tile that sees keys of more than one piece leaves its sums (`attention.py` says what m, l and o are), which
-the next launch goes on with: launches follow each other, so nothing is merged at the end.
+the next piece's launch goes on with. Where tiles are too few for all processors, a tile is that of several
+programs, which take tiles of keys in turn and keep sums of their own; these are added up in the end.
 
-Legend: N rows, B requests, J heads, E head dim of what is not rotated, R of what is, F of values, C values of
-a latent, W = C + R, U = E + F, T keys of a piece, P pages, S page size; in the kernels M rows of a tile, K
-keys of one.
+Legend: N rows, L those that are expanded, B requests, J heads, E head dim of what is not rotated, R of what
+is, F of values, C values of a latent, W = C + R, U = E + F, T keys of a piece, Z programs of a tile, P pages,
+S page size; in the kernels M rows of a tile, K keys of one.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..latent import Latents
 from .attention import inside
+from .expansion import Expansion, gather
 from .launch import dependent_launch, wait_for_predecessor
-from .partials import no_part
-from .tiles import PagedRows, tile_width
+from .partials import add_parts, no_part
+from .tiles import tile_width
 from .work import find_request
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FP32_PRODUCT = tl.constexpr("tf32x3")  # as in `attention.py`
-# Rows, keys and warps of a tile: what registers hold; of fp32, beside what its products are corrected by.
-_TILE, _TILE_FP32 = (128, 64, 8), (16, 32, 4)
-_GATHERED = 8  # tokens of a program
-PIECE_KEYS = 4096  # so many that to read a tile's sums again is little beside what it attends to
-_REQUESTS = tl.constexpr(64)  # looked at in one turn
-
-
-class ExpansionWorkspace:
-    """Room for one piece of layers alike: allocated once, used by every one in turn.
-
-    Args:
-        parts: of such a layer.
-        fewest: rows from which a request is expanded.
-
-    Attributes:
-        latents_TW, heads_TJU: of the weights' dtype.
-    """
-
-    __slots__ = ("fewest", "heads_TJU", "latents_TW")
-
-    def __init__(self, parts: Latents, width: int, fewest: int) -> None:
-        self.fewest, empty = fewest, parts.kv_up_JUC.new_empty
-        self.latents_TW = empty(PIECE_KEYS, width)
-        self.heads_TJU = empty(PIECE_KEYS, *parts.kv_up_JUC.shape[:2])
-
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        """Its rows, keys and warps."""
-        return _TILE_FP32 if self.heads_TJU.dtype is torch.float32 else _TILE
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """Who of a pass is expanded, for all layers of latents in a page group.
-
-    Attributes:
-        keys_before, tiles_before: int32 [B + 1], of those who are, keys and tiles of rows before each.
-        num_keys, num_tiles: of all of them.
-        takes_all: nobody else has rows.
-    """
-
-    rows: PagedRows
-    workspace: ExpansionWorkspace
-    keys_before: Tensor
-    tiles_before: Tensor
-    num_keys: int
-    num_tiles: int
-    takes_all: bool
-
-
-def find_expansion(rows: PagedRows, workspace: ExpansionWorkspace) -> Expansion | None:
-    """Of a pass; None where there is nobody with so many rows, or the host does not know.
-
-    Launch sizes are the host's; the lists are made on the device, of what stands there: no upload.
-    """
-    if rows.host_spans_B2 is None:
-        return None
-    first_B, rows_B = rows.host_spans_B2.T
-    fewest, height = workspace.fewest, workspace.tile[0]
-    expands_B = rows_B >= fewest
-    if not expands_B.any():
-        return None
-    count_B = rows.cu_rows.diff()
-    wanted_B = count_B >= fewest
-    tiles_B = (count_B + (height - 1)).div(height, rounding_mode="floor")
-    return Expansion(
-        rows=rows,
-        workspace=workspace,
-        keys_before=_before_each(rows.kv_lengths_B * wanted_B),
-        tiles_before=_before_each(tiles_B * wanted_B),
-        num_keys=int((first_B + rows_B)[expands_B].sum()),
-        num_tiles=int((-(-rows_B[expands_B] // height)).sum()),
-        takes_all=bool((expands_B | (rows_B == 0)).all()),
-    )
-
-
-def _before_each(count_B: Tensor) -> Tensor:
-    return F.pad(count_B.cumsum(0, dtype=torch.int32), (1, 0))
+_ADDING_WARPS = 16
 
 
 def attend_expanded(
@@ -139,38 +61,22 @@ def attend_expanded(
     assert out_NJF.is_contiguous() and parts.kv_up_JUC.is_contiguous(), "here all are"
     up_CO = parts.kv_up_JUC.flatten(0, 1).T
     # Made for one piece as for many: so a measured step has taken what any takes (`loading/warm_up.py`).
-    sums_NJ = [q_NJO.new_empty(*out_NJF.shape[:2], dtype=torch.float32) for _ in range(2)]
-    sums = (*sums_NJ, torch.empty_like(out_NJF, dtype=torch.float32))
+    out_ZLJF = torch.empty(
+        (expansion.num_splits, expansion.num_rows, num_heads, parts.v_dim),
+        dtype=torch.float32,
+        device=q_NJO.device,
+    )
+    max_ZLJ, sum_ZLJ = (out_ZLJF.new_empty(out_ZLJF.shape[:-1]) for _ in range(2))
+    sums = (max_ZLJ, sum_ZLJ, out_ZLJF)
     for begin in range(0, expansion.num_keys, len(workspace.latents_TW)):
         count = min(expansion.num_keys - begin, len(workspace.latents_TW))
         latents_TW = workspace.latents_TW[:count]
         heads_TJU = workspace.heads_TJU[:count]
-        _gather(pages_PSW, expansion, begin, latents_TW)
+        gather(pages_PSW, expansion, begin, latents_TW)
         torch.mm(latents_TW[:, :rank], up_CO, out=heads_TJU.view(count, num_heads * unit))
         _attend(q_NJO, latents_TW, heads_TJU, parts, expansion, begin, scale, sums, out_NJF)
-
-
-def _gather(pages_PSW: Tensor, expansion: Expansion, begin: int, latents_TW: Tensor) -> None:
-    """Keys begin.. of the expansion's requests."""
-    (count, width), rows = latents_TW.shape, expansion.rows
-    _gather_latents[triton.cdiv(count, _GATHERED),](
-        pages_PSW,
-        latents_TW,
-        expansion.keys_before,
-        rows.slots_B,
-        rows.page_table,
-        begin,
-        count,
-        len(rows.slots_B),
-        rows.page_table.stride(0),
-        pages_PSW.stride(0),
-        pages_PSW.stride(1),
-        VALUES=width,
-        WIDTH=triton.next_power_of_2(width),
-        PAGE=pages_PSW.shape[1],
-        TOKENS=_GATHERED,
-        **dependent_launch(latents_TW.device),
-    )
+    if expansion.num_splits > 1:
+        _add_up(parts, expansion, sums, out_NJF)
 
 
 def _attend(
@@ -187,20 +93,23 @@ def _attend(
     """One piece, which begins with that key."""
     rows, (height, keys, warps) = expansion.rows, expansion.workspace.tile
     rotated = q_NJO.shape[2] - parts.nope_dim
-    _attend_expanded[(expansion.num_tiles * parts.num_heads,)](
+    _attend_expanded[(expansion.num_tiles * parts.num_heads, expansion.num_splits)](
         q_NJO,
         latents_TW,
         heads_TJU,
         out_NJF,
         *sums,
         expansion.keys_before,
+        expansion.rows_before,
         expansion.tiles_before,
         rows.cu_rows,
         rows.kv_lengths_B,
         scale,
         begin,
         begin + len(latents_TW),
+        expansion.num_rows,
         expansion.num_tiles,
+        expansion.num_splits,
         len(rows.slots_B),
         q_NJO.stride(0),
         q_NJO.stride(1),
@@ -219,49 +128,45 @@ def _attend(
     )
 
 
-@triton.jit(
-    do_not_specialize=["begin", "count", "num_requests", "table_stride"],
-    do_not_specialize_on_alignment=["slots_ptr", "page_table_ptr"],
-)
-def _gather_latents(
-    pages_ptr,
-    out_ptr,
-    keys_before_ptr,
-    slots_ptr,
-    page_table_ptr,
-    begin,
-    count,
-    num_requests,
-    table_stride,
-    page_stride,
-    token_stride,
-    VALUES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Some tokens' latents and rotated keys, out of pages."""
-    wait_for_predecessor(PDL)
-    place_K = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    there_K = place_K < count
-    owner_K = tl.zeros([TOKENS], tl.int32)  # requests whose keys all lie before
-    for first in range(0, num_requests, _REQUESTS):
-        request_B = first + tl.arange(0, _REQUESTS)
-        end_B = tl.load(keys_before_ptr + 1 + request_B, mask=request_B < num_requests, other=2**31 - 1)
-        owner_K += tl.sum((end_B[None, :] <= (begin + place_K)[:, None]).to(tl.int32), 1)
-    key_K = begin + place_K - tl.load(keys_before_ptr + owner_K, mask=there_K, other=0)
-    slot_K = tl.load(slots_ptr + owner_K, mask=there_K, other=0).to(tl.int64)
-    page_K = tl.load(page_table_ptr + slot_K * table_stride + key_K // PAGE, mask=there_K, other=0)
-    from_K = page_K.to(tl.int64) * page_stride + (key_K % PAGE) * token_stride
-    value_W = tl.arange(0, WIDTH)
-    there_KW = there_K[:, None] & (value_W < VALUES)[None, :]
-    latents_KW = tl.load(pages_ptr + from_K[:, None] + value_W[None, :], mask=there_KW, other=0.0)
-    tl.store(out_ptr + place_K[:, None] * VALUES + value_W[None, :], latents_KW, mask=there_KW)
+def _add_up(
+    parts: Latents, expansion: Expansion, sums: tuple[Tensor, Tensor, Tensor], out_NJF: Tensor
+) -> None:
+    rows, (height, keys, _) = expansion.rows, expansion.workspace.tile
+    _add_splits[(expansion.num_tiles * parts.num_heads,)](
+        out_NJF,
+        *sums,
+        expansion.rows_before,
+        expansion.tiles_before,
+        rows.cu_rows,
+        rows.kv_lengths_B,
+        expansion.num_rows,
+        expansion.num_splits,
+        len(rows.slots_B),
+        HEADS=parts.num_heads,
+        V_DIM=parts.v_dim,
+        V_WIDTH=tile_width(parts.v_dim),
+        BLOCK_ROWS=height,
+        BLOCK_KEYS=keys,
+        num_warps=_ADDING_WARPS,
+        **dependent_launch(out_NJF.device),
+    )
+
+
+@triton.jit
+def _tile_of(tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS: tl.constexpr):
+    """Whose it is, what comes before: request, its first row, how many it has, the tile's rows, their
+    positions, and how many keys any of them sees."""
+    request = find_request(tiles_before_ptr, tile, num_requests)
+    begin = tl.load(cu_rows_ptr + request)
+    count = tl.load(cu_rows_ptr + request + 1) - begin
+    num_keys = tl.load(kv_lengths_ptr + request)
+    row_M = (tile - tl.load(tiles_before_ptr + request)) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    position_M = num_keys - count + row_M
+    return request, begin, count, row_M, position_M, tl.minimum(num_keys, tl.max(position_M, 0) + 1)
 
 
 @triton.jit(
-    do_not_specialize=["piece_begin", "piece_end", "num_tiles", "num_requests"],
+    do_not_specialize=["piece_begin", "piece_end", "num_sums", "num_tiles", "num_splits", "num_requests"],
     do_not_specialize_on_alignment=["cu_rows_ptr", "kv_lengths_ptr"],
 )
 def _attend_expanded(
@@ -273,13 +178,16 @@ def _attend_expanded(
     sum_ptr,
     partial_ptr,
     keys_before_ptr,
+    rows_before_ptr,
     tiles_before_ptr,
     cu_rows_ptr,
     kv_lengths_ptr,
     scale,
     piece_begin,
     piece_end,
+    num_sums,
     num_tiles,
+    num_splits,
     num_requests,
     q_row_stride,
     q_head_stride,
@@ -295,23 +203,22 @@ def _attend_expanded(
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a tile of a request's rows sees of a piece, for one head."""
+    """What a tile of a request's rows sees of a piece, for one head: of every Z-th tile of its keys."""
     wait_for_predecessor(PDL)
     head = tl.program_id(0) % HEADS
     tile = num_tiles - 1 - tl.program_id(0) // HEADS  # late rows first: they see more
-    request = find_request(tiles_before_ptr, tile, num_requests)
-    row_begin = tl.load(cu_rows_ptr + request)
-    num_rows = tl.load(cu_rows_ptr + request + 1) - row_begin
-    num_keys = tl.load(kv_lengths_ptr + request)
+    split = tl.program_id(1)
+    request, begin, count, row_M, position_M, end = _tile_of(
+        tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS
+    )
     origin = tl.load(keys_before_ptr + request) - piece_begin  # of the request's first key in the piece
-    row_M = (tile - tl.load(tiles_before_ptr + request)) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    position_M = num_keys - num_rows + row_M
-    end = tl.minimum(num_keys, tl.max(position_M, 0) + 1)
     lo, hi = tl.maximum(-origin, 0), tl.minimum(end, piece_end - piece_begin - origin)
-    if lo >= hi:
+    key_tile = lo // BLOCK_KEYS
+    first_key = (key_tile + (split + num_splits - key_tile % num_splits) % num_splits) * BLOCK_KEYS
+    if tl.maximum(lo, first_key) >= hi:
         return
-    real_M = row_M < num_rows
-    at_M = (row_begin + row_M).to(tl.int64)
+    real_M = row_M < count
+    at_M = (begin + row_M).to(tl.int64)
     nope_E, rotated_R = tl.arange(0, NOPE_WIDTH), tl.arange(0, ROTATED_WIDTH)
     value_F = tl.arange(0, V_WIDTH)
     from_M = q_ptr + at_M * q_row_stride + head * q_head_stride
@@ -319,17 +226,17 @@ def _attend_expanded(
     q_ME = tl.load(from_M[:, None] + nope_E[None, :], mask=there_ME, other=0.0)
     there_MR = inside(real_M[:, None], rotated_R[None, :], ROTATED, ROTATED_WIDTH)
     q_MR = tl.load(from_M[:, None] + NOPE + rotated_R[None, :], mask=there_MR, other=0.0)
-    sums_M = at_M * HEADS + head
-    out_MF = (sums_M * V_DIM)[:, None] + value_F[None, :]
+    sums_M = _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEADS)
+    sums_MF = (sums_M * V_DIM)[:, None] + value_F[None, :]
     there_MF = inside(real_M[:, None], value_F[None, :], V_DIM, V_WIDTH)
     m_M, l_M, o_MF = no_part(BLOCK_ROWS, V_WIDTH)
-    if lo > 0:  # this tile was here before
+    if lo > split * BLOCK_KEYS:  # this program was here before
         m_M = tl.load(max_ptr + sums_M, mask=real_M, other=-float("inf"))
         l_M = tl.load(sum_ptr + sums_M, mask=real_M, other=0.0)
-        o_MF = tl.load(partial_ptr + out_MF, mask=there_MF, other=0.0)
-    for first in range(lo, hi, BLOCK_KEYS):
+        o_MF = tl.load(partial_ptr + sums_MF, mask=there_MF, other=0.0)
+    for first in range(first_key, hi, BLOCK_KEYS * num_splits):
         key_K = first + tl.arange(0, BLOCK_KEYS)
-        there_K = key_K < hi
+        there_K = (key_K >= lo) & (key_K < hi)
         place_K = origin + key_K
         from_K = heads_ptr + (place_K * HEADS + head) * (NOPE + V_DIM)
         there_EK = inside(there_K[None, :], nope_E[:, None], NOPE, NOPE_WIDTH)
@@ -350,10 +257,66 @@ def _attend_expanded(
         v_KF = tl.load(from_K[:, None] + NOPE + value_F[None, :], mask=there_KF, other=0.0)
         o_MF = tl.dot(p_MK.to(v_KF.dtype), v_KF, o_MF * shrink_M[:, None], input_precision=_FP32_PRODUCT)
         m_M = new_m_M
-    if hi == end:
-        o_MF = o_MF / l_M[:, None]  # every row has seen its own key
-        tl.store(out_ptr + out_MF, o_MF.to(out_ptr.dtype.element_ty), mask=there_MF)
+    if (hi == end) & (num_splits == 1):
+        _write_rows(out_ptr, at_M, head, l_M, o_MF, there_MF, HEADS, V_DIM)
     else:
         tl.store(max_ptr + sums_M, m_M, mask=real_M)
         tl.store(sum_ptr + sums_M, l_M, mask=real_M)
-        tl.store(partial_ptr + out_MF, o_MF, mask=there_MF)
+        tl.store(partial_ptr + sums_MF, o_MF, mask=there_MF)
+
+
+@triton.jit(
+    do_not_specialize=["num_sums", "num_splits", "num_requests"],
+    do_not_specialize_on_alignment=["cu_rows_ptr", "kv_lengths_ptr"],
+)
+def _add_splits(
+    out_ptr,
+    max_ptr,
+    sum_ptr,
+    partial_ptr,
+    rows_before_ptr,
+    tiles_before_ptr,
+    cu_rows_ptr,
+    kv_lengths_ptr,
+    num_sums,
+    num_splits,
+    num_requests,
+    HEADS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The programs' sums of a tile, one head; late ones have none where there are fewer tiles of keys."""
+    wait_for_predecessor(PDL)
+    head, tile = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    request, begin, count, row_M, _, end = _tile_of(
+        tile, tiles_before_ptr, cu_rows_ptr, kv_lengths_ptr, num_requests, BLOCK_ROWS
+    )
+    real_M = row_M < count
+    value_F = tl.arange(0, V_WIDTH)
+    there_MF = inside(real_M[:, None], value_F[None, :], V_DIM, V_WIDTH)
+    m_M, l_M, o_MF = no_part(BLOCK_ROWS, V_WIDTH)
+    for split in range(0, tl.minimum(num_splits, tl.cdiv(end, BLOCK_KEYS))):
+        sums_M = _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEADS)
+        sums_MF = (sums_M * V_DIM)[:, None] + value_F[None, :]
+        m2_M = tl.load(max_ptr + sums_M, mask=real_M, other=-float("inf"))
+        l2_M = tl.load(sum_ptr + sums_M, mask=real_M, other=0.0)
+        o2_MF = tl.load(partial_ptr + sums_MF, mask=there_MF, other=0.0)
+        m_M, l_M, o_MF = add_parts(m_M, l_M, o_MF, m2_M, l2_M, o2_MF)
+    _write_rows(out_ptr, (begin + row_M).to(tl.int64), head, l_M, o_MF, there_MF, HEADS, V_DIM)
+
+
+@triton.jit
+def _places_of_sums(rows_before_ptr, request, row_M, split, num_sums, head, HEADS: tl.constexpr):
+    place_M = (tl.load(rows_before_ptr + request) + row_M).to(tl.int64)
+    return (split * num_sums + place_M) * HEADS + head
+
+
+@triton.jit
+def _write_rows(out_ptr, at_M, head, l_M, o_MF, there_MF, HEADS: tl.constexpr, V_DIM: tl.constexpr):
+    """Every row that there is has seen its own key."""
+    out_MF = ((at_M * HEADS + head) * V_DIM)[:, None] + tl.arange(0, o_MF.shape[1])[None, :]
+    o_MF = o_MF / tl.where(l_M > 0, l_M, 1.0)[:, None]
+    tl.store(out_ptr + out_MF, o_MF.to(out_ptr.dtype.element_ty), mask=there_MF)

@@ -28,7 +28,8 @@ from ..eager.latent import split_queries
 from ..latent import Latents
 from ..rope import RotaryEmbedding
 from .attention import verify_attention
-from .expanded import Expansion, attend_expanded
+from .expanded import attend_expanded
+from .expansion import Expansion
 from .launch import dependent_launch, wait_for_predecessor
 from .tiles import AttentionKind, PagedRows
 from .work import WorkList
