@@ -89,9 +89,12 @@ class LatentShape:
             q_inputs * q_dim + self.rank * (self.nope_dim + self.v_dim) + self.v_dim * hidden
         )
 
-    def flop(self, heads: int, rows: float, keys: float) -> float:
-        """Of scores and values, `rows` of each request, over all its keys: absorbed, as the engine does."""
-        return 2 * heads * rows * keys * (2 * self.rank + self.rope_dim)
+    def expanded(self, heads: int, pairs: float, keys: float, itemsize: int) -> Work:
+        """Scores and values of so many pairs of a row and a key, over heads' own keys and values, which are
+        made of so many latents: these are gathered, and what is made of them is written and read."""
+        made = self.nope_dim + self.v_dim
+        flop = 2 * heads * (pairs * (made + self.rope_dim) + keys * made * self.rank)
+        return Work(keys * itemsize * (3 * (self.rank + self.rope_dim) + 2 * heads * made), flop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +143,21 @@ class LayerShape:
             outputs += self.state.channels + 2 * heads * (self.state.value_dim + 1)
         return hidden * outputs
 
-    def attention_flop(self, rows: float, keys: float) -> float:
-        """Of scores and values, `rows` of each request, over all its keys."""
-        if self.latent is not None:
-            return self.latent.flop(self.heads, rows, keys)
-        return 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
+    def attention(self, rows: float, context: float, itemsize: int) -> Work:
+        """Scores and values of a request's rows, over all its keys; of latents absorbed."""
+        keys = rows + (context if self.window is None else min(context, self.window))
+        # Absorbed, a latent is key and value at once.
+        flop = 2 * self.heads * (self.head_dim + self.v_head_dim) * rows * keys
+        return Work(keys * self.kv.width * itemsize, flop)
+
+    def prompt_attention(self, rows: float, context: float, itemsize: int) -> Work:
+        """The same on a GPU that promises no bits: latents in whichever form is fewer operations."""
+        absorbed = self.attention(rows, context, itemsize)
+        if self.latent is None:
+            return absorbed
+        keys = rows + context
+        expanded = self.latent.expanded(self.heads, rows * keys, keys, itemsize)
+        return min(absorbed, expanded, key=lambda work: work.flop)
 
     def rank(self, ranks: int) -> LayerShape:
         return replace(
@@ -301,13 +314,17 @@ class ModelShape:
 
     def attention(self, batch: int, rows: float, context: float) -> Work:
         """`rows` of each request; where requests differ, their means."""
-        num_bytes = flop = 0.0
-        for layer, times in self._kinds:
-            seen = context if layer.window is None else min(context, layer.window)
-            keys = times * batch * (seen + rows)
-            num_bytes += keys * layer.kv.width * self.itemsize
-            flop += layer.attention_flop(rows, keys)
-        return Work(num_bytes, flop)
+        works = [
+            (layer.attention(rows, context, self.itemsize), batch * times) for layer, times in self._kinds
+        ]
+        return _sum_of(works)
+
+    def prompt_attention(self, rows: float, context: float) -> Work:
+        """Of a prompt's rows on a GPU; see `LayerShape.prompt_attention`."""
+        works = [
+            (layer.prompt_attention(rows, context, self.itemsize), times) for layer, times in self._kinds
+        ]
+        return _sum_of(works)
 
     def states(self, batch: int, rows: float) -> Work:
         """Recurrent layers over `rows` of each request: its state and as many records, in and out again."""
@@ -317,3 +334,10 @@ class ModelShape:
     def context(self, rows: float) -> Work:
         """A drafter's context K/V from taps. The weights of K and V are read by its blocks already."""
         return Work(self.fc_params * self.weight_bytes, 2 * (self.fc_params + self.kv_params) * rows)
+
+
+def _sum_of(works: Sequence[tuple[Work, int]]) -> Work:
+    """Each so many times."""
+    return Work(
+        sum(times * work.num_bytes for work, times in works), sum(times * work.flop for work, times in works)
+    )

@@ -59,11 +59,11 @@ class Mirrors:
         self._device.enter(plan)
         lists = torch.from_numpy(pack(plan.slots, plan.num_rows, plan.num_drafts, plan.samples, ROOM))
         most, num_rows = int(plan.num_rows.max()), plan.num_batched_tokens
-        how = (lists.to(DEVICE), plan.num_requests + 1)  # one of padding
+        first_R, rows_R = (np.append(x_R, 0) for x_R in (plan.num_computed, plan.num_rows))  # and padding
         requests = (
-            StepRequests.decoding(*how, most, num_rows)
+            StepRequests.decoding(lists.to(DEVICE), len(rows_R), most, num_rows)
             if decodes
-            else StepRequests.prompts(*how, num_rows, most, 0)
+            else StepRequests.prompts(lists.to(DEVICE), first_R, rows_R, 0)
         )
         saves = torch.from_numpy(pack_saves(plan, np.arange(plan.num_requests), ROOM)).to(DEVICE)
         placed = self._device.place(requests, None if decodes else saves)

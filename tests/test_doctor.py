@@ -305,6 +305,26 @@ def test_experts_that_leave_something_out_are_found(
         assert found.status == ("ok" if sound else "failed") and found.trace is None, found
 
 
+@pytest.mark.parametrize(
+    ("wrong", "seen_by"), [("attend_expanded", "expanded"), ("verify_attention", "absorbed")]
+)
+def test_attention_over_latents_with_a_wrong_scale_is_found(
+    wrong: str, seen_by: str, monkeypatch: pytest.MonkeyPatch
+):
+    from manta.drafter.compute.gpu import latent
+    from manta.jobs.doctor.latent_kernels import latent_checks
+
+    attend = getattr(latent, wrong)
+
+    def hotter(*given: Any, **more: Any) -> Tensor | None:
+        return attend(*(1.1 * part if isinstance(part, float) else part for part in given), **more)
+
+    monkeypatch.setattr(latent, wrong, hotter)
+    for line in latent_checks(Place.here(), quick=True):
+        found, is_wrong = examine(line), seen_by in line.name
+        assert found.status == ("failed" if is_wrong else "ok") and found.trace is None, found
+
+
 @pytest.mark.parametrize("wrong", [None, "fold", "gate"])
 def test_a_delta_rule_that_folds_or_gates_wrongly_is_found(
     wrong: str | None, monkeypatch: pytest.MonkeyPatch

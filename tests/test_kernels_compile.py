@@ -228,7 +228,7 @@ def _lay_out(*, is_block: bool, groups: int = 1) -> Variant:
 
 def _work(*, split_keys: int, run_splits: int) -> Variant:
     signature = _pointers(i32="work_ptr") | dict.fromkeys(("cu_rows_ptr", "kv_lengths_ptr"), "*i32")
-    signature |= dict.fromkeys(("num_requests", "num_programs", "num_slots"), "i32")
+    signature |= dict.fromkeys(("num_requests", "num_programs", "num_slots", "most_rows"), "i32")
     tiles = {"KV_HEADS": 8, "BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "TILE_TOKENS": 16, "WINDOW": 2048}
     sums = {"SPLIT_KEYS": split_keys, "RUN_SPLITS": run_splits}
     return Variant("_list_work", signature, tiles | sums | {"PDL": True})
@@ -483,6 +483,40 @@ def _write_latents(heads: int, rank: int, rotated: int, dtype: str = "bf16") -> 
     return Variant("_norm_rotate_write_latents", signature, constexprs, 1)
 
 
+def _gather_latents(values: int, page: int, dtype: str = "bf16") -> Variant:
+    signature = dict.fromkeys(("pages_ptr", "out_ptr"), f"*{dtype}:16") | _pointers(i32="keys_before_ptr")
+    signature |= dict.fromkeys(("slots_ptr", "page_table_ptr"), "*i32")
+    signature |= dict.fromkeys(("begin", "count", "num_requests", "table_stride"), "i32")
+    signature |= dict.fromkeys(("page_stride", "token_stride"), "i32:16")
+    constexprs = {"VALUES": values, "WIDTH": tile_width(values), "PAGE": page, "TOKENS": 8, "PDL": True}
+    return Variant("_gather_latents", signature, constexprs)
+
+
+_OF_TILES = _pointers(i32="rows_before_ptr tiles_before_ptr") | {
+    **dict.fromkeys(("cu_rows_ptr", "kv_lengths_ptr"), "*i32"),
+    **dict.fromkeys(("num_sums", "num_splits", "num_requests"), "i32"),
+}
+
+
+def _add_splits(heads: int) -> Variant:
+    signature = _pointers(bf16="out_ptr", fp32="max_ptr sum_ptr partial_ptr") | _OF_TILES
+    constexprs = {"HEADS": heads, "V_DIM": 128, "V_WIDTH": 128, "BLOCK_ROWS": 128, "BLOCK_KEYS": 64}
+    return Variant("_add_splits", signature, constexprs | {"PDL": True}, 16)
+
+
+def _attend_expanded(heads: int, dtype: str = "bf16") -> Variant:
+    """Of Kimi K2's and DeepSeek-V3's sizes."""
+    signature = dict.fromkeys(("q_ptr", "latents_ptr", "heads_ptr", "out_ptr"), f"*{dtype}:16")
+    signature |= _pointers(fp32="max_ptr sum_ptr partial_ptr", i32="keys_before_ptr") | _OF_TILES
+    signature |= dict.fromkeys(("piece_begin", "piece_end", "num_tiles"), "i32") | {"scale": "fp32"}
+    signature |= dict.fromkeys(("q_row_stride", "q_head_stride"), "i32:16")
+    constexprs = {"HEADS": heads, "NOPE": 128, "NOPE_WIDTH": 128, "ROTATED": 64, "ROTATED_WIDTH": 64}
+    constexprs |= {"V_DIM": 128, "V_WIDTH": 128, "RANK": 512, "PDL": True}
+    rows, keys, warps = (16, 32, 4) if dtype == "fp32" else (128, 64, 8)
+    constexprs |= {"BLOCK_ROWS": rows, "BLOCK_KEYS": keys}
+    return Variant("_attend_expanded", signature, constexprs, warps, wgmma=rows >= 64)
+
+
 def _write_context(layers: int, kv_heads: int, dim: int, group: int) -> Variant:
     pointers = dict.fromkeys(("kv_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "pages_ptr"), "*bf16:16")
     signature = pointers | _ROW_ARGUMENTS | {"layer_stride": "i64:16"}
@@ -645,6 +679,12 @@ VARIANTS: dict[str, list[Variant]] = {
         _add_up(2880, 4),
     ],
     "compute.gpu.latent": [_write_latents(8, 512, 64), _write_latents(64, 512, 64, "fp32")],  # Kimi K2
+    "compute.gpu.expansion": [_gather_latents(576, 64), _gather_latents(576, 64, "fp32")],
+    "compute.gpu.expanded": [
+        _attend_expanded(8),
+        _attend_expanded(64, "fp32"),
+        _add_splits(8),
+    ],
     # Of Qwen3.5-9B and 35B-A3B, of 27B, and of a rank of many.
     "compute.gpu.delta_inputs": [
         _delta("_take_in", (16, 32)),

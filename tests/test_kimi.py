@@ -26,6 +26,8 @@ from manta.cluster.planner.layouts import Layout
 from manta.cluster.planner.pair import Demand
 from manta.cluster.planner.room import find_room
 from manta.cluster.roofline import GPUS as ROOFLINE
+from manta.drafter.compute.latent import Latents
+from manta.drafter.compute.layers import RMSNorm
 from manta.jobs.shapes import target_shape
 from published import CONFIGS, TARGETS, pair_of, spec_of
 from safetensors.torch import load_file, save_file
@@ -161,6 +163,19 @@ def test_a_rank_reads_its_attention_once_and_multiplies_absorbed() -> None:
     assert work.flop == 61 * 2 * 8 * (576 + 512) * 4 * 8 * 1008
 
 
+def test_a_plan_takes_prompts_expanded_from_as_many_rows_as_the_kernels_do() -> None:
+    rank = target_shape(spec_of("Kimi-K2.6")).rank(8)  # type: ignore[arg-type]
+    context = 100_000
+    short, long = (rank.prompt_attention(rows, context) for rows in (170, 171))
+    assert short == rank.attention(1, 170, context)
+    keys = context + 171
+    assert long.flop == 61 * 2 * 8 * (320 * 171 * keys + 256 * 512 * keys)
+    assert 0.99 < long.flop / rank.attention(1, 171, context).flop < 1
+    zeros = torch.zeros(8, 256, 512, device="meta")
+    parts = Latents(q_norm=None, q_up=None, kv_norm=RMSNorm(zeros, 1e-6), kv_up_JUC=zeros, v_dim=128)
+    assert parts.fewest_expanded == 171
+
+
 PREFILL = Path(__file__).resolve().parent.parent / "docs/decisions/expanded-latents.md"
 
 
@@ -174,10 +189,10 @@ def test_what_expanded_prompts_would_save_is_what_is_written(row: tuple[str, str
         rest += sum(map(device.seconds, (rank.linears(count), rank.experts(count), rank.head(1))))
         work = rank.attention(1, count, begin - count / 2)
         absorbed += device.seconds(work)
-        pairs, keys = count * (begin + count / 2), begin + count
-        flop = 61 * 8 * 2 * ((128 + 64 + 128) * pairs + 256 * 512 * keys)
-        moved = 61 * 2 * keys * (576 + 2 * 8 * (192 + 128))  # read; written expanded, and read so
-        expanded += device.seconds(Work(moved, flop))
+        layer = rank.layers[0]
+        assert layer.latent is not None
+        of_layer = layer.latent.expanded(layer.heads, count * (begin + count / 2), begin + count, 2)
+        expanded += device.seconds(Work(61 * of_layer.num_bytes, 61 * of_layer.flop))
     whole = rest + absorbed
     told = [float(number) for number in re.findall(r"[\d.]+", row[1])]
     counted = [

@@ -1,11 +1,13 @@
-"""Attention over latents: absorbed it is what published formulas say expanded, alone and in company.
+"""Attention over latents: absorbed or expanded it is what published formulas say, alone and in company.
 
 Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values, C values of a latent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,17 +16,23 @@ from devices import DEVICE, ON_GPU
 from manta.cluster.page_groups import KVGeometry
 from manta.drafter.compute.backend import AttentionShape, Backend, PlacedRows
 from manta.drafter.compute.eager.backend import TorchBackend
+from manta.drafter.compute.gpu import expansion, latent
 from manta.drafter.compute.gpu.backend import TritonBackend
+from manta.drafter.compute.gpu.expansion import Expansion, ExpansionWorkspace, find_expansion
 from manta.drafter.compute.gpu.latent import latent_kind
+from manta.drafter.compute.gpu.tiles import rows_from_host
 from manta.drafter.compute.kv_cache import PagedKVCache
 from manta.drafter.compute.latent import Latents
 from manta.drafter.compute.layers import Linear, RMSNorm
 from manta.drafter.compute.loops.backend import CpuBackend
 from manta.drafter.compute.rope import RopeConfig, RotaryEmbedding
+from test_device_runner import Twins
+from tiny import make_tiny_target
 from torch import Tensor
 
 PAGE, PAGES = 16, 24
-J, E, R, F, C = 6, 16, 8, 12, 32
+J, E, R, F, C = 6, 20, 8, 12, 32
+FEWEST = 33  # rows of a request from which it is expanded, of these sizes
 Q_RANK = 24
 
 
@@ -127,6 +135,12 @@ class Requests:
             self.computed[r] += n
         return list(out.split(num))
 
+    def share(self, source: int, target: int, num_pages: int) -> None:
+        """A new request begins with another's first pages."""
+        self._pages[target][:num_pages] = self._pages[source][:num_pages]
+        self.computed[target] = num_pages * PAGE
+        self.rows[target][: num_pages * PAGE] = self.rows[source][: num_pages * PAGE]
+
     def exact(self, request: int, count: int) -> Tensor:
         """Of its last rows."""
         seen = self.computed[request]
@@ -170,6 +184,115 @@ def test_a_row_has_the_same_bits_in_a_block_alone_and_in_a_prompt(layer: Layer) 
     whole = Requests(layer, CpuBackend(), [40, 9])
     (prompt,) = whole.compute({0: 40})
     assert torch.equal(together, apart) and torch.equal(together, prompt[30:])
+
+
+@pytest.fixture
+def expansions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Expansion]]:
+    """Of all passes and layers so far."""
+    attend, found = latent.attend_expanded, list[Expansion]()
+
+    def watched(q_NJO: Tensor, parts: Latents, pages_PSW: Tensor, of: Expansion, *more: object) -> None:
+        found.append(of)
+        attend(q_NJO, parts, pages_PSW, of, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(latent, "attend_expanded", watched)
+    yield found
+
+
+@pytest.mark.usefixtures("on_the_device")
+@pytest.mark.parametrize("piece_keys", [4096, 40, 7], ids="in {} keys at a time".format)
+@torch.inference_mode()
+def test_long_prompts_expanded_are_what_is_published(
+    layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch, piece_keys: int
+) -> None:
+    """Of several requests at once, some in chunks; beside a short prompt and single rows, which are not."""
+    monkeypatch.setattr(expansion, "PIECE_KEYS", piece_keys)
+    requests = Requests(layer, TritonBackend(DEVICE), [110, 75, 30])
+    passes = ({0: 40, 1: FEWEST, 2: 4}, {0: FEWEST - 1, 1: 2}, {2: 3, 0: FEWEST}, {1: 40}, {0: 5, 2: 1})
+    for counts in passes:
+        for (request, count), got in zip(counts.items(), requests.compute(counts), strict=True):
+            torch.testing.assert_close(got, requests.exact(request, count), atol=TOLERANCE, rtol=TOLERANCE)
+    assert [found.num_keys for found in expansions] == [40 + FEWEST, 40 + 2 * FEWEST - 1, 75]
+    assert [found.takes_all for found in expansions] == [False, False, True]
+    assert [found.num_splits for found in expansions] == [1, 3, 3], "programs of a tile"
+
+
+@pytest.mark.usefixtures("on_the_device")
+@torch.inference_mode()
+def test_an_expanded_prompt_goes_on_behind_what_others_left_absorbed(
+    layer: Layer, expansions: list[Expansion]
+) -> None:
+    """A prefix hit: its first pages are another request's, whose rows came a few at a time."""
+    requests = Requests(layer, TritonBackend(DEVICE), [3 * PAGE, 3 * PAGE + 20])
+    for _ in range(6):
+        requests.compute({0: PAGE // 2})
+    assert not expansions
+    requests.share(0, 1, num_pages=2)
+    (got,) = requests.compute({1: PAGE + 20})
+    assert len(expansions) == 1
+    torch.testing.assert_close(got, requests.exact(1, PAGE + 20), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.usefixtures("on_the_device")
+@torch.inference_mode()
+def test_where_bits_are_promised_they_are_those_of_absorbed_rows(
+    layer: Layer, expansions: list[Expansion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whom the host knows nothing nobody can be expanded."""
+
+    def prompts(*, batch_invariant: bool) -> Tensor:
+        requests = Requests(layer, TritonBackend(DEVICE, batch_invariant=batch_invariant), [80, 50])
+        return torch.cat(requests.compute({0: 80, 1: 50}))
+
+    promised, expanded = prompts(batch_invariant=True), prompts(batch_invariant=False)
+    assert len(expansions) == 1
+    unknown = staticmethod(lambda *places: replace(rows_from_host(*places), host_spans_B2=None))
+    monkeypatch.setattr(TritonBackend, "attention_batch", unknown)
+    assert torch.equal(promised, prompts(batch_invariant=True))
+    torch.testing.assert_close(expanded, prompts(batch_invariant=False), atol=TOLERANCE, rtol=TOLERANCE)
+    assert len(expansions) == 1
+
+
+def test_the_runner_expands_prompts_waits_for_nothing_and_brings_the_host_s_tokens(
+    tmp_path: Path, expansions: list[Expansion]
+) -> None:
+    """One prompt whole beside the first chunk of another; its rest beside drafts, which are absorbed."""
+    target = make_tiny_target(tmp_path, "deepseek_v3", seed=5)
+    random = np.random.default_rng(2)
+    twins = Twins.open(target, None, [random.integers(1, 90, n).tolist() for n in (40, 27)], method="ngram")
+    enter = [twins.steps.admit(slot, tokens) for slot, tokens in enumerate(twins.known)]
+    twins.run([0, 0], [12, 27], [0, 0], admitted=enter, samples=[False, True])
+    twins.run([12, 27], [28, 4], [0, 3])
+    assert {(found.num_keys, found.takes_all) for found in expansions} == {(27, False), (40, True)}
+    num_passes = len(expansions)
+    twins.run(twins.computed(), [4, 4], [3, 3])
+    assert len(expansions) == num_passes
+
+
+def test_nobody_is_expanded_where_the_host_knows_no_lengths(layer: Layer) -> None:
+    """As of whoever decodes: graphs are made before anybody is there."""
+    assert layer.shape.latent is not None
+    assert layer.shape.latent.fewest_expanded == FEWEST
+    workspace = ExpansionWorkspace(layer.shape.latent, C + R, FEWEST)
+    rows = TritonBackend.attention_batch(
+        np.array([9, 0]), np.array([FEWEST, 2]), np.zeros((2, 3)), PAGE, DEVICE
+    )
+    found = find_expansion(rows, workspace)
+    assert found is not None and found.keys_before.tolist() == [0, FEWEST + 9, FEWEST + 9]
+    assert find_expansion(replace(rows, host_spans_B2=None), workspace) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fewest"), [((128, 128, 512), 171), ((192, 128, 512), 233), ((20, 12, 16), None)]
+)
+def test_rows_from_which_expanding_is_less_work_follow_from_the_sizes(
+    layer: Layer, sizes: tuple[int, int, int], fewest: int | None
+) -> None:
+    """Kimi K2's and DeepSeek-V3's; of wider queries; and of heads that are wider than a latent is long."""
+    nope, v_dim, rank = sizes
+    assert layer.shape.latent is not None
+    parts = replace(layer.shape.latent, kv_up_JUC=torch.zeros(1, nope + v_dim, rank), v_dim=v_dim)
+    assert parts.fewest_expanded == fewest
 
 
 def test_a_token_takes_one_vector_for_all_heads_and_its_value_lies_in_its_key(layer: Layer) -> None:

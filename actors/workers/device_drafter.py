@@ -88,9 +88,8 @@ class DeviceSeat:
             passes.append(_requests_of(targets, of_decoding))
             block = None if drafters is None else _requests_of(drafters, of_decoding)
         if len(prompts):
-            rows_G, sampled = plan.num_rows[prompts], int(plan.samples[prompts].sum())
-            shape = (len(prompts), int(rows_G.sum()), int(rows_G.max()), sampled)
-            passes.append(StepRequests.prompts(of_prompts, *shape))
+            spans = (plan.num_computed[prompts], plan.num_rows[prompts])
+            passes.append(StepRequests.prompts(of_prompts, *spans, int(plan.samples[prompts].sum())))
         self._open[plan.step] = _Open(plan, block, passes, filters)
 
     def draft(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor]:

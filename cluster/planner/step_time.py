@@ -112,7 +112,7 @@ class StepTimes:
         works = [target.linears(tokens), target.experts(tokens), target.head(batch * rows + 1)]
         works += [target.attention(batch, rows, context), target.states(batch, rows)] if batch else []
         if chunk.rows:  # which leaves no records
-            works += [target.attention(1, chunk.rows, chunk.context), target.states(1, 1)]
+            works += [target.prompt_attention(chunk.rows, chunk.context), target.states(1, 1)]
         return self._spend(works) + self._sums(2 * target.num_layers + 1, tokens) + _launches(target)
 
     def draft(self, batch: int, rows: float, context: float) -> Spent:

@@ -10,8 +10,9 @@ their own, and a key r that is rotated and the same in all heads.
 *Expanded*, attention is that of q and k_h. *Absorbed*, q_n (K_h c) is (q_n K_h) c, and the sum over p V_h c
 is V_h of the sum over p c: so it is attention of [q_n K_h, q_r] over one K/V head whose keys are the cached
 vectors and whose values are their first C, and V_h multiplies behind it. That reads a token once for all
-heads, which is what decoding waits for. Backends compute absorbed, for any number of rows
-(docs/decisions/latent-attention.md, expanded-latents.md).
+heads, which is what decoding waits for. Many rows of one request are less work expanded
+(`Latents.fewest_expanded`), in other last bits: so a GPU computes prompts where bits are not promised, and
+nobody else does (docs/decisions/latent-attention.md, expanded-latents.md).
 
 `AttentionShape` has the sizes of that form. Made by the target's decoder.
 
@@ -57,6 +58,18 @@ class Latents:
     @property
     def rank(self) -> int:
         return self.kv_up_JUC.shape[2]
+
+    @property
+    def fewest_expanded(self) -> int | None:
+        """Rows of a request in a pass from which expanded is less work, however long its context; None: from
+        no number on.
+
+        A row and a key of its context take 2 C + R multiplications a head absorbed, and U + R expanded,
+        which takes U C of a key before, once a pass.
+        """
+        unit = self.kv_up_JUC.shape[1]
+        saved = 2 * self.rank - unit
+        return unit * self.rank // saved + 1 if saved > 0 else None
 
     def k_up(self) -> Tensor:
         """K [J, E, C] of all heads, where it lies."""

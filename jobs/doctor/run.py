@@ -5,6 +5,7 @@
     a backend     its operators and passes against fp64                  operators.py, passes.py
     own products  ours alone, with what is fused to them                 product_kernels.py
     own experts   routed ones, ours alone; weights plain and packed      expert_kernels.py
+    own latents   attention over them, absorbed and expanded             latent_kernels.py
     own delta rule                                                       delta_kernels.py
     steps         a step's kernels; captured steps                       step_kernels.py, capture.py
     drafts        margins, cuts, DFlash2's kernels, odd heads            draft_kernels.py
@@ -151,17 +152,19 @@ def _kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     machine = Machine(place.device, torch.float32, 16, num_ranks=1)
     reason = why_not("triton", [place.shape.target.of_backend()], machine)
     if reason is not None:
-        for group in ("own products", "own experts", "own delta rule", "steps", "drafts"):
+        for group in ("own products", "own experts", "own latents", "own delta rule", "steps", "drafts"):
             yield raising(group, "kernels", NotHereError(f"triton {reason}"))
         return
     from .delta_kernels import delta_checks
     from .draft_kernels import draft_checks
     from .expert_kernels import expert_checks
+    from .latent_kernels import latent_checks
     from .product_kernels import product_checks
     from .step_kernels import step_checks
 
     yield from product_checks(place, quick=quick)
     yield from expert_checks(place, quick=quick)
+    yield from latent_checks(place, quick=quick)
     yield from delta_checks(place, quick=quick)
     yield from step_checks(place, quick=quick)
     yield from draft_checks(place)

@@ -230,11 +230,10 @@ class DeviceSteps:
     def _prefill(self, plan: SchedulerOutput, requests_G: Places, offset: int) -> tuple[_Share, Tensor]:
         """Launch the rows of prompts; their outcome is left behind so many numbers, and their hidden states
         come back."""
-        num_requests, rows_G = len(requests_G), plan.num_rows[requests_G]
-        num_sampled = int(plan.samples[requests_G].sum())
-        requests = StepRequests.prompts(
-            self._prompts, num_requests, int(rows_G.sum()), int(rows_G.max()), num_sampled
-        )
+        num_requests, num_sampled = len(requests_G), int(plan.samples[requests_G].sum())
+        first_G, rows_G = plan.num_computed[requests_G], plan.num_rows[requests_G]
+        assert (first_G >= 0).all(), "only who decodes waits for a token under way"
+        requests = StepRequests.prompts(self._prompts, first_G, rows_G, num_sampled)
         outcome = Outcome.over(self._home.values[offset:], num_requests, 1)
         filters = self._filters(plan, requests_G)
         masks = self._masks(plan, requests_G)

@@ -14,7 +14,8 @@ K kv heads, F head dim of values; of a weight P parts and R rows of a block.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -32,12 +33,14 @@ from ..backend import (
 from ..blocks import OperatorBackend
 from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
+from ..latent import Latents
 from ..layers import Activation, BlockLinear, Linear, RMSNorm, linear_of_blocks
 from ..recurrent import DeltaNetShape
 from ..rope import RotaryEmbedding
 from .attention import MAX_HEAD_DIM, verify_attention
 from .choice import MeasuredChoice
 from .convolution import convolve
+from .expansion import Expansion, ExpansionWorkspace, find_expansion
 from .experts import TritonExperts
 from .latent import attend_latents, latent_kind
 from .norms import add_rms_norm, rms_norm
@@ -134,7 +137,7 @@ class TritonBackend(OperatorBackend):
         device: of the workspaces.
         attend: what attends; by default our own kernel.
         batch_invariant: a row's bits do not depend on its batch: products are ours for any number of rows, in
-            tiles of one height, and attention is as `AttentionWorkspace` says.
+            tiles of one height, attention is as `AttentionWorkspace` says, and latents stay absorbed.
         quantised: weights of products are e4m3 (`quantised.py`), but heads', routers' and experts'.
     """
 
@@ -153,6 +156,7 @@ class TritonBackend(OperatorBackend):
         self._quantised = quantised
         self._attend = attend or SplitAttention(device, batch_invariant=batch_invariant)
         self._choice, self._sums = MeasuredChoice(), ProductWorkspace(device)
+        self._expansions: dict[Hashable, ExpansionWorkspace] = {}
 
     def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> LayerProjection:
         if self._quantised:
@@ -193,8 +197,19 @@ class TritonBackend(OperatorBackend):
     def attention(self, shape: AttentionShape) -> Attention:
         self._attend.reserve(shape.v_head_dim)
         if shape.latent is not None:
-            return _TritonLatentAttention(shape, batch_invariant=self._batch_invariant)
+            room = self._room_to_expand(shape, shape.latent)
+            return _TritonLatentAttention(shape, room, batch_invariant=self._batch_invariant)
         return _TritonAttention(shape, self._attend)
+
+    def _room_to_expand(self, shape: AttentionShape, parts: Latents) -> ExpansionWorkspace | None:
+        """Which layers alike share; None where prompts stay absorbed."""
+        fewest = parts.fewest_expanded
+        if self._batch_invariant or not shape.causal or shape.window is not None or fewest is None:
+            return None
+        key = parts.kv_up_JUC.shape, shape.head_dim, parts.kv_up_JUC.dtype
+        if key not in self._expansions:
+            self._expansions[key] = ExpansionWorkspace(parts, shape.head_dim, fewest)
+        return self._expansions[key]
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
         return _TritonDeltaNet(shape, by_rows=self._batch_invariant)
@@ -243,18 +258,25 @@ class TritonBackend(OperatorBackend):
 class _Pass:
     """A pass's rows, and what attention has prepared for layers of a kind: when the first of them asks."""
 
-    __slots__ = ("_attend", "_prepared", "rows")
+    __slots__ = ("_attend", "_expansions", "_prepared", "rows")
 
     def __init__(self, rows: PlacedRows, attend: PagedAttention) -> None:
         self.rows = rows
         self._attend = attend
         self._prepared: dict[tuple[int, AttentionKind], Any] = {}  # by page group and kind
+        self._expansions: dict[tuple[int, ExpansionWorkspace], Expansion | None] = {}
 
     def prepared(self, group: int, kind: AttentionKind) -> Any:
         key = group, kind
         if key not in self._prepared:
             self._prepared[key] = self._attend.prepare(kind, self.rows.batches[group])
         return self._prepared[key]
+
+    def expansion(self, group: int, room: ExpansionWorkspace) -> Expansion | None:
+        key = group, room
+        if key not in self._expansions:
+            self._expansions[key] = find_expansion(self.rows.batches[group], room)
+        return self._expansions[key]
 
 
 class _TritonAttention:
@@ -298,14 +320,19 @@ class _TritonAttention:
 
 
 class _TritonLatentAttention:
-    __slots__ = ("_batch_invariant", "_shape")
+    """Absorbed, but for long prompts where there is room to expand them."""
 
-    def __init__(self, shape: AttentionShape, *, batch_invariant: bool) -> None:
-        self._shape, self._batch_invariant = shape, batch_invariant
+    __slots__ = ("_batch_invariant", "_room", "_shape")
+
+    def __init__(
+        self, shape: AttentionShape, room: ExpansionWorkspace | None, *, batch_invariant: bool
+    ) -> None:
+        self._shape, self._room, self._batch_invariant = shape, room, batch_invariant
 
     def __call__(self, qkv_NO: Tensor, step: _Pass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group = self._shape, step.rows, cache.group(layer)
         assert shape.latent is not None and shape.rope is not None, "a layer of latents"
+        expansion = None if self._room is None else step.expansion(group, self._room)
         kind = latent_kind(
             shape.num_heads,
             shape.latent.rank,
@@ -315,6 +342,11 @@ class _TritonLatentAttention:
             window=shape.window,
             batch_invariant=self._batch_invariant,
         )
+        work: WorkList | None = None
+        if expansion is None:
+            work = step.prepared(group, kind)
+        elif not expansion.takes_all:
+            work = step.prepared(group, replace(kind, most_rows=expansion.workspace.fewest - 1))
         return attend_latents(
             qkv_NO,
             shape.latent,
@@ -323,7 +355,8 @@ class _TritonLatentAttention:
             rows.kv_slots[group],
             cache.pages(layer),
             rows.batches[group],
-            step.prepared(group, kind),
+            work,
+            expansion,
             shape.scale,
         )
 

@@ -1,4 +1,4 @@
-"""Latent attention on a GPU, absorbed for any number of rows: what `eager/latent.py` means.
+"""Latent attention on a GPU, absorbed but for long prompts: what `eager/latent.py` means.
 
     queries ── K of each head ──▶ main [N, J, C] ┐
             └─ rotated, in place ▶ tail [N, J, R] ┼─▶ attention over one vector a token ── V of each head ──▶
@@ -6,7 +6,8 @@
 
 Keys are one head that all query heads share. A tile takes as many of these as registers hold of sums as wide
 as a latent; the rest are other items that read the same keys. K and V of the heads multiply by PyTorch's
-batched product: a matrix for each head. Made by `backend.py`.
+batched product: a matrix for each head. Who is expanded in their place (`expanded.py`) is found once a pass.
+Made by `backend.py`.
 
 Legend: N rows, J heads, E head dim of what is not rotated, R of what is, F of values, C values of a latent,
 P pages, S page size; in the kernel G heads at once.
@@ -27,6 +28,8 @@ from ..eager.latent import split_queries
 from ..latent import Latents
 from ..rope import RotaryEmbedding
 from .attention import verify_attention
+from .expanded import attend_expanded
+from .expansion import Expansion
 from .launch import dependent_launch, wait_for_predecessor
 from .tiles import AttentionKind, PagedRows
 from .work import WorkList
@@ -62,17 +65,33 @@ def attend_latents(
     kv_slots_N: Tensor,
     pages_PSW: Tensor,
     rows: PagedRows,
-    work: WorkList,
+    work: WorkList | None,
+    expansion: Expansion | None,
     scale: float,
 ) -> Tensor:
     """[N, J * F] of the block's first product, whose latents are written before.
 
     Args:
         pages_PSW: of a layer, latents and rotated keys; written.
-        work: of `latent_kind`.
+        work: of `latent_kind`, for who is absorbed; None where all are expanded.
+        expansion: who is expanded; None: nobody.
     """
     q_NJO, latent_NW = split_queries(qkv_NO, parts, rope.cos_TD.shape[1])
     norm_rotate_write_latents(q_NJO, latent_NW, parts, rope, positions_N, kv_slots_N, pages_PSW)
+    if work is None:
+        out_NO = q_NJO.new_empty(len(q_NJO), parts.num_heads * parts.v_dim)
+    else:
+        out_NO = _attend_absorbed(q_NJO, parts, pages_PSW, rows, work, scale)
+    if expansion is not None:
+        out_NJF = out_NO.unflatten(-1, (parts.num_heads, -1))
+        attend_expanded(q_NJO, parts, pages_PSW, expansion, scale, out_NJF)
+    return out_NO
+
+
+def _attend_absorbed(
+    q_NJO: Tensor, parts: Latents, pages_PSW: Tensor, rows: PagedRows, work: WorkList, scale: float
+) -> Tensor:
+    """Rows that the work leaves out are of no meaning."""
     nope = parts.nope_dim
     main_JNC = torch.bmm(q_NJO[..., :nope].transpose(0, 1), parts.k_up())
     k_PS1W = pages_PSW.unsqueeze(2)

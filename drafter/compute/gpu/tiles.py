@@ -27,6 +27,7 @@ _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS, _INVARIANT_BLOCK_ROWS = 16, 128, 64
 _BLOCK_VALUES = {2: 16384, 4: 4096}  # rows * D that registers hold without spilling, by bytes of a value
 MIN_PIECE_TILES = 2  # a piece of one tile writes and reads back twice the bytes of its own K/V
 _SPLIT_KEYS, _RUN_SPLITS = 256, 16  # in batch-invariant mode
+_ALL_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class PagedRows:
         kv_lengths_B: int32, keys of each request, those of this call's rows included.
         page_table: int32 [slots, P], page ids from position 0 on; none behind a request's length is read.
         max_rows: no request has more rows (host integer, at least 1: it chooses the tiles).
+        host_spans_B2: first position and rows of each request, on the host, where it knows them: of prompts,
+            among which is no padding. None of whoever decodes.
     """
 
     slots_B: Tensor
@@ -46,6 +49,7 @@ class PagedRows:
     kv_lengths_B: Tensor
     page_table: Tensor
     max_rows: int
+    host_spans_B2: Ints | None = None
 
 
 def rows_from_host(
@@ -67,6 +71,7 @@ def rows_from_host(
         kv_lengths_B=put(first_position_R + num_rows_R),
         page_table=put(pages_RP),
         max_rows=int(num_rows_R.max()),
+        host_spans_B2=np.stack((first_position_R, num_rows_R), axis=1),
     )
 
 
@@ -79,6 +84,7 @@ class AttentionKind:
         dtype: of q, K and V.
         page_size: tokens of a page.
         causal, window, first_key: as in `attention.verify_attention`.
+        most_rows: requests of more are left out: another kernel attends for them, and writes their results.
     """
 
     num_heads: int
@@ -90,6 +96,7 @@ class AttentionKind:
     causal: bool = True
     window: int | None = None
     first_key: int = 0
+    most_rows: int = _ALL_ROWS
 
 
 class AttentionWorkspace:

@@ -66,9 +66,10 @@ class WorkList:
 def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspace) -> WorkList:
     """One launch; the tensors of `rows` need not be known to the host."""
     num_requests = len(rows.slots_B)
-    plan = plan_tiles(kind, rows.max_rows, batch_invariant=workspace.batch_invariant)
+    max_rows = min(rows.max_rows, kind.most_rows)
+    plan = plan_tiles(kind, max_rows, batch_invariant=workspace.batch_invariant)
     max_keys = rows.page_table.shape[1] * kind.page_size
-    most = plan.num_programs(num_requests, rows.max_rows, kind.num_kv_heads, max_keys)
+    most = plan.num_programs(num_requests, max_rows, kind.num_kv_heads, max_keys)
     values = torch.empty(HEADER.value + 2 * num_requests + 1, dtype=torch.int32, device=rows.cu_rows.device)
     _list_work[(1,)](
         rows.cu_rows,
@@ -77,6 +78,7 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
         num_requests,
         workspace.num_programs,
         workspace.num_slots(plan.block_rows),
+        kind.most_rows,
         KV_HEADS=kind.num_kv_heads,
         BLOCK_ROWS=plan.block_rows,
         BLOCK_KEYS=plan.block_keys,
@@ -89,7 +91,16 @@ def list_work(kind: AttentionKind, rows: PagedRows, workspace: AttentionWorkspac
     return WorkList(kind, plan, workspace, values, min(most, workspace.num_programs))
 
 
-@triton.jit(do_not_specialize=["cu_rows_ptr", "kv_lengths_ptr", "num_requests", "num_programs", "num_slots"])
+@triton.jit(
+    do_not_specialize=[
+        "cu_rows_ptr",
+        "kv_lengths_ptr",
+        "num_requests",
+        "num_programs",
+        "num_slots",
+        "most_rows",
+    ]
+)
 def _list_work(
     cu_rows_ptr,
     kv_lengths_ptr,
@@ -97,6 +108,7 @@ def _list_work(
     num_requests,
     num_programs,
     num_slots,
+    most_rows,
     KV_HEADS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -114,7 +126,7 @@ def _list_work(
     for begin in range(0, num_requests, _REQUESTS):
         request_B = begin + tl.arange(0, _REQUESTS)
         tiles_B, first_B, last_B = _requests(
-            cu_rows_ptr, kv_lengths_ptr, request_B, num_requests, TILE_TOKENS, WINDOW
+            cu_rows_ptr, kv_lengths_ptr, request_B, num_requests, most_rows, TILE_TOKENS, WINDOW
         )
         pieces_BJ = count_pieces(first_B[:, None], last_B[:, None], length_J[None, :])
         pairs_BJ = tiles_B[:, None] * pieces_BJ
@@ -133,7 +145,7 @@ def _list_work(
     for begin in range(0, num_requests, _REQUESTS):
         request_B = begin + tl.arange(0, _REQUESTS)
         tiles_B, first_B, last_B = _requests(
-            cu_rows_ptr, kv_lengths_ptr, request_B, num_requests, TILE_TOKENS, WINDOW
+            cu_rows_ptr, kv_lengths_ptr, request_B, num_requests, most_rows, TILE_TOKENS, WINDOW
         )
         pieces_B = count_pieces(first_B, last_B, length)
         pairs_B = tiles_B * pieces_B
@@ -161,15 +173,22 @@ def _lengths(BLOCK_KEYS: tl.constexpr, SPLIT_KEYS: tl.constexpr, RUN_SPLITS: tl.
 
 @triton.jit
 def _requests(
-    cu_rows_ptr, kv_lengths_ptr, request_B, num_requests, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr
+    cu_rows_ptr,
+    kv_lengths_ptr,
+    request_B,
+    num_requests,
+    most_rows,
+    TILE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Tiles of rows; the first and the last key that any row may see."""
+    """Tiles of rows, none of a request of too many; the first and the last key that any row may see."""
     there_B = request_B < num_requests
     rows_B = tl.load(cu_rows_ptr + request_B + 1, mask=there_B, other=0)
     rows_B -= tl.load(cu_rows_ptr + request_B, mask=there_B, other=0)
     keys_B = tl.load(kv_lengths_ptr + request_B, mask=there_B, other=0)
     first_B = first_seen(keys_B - rows_B, WINDOW)
-    return tl.cdiv(rows_B, TILE_TOKENS), first_B, keys_B - 1
+    tiles_B = tl.where(rows_B <= most_rows, tl.cdiv(rows_B, TILE_TOKENS), 0)
+    return tiles_B, first_B, keys_B - 1
 
 
 @triton.jit

@@ -65,6 +65,8 @@ class StepRequests:
         num_rows: N, padding included.
         max_rows, max_drafts: no request has more.
         sampled_X: rows of which a token is chosen; None where it is all of them.
+        host_spans_R2: first position and rows of each, on the host; None where they are known to the device
+            alone. `num_rows` is without padding then.
     """
 
     slots_R: Tensor
@@ -76,6 +78,7 @@ class StepRequests:
     max_rows: int
     max_drafts: int
     sampled_X: Tensor | None = None
+    host_spans_R2: Ints | None = None
 
     @staticmethod
     def room(max_requests: int) -> int:
@@ -88,16 +91,16 @@ class StepRequests:
         return cls(*_views(lists_LW, num_requests), num_rows=num_rows, max_rows=width, max_drafts=width - 1)
 
     @classmethod
-    def prompts(
-        cls, lists_LW: Tensor, num_requests: int, num_rows: int, max_rows: int, num_sampled: int
-    ) -> StepRequests:
-        """The same for requests without drafts, of which some choose a token in their last row."""
+    def prompts(cls, lists_LW: Tensor, first_R: Ints, num_rows_R: Ints, num_sampled: int) -> StepRequests:
+        """The same for requests without drafts, of which some choose a token in their last row; where they
+        stand is known."""
         return cls(
-            *_views(lists_LW, num_requests),
-            num_rows=num_rows,
-            max_rows=max_rows,
+            *_views(lists_LW, len(num_rows_R)),
+            num_rows=int(num_rows_R.sum()),
+            max_rows=int(num_rows_R.max()),
             max_drafts=0,
             sampled_X=lists_LW[-1, :num_sampled],
+            host_spans_R2=np.stack((first_R, num_rows_R), axis=1),
         )
 
 
@@ -170,11 +173,12 @@ def _lay_out(requests: StepRequests, tables: SlotTables, mask_id: int | None) ->
     kv_stride = (num_rows + 1) // 2 * 2  # every group's begin at a multiple of 16 bytes
     kv_slots_GN = empty(num_groups * kv_stride, torch.int64).view(num_groups, kv_stride)[:, :num_rows]
     kv_lengths_R = empty(num_requests, torch.int32)
+    shared = slots_R, cu_rows_R1, kv_lengths_R
     rows = StepRows(
         positions_N=empty(num_rows, torch.int64),
         kv_slots=kv_slots_GN.unbind(0),
         batches=tuple(
-            PagedRows(slots_R, cu_rows_R1, kv_lengths_R, page_table, requests.max_rows)
+            PagedRows(*shared, page_table, requests.max_rows, requests.host_spans_R2)
             for page_table in tables.page_tables.unbind(0)
         ),
         token_ids_N=empty(num_rows, torch.int64),
