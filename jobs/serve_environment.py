@@ -11,10 +11,14 @@ from collections.abc import Mapping
 
 from ..actors.haproxy.folder import HAProxyFolder
 from ..actors.haproxy.front import RETRY_ON
+from ..actors.machine import owned_cores
 from .serve_checks import free_port
 
 # Above the longest generation: a reload of HAProxy ends older streams after so long.
 HAPROXY_HARD_STOP_S = 3600
+# Threads of HAProxy, up to Serve's own number. Each is woken for its own streams, and takes a core from the
+# model's threads; where cores are few, one is woken for what several streams got.
+MOST_HAPROXY_THREADS, CORES_PER_HAPROXY_THREAD = 4, 4
 # A request can be sent again to another replica if it fits.
 BUFFER_BYTES = 65536
 # Of every node of a cluster, before its Ray starts, whichever proxy stands in front.
@@ -76,12 +80,17 @@ def _with_haproxy(folder: HAProxyFolder) -> dict[str, str]:
     return {
         **OF_HAPROXY,
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # no other node's proxy must hear of it
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(_haproxy_threads()),
         **folder.environment,
         # Ports of their own, so that two clusters get along on one machine.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
+
+
+def _haproxy_threads() -> int:
+    return min(MOST_HAPROXY_THREADS, max(1, owned_cores() // CORES_PER_HAPROXY_THREAD))
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

@@ -21,6 +21,7 @@ from manta.actors.haproxy.folder import HAProxyFolder
 from manta.actors.haproxy.front import Places, rewritten
 from manta.actors.haproxy.scrape import joined
 from manta.actors.haproxy.supervisor import ask_haproxy
+from manta.jobs import serve_environment
 from manta.jobs.serve_checks import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -355,3 +356,17 @@ def test_joined_metrics_have_each_family_once_and_no_series_twice() -> None:
     families = {family.name: family for family in text_string_to_metric_families(joined(texts))}
     assert [(s.labels["replica"], s.value) for s in families["t"].samples] == [("a", 3.0), ("b", 5.0)]
     assert len(families["g"].samples) == 2
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (8, "2"), (64, "4")])
+def test_haproxy_has_few_threads_where_cores_are_few(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: str
+) -> None:
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_NBTHREAD", raising=False)
+    monkeypatch.setattr(serve_environment, "owned_cores", lambda: cores)
+    environment = serve_environment.ServeEnvironment(plain_proxy=False)
+    try:
+        assert os.environ["RAY_SERVE_HAPROXY_NBTHREAD"] == threads
+    finally:
+        environment.restore()
+    assert "RAY_SERVE_HAPROXY_NBTHREAD" not in os.environ
