@@ -13,7 +13,8 @@ it, and multiplied by what holds for all steps:
 What a step tells is shared out by how little is known of each. Much slower than foreseen is likely a hiccup,
 and so are the first steps of some number of rows, for which libraries prepare; what is quicker is believed.
 What is learned can be kept between starts (`as_json`, `read`); where, `actors/kept_speculation.py` knows.
-What was kept of a bad moment is a phase; and of a drafter that is not asked it is forgotten after a while.
+What was kept of a bad moment is a phase, and of a drafter that is not asked, or takes twice as long or half,
+it is forgotten.
 
 Pure; used by `policy.py` alone. Legend: N rows.
 """
@@ -21,8 +22,8 @@ Pure; used by `policy.py` alone. Legend: N rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ _HALF_WITHIN = 0.6745  # of a normal distribution's deviation
 _HICCUP = 3.0  # deviations
 _PROMPTS_NOISE = 0.3
 _ALIKE = 0.4  # octaves
+_OFF = 2.0  # times that the first drafts are off what was kept
 _UNTRIED = 128  # steps: so long it is believed of what was kept that no drafts pay
 _LEAST_S = 1e-9
 
@@ -160,12 +162,12 @@ class Costs:
             return  # nothing is measured
         work = self._work(load, load.num_rows + num_drafts)
         if load.prompt_rows or not self._rest:
-            self._rest.learn(work, rest_s / self._slower, _PROMPTS_NOISE, most=1.0)
+            self._rest.learn(work, rest_s / self._slower, _PROMPTS_NOISE)
         else:
             self._learn_rest(work, rest_s, cuts=cuts)
         if draft_rows:
             drafting = Work(draft_rows, num_drafting or load.num_rows, 0, load.context)
-            self._learn_draft(drafting, max(draft_s, _LEAST_S))
+            self._learn_draft(drafting, max(draft_s, _LEAST_S) / self._slower)
             self._num_untried = _UNTRIED
         elif self._num_untried < _UNTRIED:
             self._num_untried += 1
@@ -173,25 +175,29 @@ class Costs:
                 self._draft.become(StepTimes())
 
     def _learn_rest(self, work: Work, seconds: float, *, cuts: bool) -> None:
-        foreseen_s = self._rest.seconds(work)
+        foreseen = self._rest.foresee(work)
         factors = (self._phase, self._cutting) if cuts else (self._phase,)
-        surprise = math.log(seconds / foreseen_s) - sum(factor.log for factor in factors)
+        surprise = math.log(seconds / foreseen.seconds) - sum(factor.log for factor in factors)
         unknown = sum(factor.variance for factor in factors) + self._noise_of(work, surprise) ** 2
-        total = self._rest.doubt(work) ** 2 + unknown
+        total = foreseen.doubt**2 + unknown
         self._noise.learn(surprise, math.sqrt(total))
         for factor in factors:
             factor.learn(surprise, total)
-        self._rest.learn(work, foreseen_s * math.exp(surprise), math.sqrt(unknown * self._again(work)))
+        seconds, noise = foreseen.seconds * math.exp(surprise), math.sqrt(unknown * self._again(work))
+        self._rest.learn(work, seconds, noise, foreseen=foreseen)
 
     def _learn_draft(self, work: Work, seconds: float) -> None:
-        seconds /= self._slower
-        if not self._draft:
+        """Its seconds as they are without the phase."""
+        foreseen = self._draft.foresee(work) if self._draft else None
+        surprise = math.log(seconds / foreseen.seconds) if foreseen else 0.0
+        if abs(surprise) > math.log(_OFF) and self._num_untried < _UNTRIED:
+            self._draft.become(StepTimes())  # it was kept of a bad moment
+        if not foreseen or not self._draft:
             self._draft.learn(work, seconds, 0.0)
             return
-        surprise = math.log(seconds / self._draft.seconds(work))
         noise = self._draft_noise.of(surprise)
-        self._draft_noise.learn(surprise, math.hypot(self._draft.doubt(work), noise))
-        self._draft.learn(work, seconds, noise)
+        self._draft_noise.learn(surprise, math.hypot(foreseen.doubt, noise))
+        self._draft.learn(work, seconds, noise, foreseen=foreseen)
 
     def _noise_of(self, work: Work, surprise: float) -> float:
         """How much such a step may be off without any reason that could be learned."""
@@ -228,30 +234,24 @@ class Costs:
             return 0.0
         work = Work(draft_rows, num_drafting, 0, context)
         if known := self._draft or self._draft_before:
-            return self._slower * known.seconds(work)
-        return self._slower * _UNKNOWN_DRAFTER * self._rest.seconds(work)
+            return self._slower * known.foresee(work).seconds
+        return self._slower * _UNKNOWN_DRAFTER * self._rest.foresee(work).seconds
 
-    def bound_s(self, load: Load, num_drafts: int, draft_rows: int, side: Literal["low", "high"]) -> float:
-        """The least or the most seconds of a step with so many drafts; without rows of prompts apart."""
-        seconds = self._pass_bound_s(load, load.num_rows + num_drafts, side)
-        if draft_rows:
-            if known := self._draft or self._draft_before:
-                seconds += _bound(known, Work(draft_rows, load.num_rows, 0, load.context), side)
-            elif side == "high":
-                seconds += self._pass_bound_s(load, draft_rows, side)
-        return self._slower * seconds
-
-    def _pass_bound_s(self, load: Load, rows: int, side: Literal["low", "high"]) -> float:
-        """More rows take no less than fewer, and no more than in proportion to them."""
-        load, seconds, fewer = load._replace(prompt_rows=0), 0.0, rows
-        while fewer >= load.num_rows:
-            bound_s = _bound(self._rest, self._work(load, fewer), side)
-            if side == "low":
-                seconds = max(seconds, bound_s)
-            else:
-                seconds = min(seconds or math.inf, bound_s * rows / fewer)
-            fewer = max(fewer // 2, load.num_rows) if fewer > load.num_rows else 0
-        return seconds
+    def bounds_s(self, load: Load, lengths: Sequence[int]) -> tuple[Doubles, Doubles]:
+        """The least and the most seconds of steps in which all have so many drafts, of which there are more
+        and more; without rows of prompts."""
+        load, lengths_L = load._replace(prompt_rows=0), np.array(lengths)
+        rows_L = load.num_rows * (1 + lengths_L)
+        least_L, most_L = self._rest.bounds(self._rounded(rows_L).astype(np.float64), self._work(load, 0))
+        if drafter := self._draft or self._draft_before:
+            drafting = Work(0, load.num_rows, 0, load.context)
+            draft_least_L, draft_most_L = drafter.bounds(rows_L.astype(np.float64), drafting)
+        else:
+            draft_least_L, draft_most_L = np.zeros_like(least_L), most_L
+        drafts_L = lengths_L > 0
+        return self._slower * (least_L + drafts_L * draft_least_L), self._slower * (
+            most_L + drafts_L * draft_most_L
+        )
 
     def rest_s(self, load: Load, most_drafts: int) -> Doubles:
         """Of all else, about, with 0, 1, .., `most_drafts` drafts."""
@@ -297,8 +297,3 @@ class Costs:
         for mine, theirs in zip((self._rest, self._draft), found, strict=True):
             mine.become(theirs)
         self._phase.variance, self._num_untried = _PHASE_KEPT**2, 0
-
-
-def _bound(times: StepTimes, work: Work, side: Literal["low", "high"]) -> float:
-    doubt = times.doubt(work)
-    return times.seconds(work) * math.exp(doubt if side == "high" else -doubt)

@@ -238,8 +238,8 @@ class Policy:
         way.review_at = way.steps + min(max(way.steps // 2, _REVIEW_YOUNG), _REVIEW)
         self._survival.settle()
         self.costs.settle()
-        plain_low, plain_high = (self.costs.bound_s(load, 0, 0, side) for side in ("low", "high"))
-        if plain_high > _UNKNOWN * plain_low:
+        least, most = self.costs.bounds_s(load, (0,))
+        if most[0] > _UNKNOWN * least[0]:
             way.trial = 0, 1
             return
         # What prompts take is no part of it: as many come with each token, however these are brought.

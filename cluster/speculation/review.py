@@ -54,6 +54,9 @@ class Review:
         self._who, self._load, self._costs, self._survival = who, load, costs, survival
         self._own = float(who.weights_R.sum())
         self._rest_S = costs.rest_s(load, len(who.slots_R) * lengths[-1])
+        least_L, most_L = costs.bounds_s(load, lengths)
+        self._least_s = dict(zip(lengths, least_L.tolist(), strict=True))
+        self._most_s = dict(zip(lengths, most_L.tolist(), strict=True))
         self._owners_N, self._worths_NK = self._play(lengths[-1])
         every_N = np.ones(len(self._owners_N), dtype=np.bool_)
         self.outlooks = {0: plain(self._own, float(self._rest_S[0]))}
@@ -103,20 +106,12 @@ class Review:
         """Worth per second of a step in which all such drafts are verified, if it takes the least it may."""
         count = len(self._who.slots_R)
         worth = self._own + float(self._worths_NK[:, :length].sum()) * count / len(self._owners_N)
-        draft_rows = count * (length + 1) if length else 0
-        return worth / self._costs.bound_s(self._load, count * length, draft_rows, "low")
+        return worth / self._least_s[length]
 
     def is_known(self, length: int) -> bool:
         """Whether it is known what such a step takes, about."""
-        count = len(self._who.slots_R)
-        rows = count * length, count * (length + 1) if length else 0
-        least_s, most_s = (self._costs.bound_s(self._load, *rows, side) for side in ("low", "high"))
-        return most_s <= _KNOWN * least_s
+        return self._most_s[length] <= _KNOWN * self._least_s[length]
 
     def most_loss_s(self, length: int, rate: float) -> float:
         """How much longer such a step may take than a way that brings so much, if no draft stands."""
-        count = len(self._who.slots_R)
-        most_s = self._costs.bound_s(
-            self._load, count * length, count * (length + 1) if length else 0, "high"
-        )
-        return most_s - self._own / rate
+        return self._most_s[length] - self._own / rate

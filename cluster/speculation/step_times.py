@@ -8,7 +8,7 @@ at powers of two, so that rows may be free up to some number, dear beyond, or th
 
 They are learned by a Kalman filter: what a step tells goes to what was least known. What one load teaches
 holds for others as far as they share coefficients, and how well a step is known that was never made comes
-with it (`doubt`), which is what trials are for. What is not measured for long becomes less known again.
+with it (`Foreseen.doubt`), which is what trials are for. What is not measured for long becomes less known.
 
 The machine's own phases are not learned here (`costs.py`): a step's seconds come by what it takes in them.
 
@@ -38,7 +38,8 @@ _TURN = 0.5  # how much a segment's rows may differ from those of the one before
 _LOOKING_BACK, _LOOKED_AT = 0.3, 0.02  # of a usual context, read once, or by every row
 _PROMPTS, _PROMPTS_ROW = 1.0, 0.1
 _FORGET = 5e-5  # of what was unknown at first, again with each step
-_KEPT = 0.1  # of it, of what was kept
+_FIRST_NOISE = 0.3  # of the first pass
+_KEPT = 0.1  # of what was unknown at first, of what was kept
 _LEAST = 1e-3  # of the first step's seconds: no pass takes less
 
 
@@ -57,6 +58,21 @@ class Work(NamedTuple):
     context: float
 
 
+class Foreseen(NamedTuple):
+    """Of a pass.
+
+    Attributes:
+        seconds: about.
+        doubt: part of these, by which they may be off: one standard deviation.
+        features_F, unknown_F: what it has of each coefficient, and how that is known together with it.
+    """
+
+    seconds: float
+    doubt: float
+    features_F: Doubles
+    unknown_F: Doubles
+
+
 class StepTimes:
     """Of one kind of pass, of one engine."""
 
@@ -70,9 +86,13 @@ class StepTimes:
     def __bool__(self) -> bool:
         return bool(self._first_s > 0.0)
 
-    def seconds(self, work: Work) -> float:
-        """About; something is known."""
-        return self._at_least(float(_features(work) @ self._theta_F))
+    def foresee(self, work: Work) -> Foreseen:
+        """What such a pass takes, about; something is known."""
+        features_F = _features(work)
+        unknown_F = self._unknown_FF @ features_F
+        seconds = self._at_least(float(features_F @ self._theta_F))
+        variance = max(float(features_F @ unknown_F), 0.0)
+        return Foreseen(seconds, math.sqrt(variance) / seconds, features_F, unknown_F)
 
     def seconds_of_rows(self, rows_N: Doubles, work: Work) -> Doubles:
         """Of passes with so many rows in place of `work`'s, about."""
@@ -85,42 +105,41 @@ class StepTimes:
         seconds_N += theta_F[-1] * np.maximum(rows_N - _KNOTS[-1], 0.0)
         return np.maximum(seconds_N, _LEAST * self._first_s)
 
-    def doubt(self, work: Work) -> float:
-        """Part of such a pass's seconds by which they may be off: one standard deviation."""
-        features_F = _features(work)
-        variance = float(features_F @ self._unknown_FF @ features_F)
-        return math.sqrt(max(variance, 0.0)) / self._at_least(float(features_F @ self._theta_F))
+    def bounds(self, rows_N: Doubles, work: Work) -> tuple[Doubles, Doubles]:
+        """The least and the most that passes with so many rows, ascending, may take: within one standard
+        deviation; no less than fewer rows, and no more than in proportion to them."""
+        features_NF = np.stack([_features(work._replace(rows=rows)) for rows in rows_N.tolist()])
+        seconds_N = np.maximum(features_NF @ self._theta_F, _LEAST * self._first_s)
+        variance_N = np.einsum("nf,fg,ng->n", features_NF, self._unknown_FF, features_NF)
+        doubt_N = np.exp(np.sqrt(np.maximum(variance_N, 0.0)) / seconds_N)
+        least_N = np.maximum.accumulate(seconds_N / doubt_N)
+        return least_N, rows_N * np.minimum.accumulate(seconds_N * doubt_N / rows_N)
 
-    def learn(self, work: Work, seconds: float, noise: float, *, most: float = math.inf) -> None:
+    def learn(self, work: Work, seconds: float, noise: float, *, foreseen: Foreseen | None = None) -> None:
         """Such a pass took so long.
 
         Args:
             noise: part of the seconds, by which they may be off.
-            most: part of what was foreseen, by which it may be corrected.
+            foreseen: of `work`, if that is known.
         """
-        features_F = _features(work)
         if not self or (self._knows_prompts_only and not work.prompt_rows):
-            self._begin(features_F, seconds)
-            self._knows_prompts_only = not work.requests
-            noise = 0.3
-        foreseen_s = self._at_least(float(features_F @ self._theta_F))
-        unknown_F = self._unknown_FF @ features_F
-        variance = float(features_F @ unknown_F)
-        total = variance + (noise * foreseen_s) ** 2
-        surprise_s = min(max(seconds - foreseen_s, -most * foreseen_s), most * foreseen_s)
-        gain_F = unknown_F / total
-        self._theta_F += gain_F * surprise_s
+            self._begin(work, seconds)
+            noise, foreseen = _FIRST_NOISE, None
+        about, _, _, unknown_F = foreseen = foreseen or self.foresee(work)
+        gain_F = unknown_F / (((foreseen.doubt**2) + noise**2) * about**2)
+        self._theta_F += gain_F * (seconds - about)
         np.maximum(self._theta_F, 0.0, out=self._theta_F)
-        self._unknown_FF -= np.outer(gain_F, unknown_F)
+        self._unknown_FF -= gain_F[:, None] * unknown_F
         self._unknown_FF += self._renewed_FF
 
-    def _begin(self, features_F: Doubles, seconds: float) -> None:
+    def _begin(self, work: Work, seconds: float) -> None:
         """All that is thought follows from one pass."""
         theta_F, spread_FF = _thought()
-        scale = seconds / float(features_F @ theta_F)
+        scale = seconds / float(_features(work) @ theta_F)
         self._theta_F, self._unknown_FF = scale * theta_F, scale**2 * spread_FF
         self._unknown_FF[_ALWAYS, _ALWAYS] = (0.5 * seconds) ** 2
         self._renewed_FF, self._first_s = _FORGET * self._unknown_FF, seconds
+        self._knows_prompts_only = not work.requests
 
     def _at_least(self, seconds: float) -> float:
         return max(seconds, _LEAST * self._first_s)
