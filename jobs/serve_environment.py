@@ -32,8 +32,8 @@ OF_ALL = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",  # a request's line is nobody else's
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do one day; else it warns
-    # Ray's own 15 is for background work: whatever else runs on the machine, clients of the same one included,
-    # would have the model's cores first.
+    # Ray's own 15 is for background work: whatever else runs on the machine, its clients included, would have
+    # the model's cores first.
     "RAY_worker_niceness": "0",
     # A proxy that does not answer is replaced after three such periods.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
