@@ -113,7 +113,8 @@ class Found:
             return False
         if self.same == self.streams:
             return self.service_s <= BAR_S + self.load_s
-        told = self.retryable == self.streams - self.same
+        # A connection that is cut is an error that clients retry, too: `test_serve_chaos.py`.
+        told = self.retryable + self.cut == self.streams - self.same
         return self.replicas == 1 and told and self.service_s <= BAR_S + self.load_s
 
 
@@ -350,11 +351,12 @@ def table(found: Sequence[Found]) -> str:
         " event* is the longest that a stream waited for a token or its end, *service* the time until a new"
         " request was answered and all later ones were; on the way there, by the server's log, the dead"
         " engine was *noticed*, and a replica in its place *began*, had *loaded* and was *ready*. The bar:"
-        " with two replicas no request is lost; with one, every stream is told at once to retry, and service"
-        f" is back within {BAR_S:g} s plus loading."
+        " with two replicas no request is lost; with one, every stream has an error at once that can be"
+        f" retried, and service is back within {BAR_S:g} s plus loading."
         " HAProxy's death and the gateway's cut what goes through them; service is back within"
         f" {PROXY_BAR_S:g} s. Nothing stays behind."
-        " A lone replica without a gateway has nobody who could tell its streams.",
+        " A lone replica without a gateway has nobody who could tell its streams: they are cut at once, which"
+        " client libraries raise as an error of the connection (OpenAI's as `APIConnectionError`).",
     ]
     for setup in dict.fromkeys(each.setup for each in found):
         rows = [each for each in found if each.setup == setup]

@@ -7,10 +7,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict
 
+import openai
 import pytest
 from manta.jobs.bench.soak_serve import complaints, overload, overload_complaints, run_soak
-from served import Served
-from serving_chaos import CONTROLLER, WORKER, Setup, Trial
+from served import Served, wait_for
+from serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
 from serving_load import Load
 from text_pair import make_text_pair
 
@@ -81,6 +82,20 @@ def test_after_the_death_of_a_worker_all_streams_are_told_to_retry_and_nothing_i
     back = list(asdict(found.back).values())
     assert None not in back and back == sorted(back), "noticed, began, loaded, ready"
     assert set(found.refused_probes) <= {"503", "UnreachableError"}  # and never another failure
+
+
+def test_the_death_of_a_lone_replica_is_an_error_of_the_connection_at_once_and_service_is_back(
+    served: Served,
+) -> None:
+    """Nobody is left to write an event; OpenAI's client has the error that its own retries are for."""
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    asked = {"model": client.models.list().data[0].id, "prompt": "x", "max_tokens": 480}
+    pieces = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+    next(iter(pieces))
+    served.kill(REPLICA.victim(served))
+    with pytest.raises(openai.APIConnectionError):
+        list(pieces)
+    wait_for(served.answers, 120.0, "no replica is back")
 
 
 def test_the_death_of_serves_controller_is_nobodys_business(trial: Trial) -> None:
