@@ -94,7 +94,7 @@ def test_every_row_is_answered_or_explained(answered: Any) -> None:
     assert rows["r3"]["question"] == "row 3", "an error row keeps its input and skips postprocess"
     good = rows["r6"]
     assert good["num_generated_tokens"] == len(good["generated_tokens"]) <= good["length"] == 5
-    assert good["num_draft_tokens"] > 0
+    assert sum(row["num_draft_tokens"] or 0 for row in rows.values()) > 0, "whom it pays for is not told here"
 
 
 def test_speculation_and_batches_change_no_answer(answered: Any) -> None:

@@ -142,11 +142,14 @@ def test_a_published_drafter_drafts_as_its_files_say(name: str, tmp_path: Path):
         assert torch.equal(kept, logits.isfinite())
         assert torch.allclose(logits[kept], expected[kept], atol=1e-4)
 
-        def choose(z: torch.Tensor, k: int, params: SlotSampling = params) -> int:
+        def noised(z: torch.Tensor, k: int, params: SlotSampling = params) -> torch.Tensor:
             noise = gumbel(params.seed, LENGTH + 1 + k, VOCAB) if params.temperature else 0.0
-            return int((z.double() + params.temperature * noise).argmax())
+            return z.double() + params.temperature * noise
 
-        assert drafts == pair.oracle.drafts(taps[0], requests.anchors[0], count, choose)
+        def choose(z: torch.Tensor, k: int) -> int:
+            return int(noised(z, k).argmax())
+
+        assert drafts == pair.oracle.drafts(taps[0], requests.anchors[0], count, choose, rank=noised)
 
 
 @pytest.mark.parametrize("key", ["original_max_position_embeddings", "truncate", "mscale"])

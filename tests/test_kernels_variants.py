@@ -120,7 +120,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
 
 def test_what_changes_from_step_to_step_is_no_part_of_a_key(keys: Keys):
     assert {"_attend", "_lay_out_rows", "_choose", "_write_words"} <= keys.found.keys()
-    assert {"_convolve", "_forbid_early_stops", "_walk"} <= keys.found.keys()
+    assert {"_convolve", "_best_of_chunk", "_best_of_row", "_walk"} <= keys.found.keys()
     assert keys.wavering() <= OF_A_MODEL
 
 
