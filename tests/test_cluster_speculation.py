@@ -267,7 +267,7 @@ def test_a_machine_that_slows_down_is_slower_at_all_rows_and_one_hiccup_is_no_pr
     assert costs.bounds_s(few, (0, 1))[0][1] <= 1.5e-3
     for _ in range(200):
         costs.learn(many, 0, 0, 0.0, 3e-3)
-    assert costs.rest_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.12)
+    assert costs.rest_s(few, 0)[0] == pytest.approx(1.5e-3, rel=0.15)
     assert costs.rest_s(many, 0)[0] == pytest.approx(3e-3, rel=0.1)
 
 

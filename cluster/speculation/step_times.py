@@ -30,7 +30,7 @@ _KNOTS = np.concatenate(([1.0], 2.0 ** np.arange(1, 14)))  # rows where segments
 _ALWAYS, _REQUESTS, _CONTEXT, _ATTENTION, _PROMPT, _PROMPT_ROWS = range(6)
 _FIRST_SEGMENT = 6
 _NUM = _FIRST_SEGMENT + len(_KNOTS)
-_USUAL_CONTEXT = 1024.0  # tokens, beside which a context is long
+_USUAL_CONTEXT = 1024.0  # tokens, or those of the first pass
 
 # What is thought before anything was measured, by the first step's seconds: about, and how far off it may be.
 _REQUEST, _ROW = (0.03, 0.10), (0.05, 0.10)
@@ -40,6 +40,7 @@ _PROMPTS, _PROMPTS_ROW = 1.0, 0.1
 _FORGET = 5e-5  # of what was unknown at first, again with each step
 _FIRST_NOISE = 0.3  # of the first pass
 _KEPT = 0.1  # of what was unknown at first, of what was kept
+_MOST_RENEWED, _TINY = 0.005, 1e-30
 _LEAST = 1e-3  # of the first step's seconds: no pass takes less
 
 
@@ -77,9 +78,9 @@ class StepTimes:
     """Of one kind of pass, of one engine."""
 
     def __init__(self) -> None:
-        self._theta_F = np.zeros(_NUM)
-        self._unknown_FF = np.zeros((_NUM, _NUM))
-        self._renewed_FF = np.zeros((_NUM, _NUM))  # with each step
+        self._theta_F: Doubles = np.zeros(_NUM)
+        self._unknown_FF: Doubles = np.zeros((_NUM, _NUM))
+        self._renewed_FF: Doubles = np.zeros((_NUM, _NUM))  # with each step
         self._first_s = 0.0  # seconds that it all began with
         self._knows_prompts_only = True
 
@@ -125,16 +126,36 @@ class StepTimes:
         if not self or (self._knows_prompts_only and not work.prompt_rows):
             self._begin(work, seconds)
             noise, foreseen = _FIRST_NOISE, None
-        about, _, _, unknown_F = foreseen = foreseen or self.foresee(work)
-        gain_F = unknown_F / (((foreseen.doubt**2) + noise**2) * about**2)
-        self._theta_F += gain_F * (seconds - about)
-        np.maximum(self._theta_F, 0.0, out=self._theta_F)
-        self._unknown_FF -= gain_F[:, None] * unknown_F
-        self._unknown_FF += self._renewed_FF
+        foreseen = foreseen or self.foresee(work)
+        self._update(foreseen.features_F, foreseen.unknown_F, seconds, (noise * foreseen.seconds) ** 2)
+
+    def _update(self, features_F: Doubles, unknown_F: Doubles, seconds: float, noise: float) -> None:
+        """What would fall below zero is nothing, and the others take its part."""
+        theta_F = self._theta_F
+        # Nothing gets more unknown than by a part of this very pass: contexts grow a thousandfold.
+        renewed_F = features_F * np.sqrt(self._renewed_FF.diagonal())
+        share_F = np.minimum(1.0, _MOST_RENEWED * seconds / np.maximum(renewed_F, _TINY))
+        gain_F = unknown_F / (float(features_F @ unknown_F) + noise)
+        new_F = theta_F + gain_F * (seconds - float(features_F @ theta_F))
+        while not (above_F := (new_F >= 0.0) | (features_F == 0.0)).all():
+            self._part(above_F)
+            features_F, theta_F = features_F * above_F, theta_F * above_F
+            unknown_F = self._unknown_FF @ features_F
+            gain_F = unknown_F / (float(features_F @ unknown_F) + noise)
+            new_F = theta_F + gain_F * (seconds - float(features_F @ theta_F))
+        self._theta_F = np.maximum(new_F, 0.0)
+        shrunk_FF = self._unknown_FF - gain_F[:, None] * unknown_F
+        self._unknown_FF = shrunk_FF + self._renewed_FF * np.outer(share_F, share_F)
+
+    def _part(self, above_F: NDArray[np.bool_]) -> None:
+        """Those that are nothing say nothing of the others from now on; how unknown they are remains."""
+        together_FF = np.outer(above_F, above_F)
+        np.fill_diagonal(together_FF, True)
+        self._unknown_FF *= together_FF
 
     def _begin(self, work: Work, seconds: float) -> None:
         """All that is thought follows from one pass."""
-        theta_F, spread_FF = _thought()
+        theta_F, spread_FF = _thought(max(work.context, _USUAL_CONTEXT))
         scale = seconds / float(_features(work) @ theta_F)
         self._theta_F, self._unknown_FF = scale * theta_F, scale**2 * spread_FF
         self._unknown_FF[_ALWAYS, _ALWAYS] = (0.5 * seconds) ** 2
@@ -156,7 +177,7 @@ class StepTimes:
             raise ValueError("coefficients are numbers, not below 0")
         if not (math.isfinite(first_s) and first_s > 0):
             raise ValueError("seconds are numbers above 0")
-        spread_FF = first_s**2 * _thought()[1]
+        spread_FF = first_s**2 * _thought(_USUAL_CONTEXT)[1]
         self._theta_F, self._first_s, self._knows_prompts_only = theta_F, first_s, False
         self._unknown_FF, self._renewed_FF = _KEPT * spread_FF, _FORGET * spread_FF
 
@@ -181,13 +202,13 @@ def _features(work: Work) -> Doubles:
     return features_F
 
 
-def _thought() -> tuple[Doubles, Doubles]:
+def _thought(usual_context: float) -> tuple[Doubles, Doubles]:
     """Coefficients before anything was measured, and their covariance, for a first step of one second."""
     theta_F, deviation_F = np.zeros(_NUM), np.zeros(_NUM)
     theta_F[_ALWAYS], deviation_F[_ALWAYS] = 1.0 - _REQUEST[0], 0.5
     theta_F[_REQUESTS], deviation_F[_REQUESTS] = _REQUEST
-    deviation_F[_CONTEXT] = _LOOKING_BACK / _USUAL_CONTEXT
-    deviation_F[_ATTENTION] = _LOOKED_AT / _USUAL_CONTEXT
+    deviation_F[_CONTEXT] = _LOOKING_BACK / usual_context
+    deviation_F[_ATTENTION] = _LOOKED_AT / usual_context
     theta_F[_PROMPT_ROWS] = _ROW[0]
     deviation_F[_PROMPT], deviation_F[_PROMPT_ROWS] = _PROMPTS, _PROMPTS_ROW
     spread_FF = np.diag(deviation_F**2)
