@@ -335,6 +335,24 @@ def test_a_request_more_costs_more_than_its_row_and_is_known_for_loads_that_neve
         assert foreseen_s == pytest.approx(seconds(requests, rows), rel=0.15), (requests, rows)
 
 
+@pytest.mark.parametrize("context", [100.0, 65536.0])
+def test_what_many_requests_take_is_known_after_few_steps_whatever_they_look_back_on(context: float):
+    """On a GPU contexts are read once, however many rows: drafts cost next to nothing where they are long."""
+    costs, load = Costs(), Load(64, 0, 64 * context)
+    costs.learn(Load(0, 40, context), 0, 0, 0.0, 1e-3)
+
+    def seconds(rows: int) -> float:
+        return 4e-3 + 1e-9 * 64 * context * 30 + 2e-5 * rows
+
+    for drafts in (0, 0, 0, 0, 64, 64, 64, 192, 192, 192):
+        costs.learn(load, drafts, 0, 0.0, seconds(64 + drafts))
+    least, most = costs.bounds_s(load, (0, 1, 3))
+    for length, low, high in zip((0, 1, 3), least, most, strict=True):
+        true_s = seconds(64 * (1 + length))
+        assert costs.rest_s(load, 64 * length)[-1] == pytest.approx(true_s, rel=0.05)
+        assert low > 0.8 * true_s and (length or high < 1.2 * true_s)  # of drafting nothing is known
+
+
 def test_plain_steps_are_foreseen_in_the_machines_phase_though_none_was_made_in_it():
     """A machine that turns slower or quicker while drafts are made has plain steps that are, too."""
     random, costs, load = np.random.default_rng(4), Costs(), Load(4, 0, 800.0)

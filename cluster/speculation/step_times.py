@@ -41,6 +41,7 @@ _FORGET = 5e-5  # of what was unknown at first, again with each step
 _FIRST_NOISE = 0.3  # of the first pass
 _KEPT = 0.1  # of what was unknown at first, of what was kept
 _MOST_RENEWED, _TINY = 0.005, 1e-30
+_MOST_DOUBT = 20.0
 _LEAST = 1e-3  # of the first step's seconds: no pass takes less
 
 
@@ -112,7 +113,7 @@ class StepTimes:
         features_NF = np.stack([_features(work._replace(rows=rows)) for rows in rows_N.tolist()])
         seconds_N = np.maximum(features_NF @ self._theta_F, _LEAST * self._first_s)
         variance_N = np.einsum("nf,fg,ng->n", features_NF, self._unknown_FF, features_NF)
-        doubt_N = np.exp(np.sqrt(np.maximum(variance_N, 0.0)) / seconds_N)
+        doubt_N = np.exp(np.minimum(np.sqrt(np.maximum(variance_N, 0.0)) / seconds_N, _MOST_DOUBT))
         least_N = np.maximum.accumulate(seconds_N / doubt_N)
         return least_N, rows_N * np.minimum.accumulate(seconds_N * doubt_N / rows_N)
 
