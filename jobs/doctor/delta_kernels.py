@@ -46,10 +46,7 @@ def delta_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         quick: of two dtypes of 16 bits one.
     """
     kinds = _KINDS if place.device.type == "cuda" else _SMALL
-    dtypes = candidates(place)[0].dtypes
-    for dtype in dtypes:
-        if quick and dtype is torch.float16 and torch.bfloat16 in dtypes:
-            continue
+    for dtype in candidates(place)[0].examined(quick=quick):
         for name, kind in kinds.items():
             line = f"{name}, {str(dtype).removeprefix('torch.')}"
             yield Check("own delta rule", line, partial(_examine, place, dtype, kind), REMEDY)

@@ -79,10 +79,7 @@ def expert_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     Args:
         quick: of two dtypes of 16 bits one, and fewer heights of a tile.
     """
-    dtypes = candidates(place)[0].dtypes
-    for dtype in dtypes:
-        if quick and dtype is torch.float16 and torch.bfloat16 in dtypes:
-            continue
+    for dtype in candidates(place)[0].examined(quick=quick):
         for kind in expert_kinds(place):
             line = f"{kind.name}, {str(dtype).removeprefix('torch.')}"
             yield Check("own experts", line, partial(_examine, place, dtype, kind, quick), REMEDY)

@@ -59,10 +59,7 @@ def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         quick: of two dtypes of 16 bits one.
     """
     sizes = _KIMI if place.device.type == "cuda" else _SMALL
-    dtypes = candidates(place)[0].dtypes
-    for dtype in dtypes:
-        if quick and dtype is torch.float16 and torch.bfloat16 in dtypes:
-            continue
+    for dtype in candidates(place)[0].examined(quick=quick):
         passes = {
             "long prompts, expanded": (sizes.prompts, sizes.prompts),
             "short prompts, expanded": (sizes.prompts, (sizes.prompts[1], sizes.prompts[1])),

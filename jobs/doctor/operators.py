@@ -57,9 +57,7 @@ def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         quick: on a GPU only of the first, which is served there; of two dtypes of 16 bits one.
     """
     for candidate in candidates(place)[: 1 if quick and place.device.type == "cuda" else None]:
-        for dtype in candidate.dtypes:
-            if quick and dtype is torch.float16 and torch.bfloat16 in candidate.dtypes:
-                continue
+        for dtype in candidate.examined(quick=quick):
             kind, reason = str(dtype).removeprefix("torch."), candidate.why_not(place, dtype)
             if reason is not None:
                 yield raising(candidate.name, kind, NotHereError(f"{candidate.name} {reason}"))

@@ -48,10 +48,8 @@ def product_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         "norm, then GELU product": partial(_gated, activation="gelu_tanh"),
         "blocks": _blocks,
     }
-    dtypes, rows = candidates(place)[0].dtypes, _FEW_ROWS if quick else _ROWS
-    for dtype in dtypes:
-        if quick and dtype is torch.float16 and torch.bfloat16 in dtypes:
-            continue
+    rows = _FEW_ROWS if quick else _ROWS
+    for dtype in candidates(place)[0].examined(quick=quick):
         for name, look in looks.items():
             line = f"{name}, {str(dtype).removeprefix('torch.')}"
             yield Check("own products", line, partial(_examine, place, dtype, look, rows), REMEDY)

@@ -99,6 +99,11 @@ class Candidate:
     dtypes: tuple[torch.dtype, ...]
     page_size: int = 16
 
+    def examined(self, *, quick: bool) -> tuple[torch.dtype, ...]:
+        """Its dtypes; where it is to be quick, of two of 16 bits one."""
+        spared = torch.float16 if quick and torch.bfloat16 in self.dtypes else None
+        return tuple(dtype for dtype in self.dtypes if dtype is not spared)
+
     def why_not(self, place: Place, dtype: torch.dtype) -> str | None:
         """What it lacks here, in words that follow its name."""
         shape = place.shape
