@@ -168,6 +168,7 @@ class EngineConfig:
         async_scheduling: plan the next step while one is computed; a sequence that ends costs one step more.
             None does so on a GPU, where host work would leave it idle.
         max_num_queued_reqs: waiting requests beyond it are refused with a retryable error; None = no limit.
+            Who comes between two steps and will find a seat does not count.
         num_threads: threads of each CPU worker; None shares the cores it owns.
         seed: makes requests without a seed reproducible; None draws random seeds.
     """

@@ -111,7 +111,8 @@ class Engine:
         self._executor = executor
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
         self._roster = self._scheduler.roster
-        self._max_queued = config.max_num_queued_reqs
+        self._max_running, self._max_queued = config.max_num_seqs, config.max_num_queued_reqs
+        self._left_waiting = False  # whether the last plan had no room for somebody
         self._clock = clock
         self._seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
@@ -123,7 +124,8 @@ class Engine:
         """Queue the completions of one prompt, all or none.
 
         They differ in id, seed and output so far; the rest is checked once. Raises RequestError if they can
-        never run, OverloadedError if they cannot now; background work waits as long as it takes.
+        never run, OverloadedError if they cannot now; background work waits as long as it takes. Who comes
+        between two steps waits for a plan, not for a seat: where there are seats it is not counted.
         """
         check_request(requests[0], self._scheduler.config)
         for request in requests:
@@ -133,15 +135,23 @@ class Engine:
                     f"request_id={shown(name)} is already running; give each request an id of its own.",
                     param="request_id",
                 )
-        waiting, most = self._roster.num_online_waiting, self._max_queued
-        if most is not None and not requests[0].background and waiting + len(requests) > most:
-            self._roster.counters.rejected["queue_full"] += len(requests)
-            raise OverloadedError(
-                f"{waiting} requests are waiting and {len(requests)} would join them "
-                f"(max_num_queued_reqs={most}). Retry."
-            )
+        if not requests[0].background:
+            self._check_queue(len(requests))
         for request in requests:
             self._roster.add(request)
+
+    def _check_queue(self, count: int) -> None:
+        most = self._max_queued
+        if most is None:
+            return
+        seats = 0 if self._left_waiting else self._max_running - self._roster.num_online_running
+        waiting = max(self._roster.num_online_waiting - seats, 0)
+        if self._roster.num_online_waiting + count > most + seats:
+            self._roster.counters.rejected["queue_full"] += count
+            raise OverloadedError(
+                f"{waiting} requests are waiting and {count} would join them (max_num_queued_reqs={most}). "
+                "Retry."
+            )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
         """End a request before the next plan; False if it is not here. Its tokens in flight are dropped.
@@ -178,6 +188,7 @@ class Engine:
         begin_s = self._clock()
         self._scheduler.drafter_is(self._executor.drafter_health)
         plan = self._scheduler.schedule(begin_s)
+        self._left_waiting = self._roster.num_online_waiting > 0
         self._seconds["schedule"] += self._clock() - begin_s
         return plan
 

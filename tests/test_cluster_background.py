@@ -115,7 +115,7 @@ def test_an_online_request_takes_the_pages_of_background_work() -> None:
 
 
 def test_background_work_is_never_refused_and_counts_for_nobodys_limit() -> None:
-    engine = open_engine(make_info(), max_num_queued_reqs=1)
+    engine = open_engine(make_info(), max_num_seqs=1, max_num_queued_reqs=0)
     for i in range(20):
         add(engine, background(f"b{i}", seed=i))
     add(engine, make_request("a"))

@@ -108,20 +108,48 @@ def test_an_id_that_is_running_is_refused() -> None:
 
 
 def test_a_full_queue_refuses_with_a_retryable_error() -> None:
-    engine = open_engine(INFO, max_num_queued_reqs=2)
-    for name in ("a", "b"):
+    engine = open_engine(INFO, max_num_seqs=1, max_num_queued_reqs=2)
+    for name in ("a", "b", "c"):
         add(engine, make_request(name))
-    with pytest.raises(OverloadedError, match="max_num_queued_reqs=2") as raised:
-        add(engine, make_request("c"))
+    with pytest.raises(OverloadedError, match=r"2 requests are waiting .*max_num_queued_reqs=2") as raised:
+        add(engine, make_request("d"))
     assert raised.value.retryable
 
 
+def test_a_burst_that_finds_seats_is_let_in_though_no_step_was_planned_since() -> None:
+    engine = open_engine(INFO, max_num_seqs=4, max_num_queued_reqs=1)
+    add(engine, make_request("a", max_tokens=50, ignore_eos=True))
+    engine.step()
+    for name in "bcde":  # three have seats, one waits
+        add(engine, make_request(name, max_tokens=50, ignore_eos=True))
+    with pytest.raises(OverloadedError, match="1 requests are waiting and 1 would join"):
+        add(engine, make_request("f"))
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (4, 1)
+    engine.abort("a")
+    engine.abort("b")
+    with pytest.raises(OverloadedError):  # the next plan gives one of both seats away
+        engine.add_requests([make_request(name) for name in "ghi"])
+
+
+def test_seats_without_pages_let_nobody_in() -> None:
+    engine = open_engine(make_info(num_pages=(20,)), max_num_seqs=8, max_num_queued_reqs=2)
+    for name in "abc":
+        add(engine, make_request(name, (1,) * 40, max_tokens=20, ignore_eos=True))
+    engine.step()
+    assert engine.stats().running < 3
+    for i in range(2 - engine.stats().waiting):
+        add(engine, make_request(f"d{i}"))
+    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+        add(engine, make_request("e"))
+
+
 def test_completions_of_one_prompt_are_queued_all_or_none() -> None:
-    engine = open_engine(INFO, max_num_queued_reqs=3)
+    engine = open_engine(INFO, max_num_seqs=1, max_num_queued_reqs=2)
     add(engine, make_request("a"))
     with pytest.raises(RequestError, match='"a" is already running'):
         engine.add_requests([make_request("b"), make_request("a")])
-    with pytest.raises(OverloadedError, match="1 requests are waiting and 3 would join them"):
+    with pytest.raises(OverloadedError, match="0 requests are waiting and 3 would join them"):
         engine.add_requests([make_request(name) for name in "bcd"])
     assert engine.stats().waiting == 1
     engine.add_requests([make_request(name) for name in "bc"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from manta.actors.checkpoints import resolve_checkpoint
-from manta.actors.targets.loading import backends, memory, warm_up
+from manta.actors.targets.loading import backends, cpu_ways, memory, warm_up
 from manta.actors.targets.loading import plan as load_plan
 from manta.actors.targets.loading import rank as loading
 from manta.actors.targets.loading.rank import load_runner, plan_load
@@ -207,6 +207,7 @@ def test_end_tokens_come_from_generation_config_first(tiny_qwen3: Path, tmp_path
 def test_dtype_auto_on_a_cpu_is_bf16_where_that_is_native_and_exact(
     tiny_qwen3: Path, shipped_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, invariant: bool
 ) -> None:
+    monkeypatch.setattr(cpu_ways, "measured", lambda _: {})  # another test's engine may have tried the ways
     monkeypatch.setattr(backends, "rows_are_invariant", lambda *_, **__: invariant)
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     by_products = plan_load(settings(tiny_qwen3, dtype="auto", device="cpu")).dtype

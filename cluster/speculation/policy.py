@@ -26,7 +26,7 @@ Legend: R requests that decode, K most drafts, S drafts that are verified, N row
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,10 +37,11 @@ from .costs import Costs, Load
 from .ladder import draft_ladder, load_of
 from .review import Decoding, Review
 from .survival import Survival
+from .way import MUCH_BETTER, Way
 
 __all__ = ["Choice", "Decoding", "Policy"]
 
-_BETTER, _MUCH_BETTER = 1.01, 1.05  # than the length there is: twice in a row, or once
+_BETTER = 1.01  # than the length there is, twice in a row; or once, if it is much better
 _WORTH_TRYING = 0.02  # of what is brought now, more in the best case
 _UNKNOWN = 2.5  # plain steps are known whose bounds are nearer than this
 _REVIEW_YOUNG, _REVIEW_DOUBTFUL, _REVIEW = 8, 48, 192  # steps
@@ -48,9 +49,9 @@ _REVIEWS_OF_ALL = 4  # the first ones, and then each so manieth, look at all len
 _SAME = 1  # loads (of `load_of`) that one plan serves: requests come and go
 _NEAR, _PATIENCE = 3, 16  # loads that one serves for so many steps
 _RETRY, _RETRY_MOST = 64, 1024  # steps without drafts, then some are made
+_TELLING = 3  # drafts of a request that tell of its text: one that falls tells nothing of those behind it
 _DECLINED_EVERY = 64  # steps, then a request that does not draft does
 _TRIED, _TRIED_STEPS = 4, 3  # requests of a trial in all, and steps
-_TRIED_AGAIN, _TRIED_AGAIN_MOST = 8, 1024  # steps between trials of one length, more after each
 _LEAST_LOSS = 0.01  # of a plain step: what may be lost is never nothing
 _SAMPLED = 64  # requests that stand for all
 
@@ -76,41 +77,6 @@ class Choice(NamedTuple):
     cuts: bool = True
 
 
-@dataclass(slots=True)
-class _Way:
-    """What is chosen for about as many requests.
-
-    Attributes:
-        length: the best one.
-        rate, worth, plain_s, cuts: of it, as of `Choice`.
-        steps: planned, the one of the next review, and how many there were of these.
-        challenger: whether a longer one (1) or a shorter one (-1) was better at the last review.
-        trial: a length that is to be tried, and in how many steps.
-        tried: by length, how often it was, and the step from which on it may be again.
-    """
-
-    length: int = 0
-    rate: float = 0.0
-    worth: float = 0.0
-    plain_s: float = 0.0
-    cuts: bool = True
-    steps: int = 0
-    review_at: int = 0
-    reviews: int = 0
-    challenger: int = 0
-    trial: tuple[int, int] = (0, 0)
-    tried: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-
-    def may_try(self, length: int) -> bool:
-        return self.steps >= self.tried.get(length, (0, 0))[1]
-
-    def will_try(self, length: int, steps: int) -> None:
-        """What was often tried is tried seldom."""
-        self.trial = length, steps
-        times = self.tried.get(length, (0, 0))[0]
-        self.tried[length] = times + 1, self.steps + steps + min(_TRIED_AGAIN << times, _TRIED_AGAIN_MOST)
-
-
 class Policy:
     """Of one engine, for one way of planning its steps.
 
@@ -128,7 +94,7 @@ class Policy:
         self._most, self._max_rows = most, max_rows
         self._survival, self.costs = survival, costs
         self._ladder = draft_ladder(most)
-        self._ways: dict[int, _Way] = {}
+        self._ways: dict[int, Way] = {}
         self._like = like
         self._last_load = -_SAME - 1
         self._num_ended = self._num_steps = 0
@@ -177,7 +143,7 @@ class Policy:
         choice = self._choice(who, way.length, way)
         return self._cut_beforehand(way, who, load, choice) if way.length else choice
 
-    def _way(self, num_requests: int) -> _Way:
+    def _way(self, num_requests: int) -> Way:
         """To begin with, what is best for the most similar number; what is not near is reviewed at once."""
         load = load_of(num_requests)
         if abs(load - self._last_load) <= _SAME:
@@ -187,7 +153,7 @@ class Policy:
             return way
         ways = self._ways or (self._like._ways if self._like else {})
         nearest = min(ways, key=lambda other: abs(other - load), default=None)
-        way = _Way()
+        way = Way()
         if nearest is not None:
             old = ways[nearest]
             wait = _PATIENCE if abs(nearest - load) <= _NEAR and old.rate else 0
@@ -196,13 +162,13 @@ class Policy:
         self._ways[load] = way
         return way
 
-    def _choice(self, who: Decoding, length: int, way: _Way | None = None, *, trial: bool = False) -> Choice:
+    def _choice(self, who: Decoding, length: int, way: Way | None = None, *, trial: bool = False) -> Choice:
         drafts_R = np.minimum(who.limits_R, length)
         if way is None:
             return Choice(drafts_R, length, trial)
         return Choice(drafts_R, length, trial, way.rate, way.worth, way.plain_s, way.cuts and not trial)
 
-    def _cut_beforehand(self, way: _Way, who: Decoding, load: Load, choice: Choice) -> Choice:
+    def _cut_beforehand(self, way: Way, who: Decoding, load: Load, choice: Choice) -> Choice:
         """Take the drafts of those that have declined; and where no margins will be told, of all what is not
         expected to pay."""
         drafts_R = choice.num_drafts_R
@@ -233,7 +199,7 @@ class Policy:
 
     # What is best is looked for.
 
-    def _review(self, way: _Way, who: Decoding, load: Load) -> None:
+    def _review(self, way: Way, who: Decoding, load: Load) -> None:
         """Settle the best length, and whether another is to be tried."""
         way.review_at = way.steps + min(max(way.steps // 2, _REVIEW_YOUNG), _REVIEW)
         self._survival.settle()
@@ -254,24 +220,25 @@ class Policy:
         self._any_declines = bool(self._declines_S.any())
         length, steps = self._worth_trying(way, review, who)
         if steps:
-            way.will_try(length, steps)
+            way.will_try(length, steps, review.most_gain(length))
 
-    def _lengths(self, way: _Way, most: int) -> list[int]:
+    def _lengths(self, way: Way, most: int) -> list[int]:
         """That are looked at: all now and then, else none and those beside the one there is."""
         lengths = [length for length in self._ladder if length <= most]
         way.reviews += 1
-        if way.reviews <= _REVIEWS_OF_ALL or way.reviews % _REVIEWS_OF_ALL == 0:
+        is_due = not way.length and self._idle >= self._retry_after
+        if is_due or way.reviews <= _REVIEWS_OF_ALL or way.reviews % _REVIEWS_OF_ALL == 0:
             return lengths
         place = bisect_left(lengths, min(way.length, most))
         return sorted({0, *lengths[max(place - 1, 0) : place + 2]})
 
-    def _settle(self, way: _Way, review: Review) -> None:
+    def _settle(self, way: Way, review: Review) -> None:
         """Stay, or go over to what is better."""
         now = way.length if way.length in review.outlooks else 0
         best = max(self._not_risky(review, now), key=lambda length: review.outlooks[length].rate)
         gain = review.outlooks[best].rate / review.outlooks[now].rate
         side = 0 if gain < _BETTER else 1 if best > now else -1
-        if gain > _MUCH_BETTER or (side and side == way.challenger):
+        if gain > MUCH_BETTER or (side and side == way.challenger):
             now, side = best, 0
             way.review_at, way.reviews = way.steps + _REVIEW_YOUNG, 0  # others may be better still
         way.challenger = side
@@ -296,7 +263,7 @@ class Policy:
             or self._budget.steps(review.most_loss_s(length, rate), 1)
         ]
 
-    def _worth_trying(self, way: _Way, review: Review, who: Decoding) -> tuple[int, int]:
+    def _worth_trying(self, way: Way, review: Review, who: Decoding) -> tuple[int, int]:
         """A length whose costs may be much better than is known, where most is to be won for what may be
         lost, or any drafts after a long time without; and in how many steps the budget allows it."""
         lengths = [length for length in review.outlooks if length != way.length]
@@ -305,17 +272,22 @@ class Policy:
         most = max(_TRIED_STEPS, -(-_TRIED // len(who.slots_R))) if self.costs.know_drafts else 1
         best, found = 0.0, (0, 0)
         for length in lengths:
-            gain = review.most_gain(length) - way.rate
-            if gain <= _WORTH_TRYING * way.rate or not way.may_try(length):
+            hope = review.most_gain(length)
+            gain = hope - way.rate
+            if gain <= _WORTH_TRYING * way.rate or not way.may_try(length, hope):
                 continue
             loss_s = max(review.most_loss_s(length, way.rate), _LEAST_LOSS * way.plain_s)
             if gain / loss_s > best and (steps := self._budget.steps(loss_s, most)):
                 best, found = gain / loss_s, (length, steps)
-        if found[1] or way.length or self._idle < self._retry_after:
+        if found[1] or way.length:
             return found
-        length = max(lengths, key=lambda length: review.outlooks[length].rate)  # of those with drafts
+        telling = [length for length in lengths if length >= _TELLING] or lengths[-1:]
+        surprising = [each for each in telling if way.has_more_hope(each, review.most_gain(each))]
+        if not surprising and self._idle < self._retry_after:
+            return found
+        length = max(surprising or telling, key=lambda length: review.outlooks[length].rate)
         if steps := self._budget.steps(review.most_loss_s(length, way.rate), most):
-            self._retry_after = min(2 * self._retry_after, _RETRY_MOST)
+            self._retry_after = min(2 * self._retry_after, _RETRY_MOST) if not surprising else _RETRY
         return length, steps
 
     # Its drafts are to be cut.
