@@ -64,14 +64,16 @@ class Counters:
 
     def count_rows(self, plan: SchedulerOutput, result: StepResult) -> None:
         """What the target computed, whoever has left since, and which drafts were made for it."""
-        num_known = plan.num_batched_tokens - int(plan.num_drafts.sum())
+        proposed = plan.num_draft_tokens
+        num_known = plan.num_batched_tokens - proposed
         num_accepted = int(result.num_tokens.sum()) - int(np.count_nonzero(plan.samples))
         self.step_tokens.observe(num_known + num_accepted)
-        proposed = int(plan.num_drafts.sum())
-        verified = proposed if result.num_drafts is None else int(result.num_drafts.sum())
+        verified = proposed
+        if proposed and result.num_drafts is not None:
+            verified = int(result.num_drafts.sum())
         self.num_proposed_tokens += proposed
         self.num_trimmed_tokens += proposed - verified
-        self.target_rows += plan.num_batched_tokens - proposed + verified
+        self.target_rows += num_known + verified
 
     def count_step(self, num_out_R: IntArray, num_drafts_R: IntArray, num_accepted_R: IntArray) -> None:
         """A step is committed: tokens that came out, drafts verified, accepted drafts among the tokens."""

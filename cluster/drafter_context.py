@@ -92,7 +92,7 @@ class DrafterContext:
             self._pace.try_soon()
 
     def planned(self, plan: SchedulerOutput, *, trial: bool) -> None:
-        self._writes.planned(brings=not trial and bool(plan.num_drafts.any()))
+        self._writes.planned(brings=not trial and plan.num_draft_tokens > 0)
 
     def ended(self, plan: SchedulerOutput, timings: StepTimings) -> None:
         """A step, after so many seconds."""

@@ -41,12 +41,13 @@ class EngineStats:
     `num_proposed_tokens` counts drafts that were made, `num_trimmed_tokens` those that were cut for their
     margins before they were verified. `target_rows` counts rows of the target's passes, prompts' too.
     `calibration_error[i]` is how far the foreseen chances of draft i are from what came; empty if none are.
-    `speculating_s` sums up seconds of steps in which all decode and which were free to draft (of most steps
-    every other one), `plain_s` what the tokens that they brought would have taken plainly, by the seconds of
-    plain steps that were measured at such a load: `plain_s` by `speculating_s` is the speed-up. `undrafted_s`
-    sums up, by reason, the seconds of steps in which requests decoded and none had drafts. `draft_length` is
-    how long the blocks are that were chosen last. `rejected` counts requests that were not let in, by reason;
-    `step_tokens` steps, by the tokens by which they got on: of prompts, and those that came out.
+    `speculating_s` sums up seconds of steps in which all decode and which were free to draft (of steps
+    that are all alike some stand for the others), `plain_s` what the tokens that they brought would have
+    taken plainly, by the seconds of plain steps that were measured at such a load: `plain_s` by
+    `speculating_s` is the speed-up. `undrafted_s` sums up, by reason, the seconds of steps in which
+    requests decoded and none had drafts. `draft_length` is how long the blocks are that were chosen last.
+    `rejected` counts requests that were not let in, by reason; `step_tokens` steps, by the tokens by
+    which they got on: of prompts, and those that came out.
     `step_seconds` sums up the STEP_PARTS; "execute" holds draft, verify, sample and inject. `finished` counts
     ended requests by reason. `drafter_up` says whether drafts may be asked for; `drafter_losses` counts how
     often a drafter failed or was replaced, `drafter_refilled_tokens` what was computed anew to give one its

@@ -29,6 +29,8 @@ _QUIET_S = 5.0  # without online requests: the next one may be far
 # Why requests decode without drafts: no drafter, none wanted, plain steps measured, or best.
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
 _YOUNG = 64  # steps: so many all tell something
+_EACH, _EACH_PLAIN = 2, 8  # so manieth of steps that are all alike is learned from; of plain ones
+_LONG_PLAIN = 128  # steps without drafts: what they take is known
 _MOST_OVERHEAD = 0.5  # of a step's own time: what is more is not its own
 
 
@@ -86,8 +88,8 @@ class Pace:
         self._share = BackgroundShare(config.max_rows, chunks=config.enable_chunked_prefill)
         self._halves = Halves() if config.halves else None
         self._ended_s = -math.inf  # the last step
-        self._num_learned = 0
-        self._untold_s = 0.0  # of steps that were not learned from
+        self._num_learned = self._num_plain = 0  # steps that ended; of these the last ones without drafts
+        self._num_untold, self._untold_s = 0, 0.0  # steps since one was learned from, it included; seconds
         self.speculating_s = self.plain_s = 0.0
         self.undrafted_s: dict[Undrafted, float] = {}
 
@@ -196,7 +198,7 @@ class Pace:
             plan = replace(plan, trim=trim)
         staying_R = np.ones(plan.num_requests, dtype=np.bool_)
         undrafted = None
-        if load.num_rows and self._most_drafts and not plan.num_drafts.any():
+        if load.num_rows and self._most_drafts and not plan.num_draft_tokens:
             undrafted = _why_undrafted(choice) if drafter_ready else "no_drafter"
         return Flight(plan, now_s, num_online, choice, load, weights_R, turn, staying_R, undrafted)
 
@@ -209,13 +211,14 @@ class Pace:
         elapsed_s, self._ended_s = now_s - max(flight.planned_s, self._ended_s), now_s
         self._weights.came(outcome.slots, outcome.num_out, now_s)
         self._num_learned += 1
+        self._num_plain = 0 if flight.choice.length else self._num_plain + 1
         if flight.undrafted is not None:
             self.undrafted_s[flight.undrafted] = self.undrafted_s.get(flight.undrafted, 0.0) + elapsed_s
-        self._untold_s += result.timings.total_s
+        self._num_untold, self._untold_s = self._num_untold + 1, self._untold_s + result.timings.total_s
         if self._tells_enough(flight):
             self._learn_costs(flight, outcome, result, elapsed_s)
             self._learn_acceptance(flight, outcome, result)
-            self._untold_s = 0.0
+            self._num_untold, self._untold_s = 0, 0.0
         if self._halves is None and not shares:
             return
         plan, num_online, timings = flight.plan, flight.num_online, result.timings
@@ -242,10 +245,11 @@ class Pace:
         return self.survival is None or self._num_learned > _YOUNG // 2
 
     def _tells_enough(self, flight: Flight) -> bool:
-        """Of steps that are all alike every other one is enough: to learn takes time, too."""
+        """Of steps that are all alike some are enough: to learn takes time, too."""
         choice = flight.choice
         settled = choice.rate > 0.0 and not choice.trial and self._num_learned > _YOUNG
-        return not settled or self._num_learned % 2 == 0
+        each = _EACH_PLAIN if self._num_plain > _LONG_PLAIN else _EACH
+        return not settled or self._num_learned % each == 0
 
     def _learn_costs(
         self, flight: Flight, outcome: StepOutcome, result: StepResult, elapsed_s: float
@@ -254,9 +258,11 @@ class Pace:
         if policy is None:
             return
         plan, timings = flight.plan, result.timings
-        draft_rows = int(plan.num_drafts.sum())
-        num_drafts = draft_rows if result.num_drafts is None else int(result.num_drafts.sum())
-        num_drafting = int(np.count_nonzero(plan.num_drafts))
+        draft_rows = plan.num_draft_tokens
+        num_drafts = num_drafting = 0
+        if draft_rows:
+            num_drafts = draft_rows if result.num_drafts is None else int(result.num_drafts.sum())
+            num_drafting = int(np.count_nonzero(plan.num_drafts))
         draft_rows += num_drafting
         rest_s = timings.total_s - timings.draft_s + _overhead_s(timings, elapsed_s)
         cuts = plan.trim is not None
@@ -274,8 +280,9 @@ class Pace:
         own_worth = float(weights_R.sum())
         policy.pay(flight.choice, own_worth, float(weights_R.dot(num_out_R)), seconds, self._untold_s)
         if flight.choice.plain_s and len(num_out_R):
-            self.speculating_s += seconds
-            self.plain_s += int(num_out_R.sum()) / len(num_out_R) * flight.choice.plain_s
+            count = self._num_untold  # for which this one stands
+            self.speculating_s += count * seconds
+            self.plain_s += count * int(num_out_R.sum()) / len(num_out_R) * flight.choice.plain_s
 
     def _learn_acceptance(self, flight: Flight, outcome: StepOutcome, result: StepResult) -> None:
         drafted_R, margins_RK = outcome.num_planned, result.margins
@@ -299,7 +306,7 @@ class Pace:
 
 def _load_of(plan: SchedulerOutput, context: float) -> Load:
     """What a plan's requests bring beside drafts."""
-    num_known, num_requests = int(plan.num_rows.sum() - plan.num_drafts.sum()), plan.num_requests
+    num_known, num_requests = plan.num_batched_tokens - plan.num_draft_tokens, plan.num_requests
     if num_known == num_requests and plan.samples.all():  # as in most steps
         return Load(num_requests, 0, context)
     num_decoding = int(np.count_nonzero(plan.samples & (plan.num_rows - plan.num_drafts == 1)))

@@ -26,7 +26,7 @@ does not. Rows of a chunk without drafts stand for sure and are folded in at onc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -164,6 +164,7 @@ class SchedulerOutput:
         writes_context: whether the drafter gets what this step computes. If not, no request of the step is
             drafted for before it has entered anew.
         saves: recurrent states to be saved, if any.
+        num_batched_tokens, num_draft_tokens: rows and drafts of all requests together.
     """
 
     step: int
@@ -180,6 +181,13 @@ class SchedulerOutput:
     trim: Trim | None = None
     writes_context: bool = True
     saves: StateSaves | None = None
+    num_batched_tokens: int = field(init=False, repr=False, compare=False)
+    num_draft_tokens: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Asked for a dozen times a step: each sum of a short array takes two microseconds.
+        object.__setattr__(self, "num_batched_tokens", int(self.num_rows.sum()))
+        object.__setattr__(self, "num_draft_tokens", int(self.num_drafts.sum()))
 
     def verifying(self, num_drafts_R: IntArray) -> SchedulerOutput:
         """The plan when it has been trimmed: with so many drafts of each request, no more than planned."""
@@ -189,10 +197,6 @@ class SchedulerOutput:
     @property
     def num_requests(self) -> int:
         return len(self.slots)
-
-    @property
-    def num_batched_tokens(self) -> int:
-        return int(self.num_rows.sum())
 
 
 @dataclass(frozen=True, slots=True)

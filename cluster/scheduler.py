@@ -272,6 +272,8 @@ class Scheduler:
     ) -> tuple[IntArray, IntArray]:
         """Let waiting sequences in, strictly by rank, while there are slots, rows and pages."""
         roster, num_before, rows = self.roster, len(self._admitted), list[int]()
+        if not roster.waiting:
+            return slots_R, rows_R
         held: Reason | None = None
         while roster.waiting and roster.waiting[0].request.background == background:
             sequence = roster.waiting[0]

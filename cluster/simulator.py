@@ -58,7 +58,7 @@ class LinearCost:
     inject_row_s: float = 0.0
 
     def __call__(self, plan: SchedulerOutput) -> StepTimings:
-        rows = int(plan.num_drafts.sum()) + int(np.count_nonzero(plan.num_drafts))
+        rows = plan.num_draft_tokens + int(np.count_nonzero(plan.num_drafts))
         draft_s = max(self.draft_floor_s, rows * self.draft_row_s) if rows else 0.0
         verify_s = max(self.verify_floor_s, plan.num_batched_tokens * self.verify_row_s)
         inject_s = plan.num_batched_tokens * self.inject_row_s if plan.writes_context else 0.0
@@ -140,7 +140,7 @@ class SimulatedExecutor:
         margins_RK, stands_RK = self._drafts.propose(seeds_R, begin_R, plan.num_drafts, hardness_R)
         verified_R = plan.num_drafts
         if plan.trim is not None and margins_RK.size:
-            num_other_rows = plan.num_batched_tokens - int(plan.num_drafts.sum())
+            num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
             verified_R = trimmed(margins_RK, plan.num_drafts, num_other_rows, plan.trim)
         in_context_R = self._drafters_S[plan.slots] == self._drafter.generation
         accepted_R = np.where(in_context_R, np.minimum(stands_RK.sum(axis=1), verified_R), 0)

@@ -100,7 +100,7 @@ class Spending:
         load, plain_s = load_of(plan.num_requests), flight.choice.plain_s
         if not self._plain_at_s and plain_s > 0.0:
             self._any_kept = True  # known before any plain step ran here
-        if decodes and not plan.num_drafts.any():
+        if decodes and not plan.num_draft_tokens:
             self._plain_at_s[load] = now_s
         accounts_R = self._departed.pop(plan.step, None)
         if accounts_R is None:

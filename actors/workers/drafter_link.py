@@ -168,7 +168,7 @@ class DrafterLink(End):
             return
         place, now_s = self._num_asked % MAX_OPEN, time.monotonic()
         self._num_asked += 1
-        self._steps[plan.step] = _Step(place, now_s, bool(plan.num_drafts.any()))
+        self._steps[plan.step] = _Step(place, now_s, plan.num_draft_tokens > 0)
         self._say(Ask(plan, place, now_s))
 
     def is_answered(self, step: int) -> bool:

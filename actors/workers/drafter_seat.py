@@ -119,7 +119,7 @@ class LoadedDrafter:
         enters = made_up_plan([0], [tokens], [0], prompts=[prompt], num_pages=[pages], groups=groups)
         for step in (enters, made_up_plan([tokens], [drafts + 1], [drafts])):
             seat.begin(step)
-            if step.num_drafts.any():
+            if step.num_draft_tokens:
                 seat.draft(step)
             for part in range(seat.num_parts(step)):
                 kinds = seat.told_kinds(step, part)

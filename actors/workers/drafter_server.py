@@ -119,7 +119,7 @@ class Guest(End):
         self.seat.begin(plan)
         self._note_pages(plan)
         self._open.append(_Step(plan))
-        if plan.step in self._told or not plan.num_drafts.any():
+        if plan.step in self._told or not plan.num_draft_tokens:
             self._book(ask.sent_s, begin_s)
             return  # the target could not wait, or wants none
         proposed = self.seat.draft(plan)

@@ -200,7 +200,7 @@ class SplitRunner:
         if self._on_device:
             return replace(self._runner.collect(), drafter_use=self._drafts.take_use())
         plan, asked_s = self._waiting.popleft()
-        waited_s = time.monotonic() - max(asked_s, self._free_s) if plan.num_drafts.any() else 0.0
+        waited_s = time.monotonic() - max(asked_s, self._free_s) if plan.num_draft_tokens else 0.0
         self._drafts.begin(plan, 1)
         self._runner.submit(plan)
         result = self._runner.collect()

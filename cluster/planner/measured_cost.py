@@ -43,7 +43,7 @@ class MeasuredCost:
     def __call__(self, plan: SchedulerOutput) -> StepTimings:
         """Requests of a kind by their means."""
         decodes_R = plan.samples & (plan.num_rows == plan.num_drafts + 1)
-        batch, num_drafts = int(decodes_R.sum()), int(plan.num_drafts.sum())
+        batch, num_drafts = int(decodes_R.sum()), plan.num_draft_tokens
         context = float(np.maximum(plan.num_computed[decodes_R], 0).mean()) if batch else 0.0
         drafted = int(np.count_nonzero(plan.num_drafts))
         draft_s = 0.0 if not drafted else self._at(self.draft_BDC, drafted, num_drafts / drafted, context)

@@ -41,7 +41,7 @@ class PlanCost:
 
     def _draft_s(self, plan: SchedulerOutput) -> float:
         drafted_R = plan.num_drafts > 0
-        count, drafts = int(drafted_R.sum()), int(plan.num_drafts.sum())
+        count, drafts = int(drafted_R.sum()), plan.num_draft_tokens
         if not count:
             return 0.0
         context = float(plan.num_computed[drafted_R].mean())

@@ -294,7 +294,7 @@ class Policy:
 
     def trim(self, choice: Choice, plan: SchedulerOutput, load: Load, weights_R: FloatArray) -> Trim | None:
         """How the drafts of this plan are to be cut; None if they are not."""
-        if not choice.cuts or choice.rate <= 0.0 or not self.tells_margins or not plan.num_drafts.any():
+        if not choice.cuts or choice.rate <= 0.0 or not self.tells_margins or not plan.num_draft_tokens:
             return None
         seconds_N = self.costs.pass_s(load, plan.num_batched_tokens)
         told = plan.slots.tobytes(), weights_R.tobytes(), self._survival.version, choice.rate
@@ -314,7 +314,7 @@ class Policy:
 
     def _room(self, choice: Choice, plan: SchedulerOutput, load: Load, weights_R: FloatArray) -> int:
         """Rows of the pass that is best for the drafts to be expected, where passes have fixed sizes."""
-        num_requests, num_drafts = plan.num_requests, int(plan.num_drafts.sum())
+        num_requests, num_drafts = plan.num_requests, plan.num_draft_tokens
         some = np.arange(0, num_requests, -(-num_requests // _SAMPLED))
         longest_R = plan.num_drafts[some]
         worths_RK = self._survival.means(plan.slots[some])[:, : int(plan.num_drafts.max())]

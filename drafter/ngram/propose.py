@@ -30,7 +30,7 @@ class LookUpProposer:
 
     def propose(self, plan: SchedulerOutput, states: RequestStates) -> Proposals:
         """Drafts [R, K], the same on all ranks, for all know the same tokens."""
-        if not plan.num_drafts.any():
+        if not plan.num_draft_tokens:
             return Proposals.none(plan.num_requests, states.device)
         return Proposals(states.look_up(plan, *self._lengths), None)
 

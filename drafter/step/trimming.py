@@ -18,7 +18,7 @@ from ...cluster.speculation.choice import trimmed
 def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:
     """How many drafts of each request are verified, int32 [R], by a plan that trims."""
     assert plan.trim is not None, "asked where drafts are cut"
-    num_other_rows = plan.num_batched_tokens - int(plan.num_drafts.sum())
+    num_other_rows = plan.num_batched_tokens - plan.num_draft_tokens
     return trimmed(margins_RK.cpu().numpy(), plan.num_drafts, num_other_rows, plan.trim)
 
 

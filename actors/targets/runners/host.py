@@ -146,7 +146,7 @@ class StepRunner:
     def _propose(self, plan: SchedulerOutput) -> Proposals:
         """Ask for drafts, and let grammars see them."""
         if self.drafts is None:
-            assert not plan.num_drafts.any(), "drafts were planned, but there is no drafter"
+            assert not plan.num_draft_tokens, "drafts were planned, but there is no drafter"
             proposals = Proposals.none(plan.num_requests, self.model.device)
         else:
             proposals = self.drafts.propose(plan, self.states)
