@@ -39,8 +39,8 @@ class Way:
         return self.steps >= self.tried.get(length, (0, 0, 0.0))[1] or self.has_more_hope(length, hope)
 
     def has_more_hope(self, length: int, hope: float) -> bool:
-        """Than when it was tried."""
-        return length in self.tried and hope > MUCH_BETTER * self.tried[length][2]
+        """Than when it was tried; where there are drafts already, hope comes and goes with their texts."""
+        return not self.length and length in self.tried and hope > MUCH_BETTER * self.tried[length][2]
 
     def will_try(self, length: int, steps: int, hope: float) -> None:
         """What was often tried is tried seldom, unless there is more to hope for than there was."""
