@@ -177,7 +177,7 @@ def train_pair(
     work_dir: Annotated[
         Path, typer.Option("--work-dir", help="Snapshots and data; the same one again resumes.")
     ] = Path("out/train-pair"),
-    hours: Annotated[float, typer.Option("--hours", help="Time for all stages together.")] = 2.75,
+    hours: Annotated[float, typer.Option("--hours", help="Time for all stages together.")] = 3.25,
     num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
 ) -> None:
     """Train the pair that ships from the Python standard library's sources; resumable."""

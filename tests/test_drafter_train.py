@@ -169,14 +169,27 @@ def test_a_drafter_is_trained_for_a_target_of_other_blocks(tmp_path: Path) -> No
 
 def test_a_drafter_is_trained_on_with_its_own_shape(tiny_qwen3: Path, tmp_path: Path) -> None:
     initial = make_tiny_drafter(tmp_path / "drafter", sliding_window=24)
-    data = continuations(vocab_size=120)
+    data, settings = continuations(vocab_size=120), replace(SETTINGS, num_layers=None)
     trained = train(
-        tiny_qwen3, data, data, tmp_path / "run", Length(steps=1), settings=SETTINGS, initial=initial
+        tiny_qwen3, data, data, tmp_path / "run", Length(steps=1), settings=settings, initial=initial
     )
     facts = facts_of(read_model(tiny_qwen3))
     was, now = check_drafter(initial, facts), check_drafter(trained.drafter, facts)
     assert now.layers == was.layers and now.block_size == was.block_size == 16
     assert now.selector == SETTINGS.selector, "and what the recipe adds"
+
+
+def test_a_drafter_gets_more_layers_and_loses_none(tiny_qwen3: Path, tmp_path: Path) -> None:
+    initial = make_tiny_drafter(tmp_path / "drafter", sliding_window=24)
+    facts, data = facts_of(read_model(tiny_qwen3)), continuations(vocab_size=120)
+    was = check_drafter(initial, facts)
+    more, fewer = (replace(SETTINGS, num_layers=was.num_layers + by) for by in (2, -1))
+    trained = train(tiny_qwen3, data, data, tmp_path / "run", Length(steps=2), settings=more, initial=initial)
+    assert check_drafter(trained.drafter, facts).layers == was.layers + was.layers[-1:] * 2
+    learned = load_file(trained.drafter / "model.safetensors")
+    assert learned[f"layers.{was.num_layers + 1}.mlp.down_proj.weight"].any(), "it is silent no more"
+    with pytest.raises(ConfigError, match=rf"layers={was.num_layers - 1}: .* has {was.num_layers}, and none"):
+        train(tiny_qwen3, data, data, tmp_path / "other", Length(steps=1), settings=fewer, initial=initial)
 
 
 def text_records() -> list[dict[str, object]]:

@@ -9,13 +9,20 @@ import pytest
 import torch
 from manta.actors.targets.families import read_model
 from manta.drafter.compute.layers import Linear
-from manta.drafter.dflash.checkpoint import load_drafter
+from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
 from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSize
 from manta.drafter.dflash.features import LentWeights, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.noise import negative_gumbel_of
 from manta.jobs.plan.models import card_length
-from manta.jobs.training.begin import drafter_config, eagle_config, new_drafter, new_eagle_head
+from manta.jobs.training.begin import (
+    continued,
+    drafter_config,
+    eagle_config,
+    facts_of,
+    new_drafter,
+    new_eagle_head,
+)
 from manta.jobs.training.budget import Length
 from manta.jobs.training.cards import DrafterFacts, write_drafter_card
 from manta.jobs.training.continuations import Continuations, Question
@@ -200,6 +207,20 @@ def test_before_it_learns_a_second_drafter_is_the_first_one(target: Path):
     anchors = torch.tensor([[3, 8]])
     torch.testing.assert_close(trained(features, blocks, anchors), first(features, blocks, anchors))
     assert not trained.candidate_selector.scores(torch.randn(3, 32), torch.tensor([1, 2, 3])).any()
+
+
+def test_layers_that_are_added_are_silent_at_first(target: Path, tmp_path: Path):
+    frozen = frozen_target(target)
+    first = TrainableDrafter(replace(drafter_config(frozen.spec, SECOND, MASK_ID), convolutions=None))
+    shuffle_weights(first)
+    export_drafter(first, frozen.spec, tmp_path)
+    config = continued(check_drafter(tmp_path, facts_of(frozen.spec)), DrafterSettings(num_layers=4), None)
+    deeper = new_drafter(config, frozen.weights, tmp_path)
+    assert (len(first.layers), len(deeper.layers)) == (2, 4)
+    assert deeper.layers[3].self_attn.q_proj.weight.equal(first.layers[1].self_attn.q_proj.weight)
+    features, blocks = torch.randn(1, 9, 64), torch.randn(1, 2, 4, 32)
+    anchors = torch.tensor([[3, 8]])
+    assert deeper(features, blocks, anchors).equal(first(features, blocks, anchors))
 
 
 def test_a_convolution_sees_the_row_before_and_no_other_block():

@@ -242,7 +242,12 @@ def train(
     hours: Annotated[
         float | None, typer.Option("--hours", help="Time for training, in place of steps.")
     ] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Of a new drafter; 3 if absent.")] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers", help="Of a new drafter, 3 if absent; with --from, more than it has: silent at first."
+        ),
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option("--block-size", help="Of a new drafter; 16 if absent.")
     ] = None,

@@ -141,6 +141,7 @@ def _backbone(config: DrafterConfig, raw: Json) -> _Written:
     kept = {key: value for key, value in nested.items() if key not in _OF_WRAPPING}
     return kept | {
         "model_type": "qwen3",
+        "num_hidden_layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],

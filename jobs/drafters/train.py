@@ -100,10 +100,9 @@ def _settings(options: TrainOptions) -> Settings:
             if value is not None:
                 raise ConfigError(f"--{name} is not for --head {options.head}. Leave it out.", param=name)
         return settings
-    if options.initial is not None and (options.layers or options.block_size):
+    if options.initial is not None and options.block_size:
         raise ConfigError(
-            "--layers and --block-size are of a new drafter; one that is trained on (--from) has its own.",
-            param="from",
+            "--block-size is of a new drafter; one that is trained on (--from) has its own.", param="from"
         )
     if options.layers is not None:
         settings = replace(settings, num_layers=options.layers)

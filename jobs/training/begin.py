@@ -7,7 +7,7 @@ parts that do not fit begin at random.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from .settings import DrafterSettings, EagleSettings
 
 _USUAL_HEAD_DIM, _ROWS_OF_A_KV_HEAD, _INNER_SHARE = 128, 4, 3
 _SEED = 1
+_NEW_LAYERS = 3
+_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds comes out of these
 
 
 def facts_of(spec: ModelSpec) -> TargetFacts:
@@ -45,7 +47,7 @@ def drafter_config(spec: ModelSpec, settings: DrafterSettings, mask_token_id: in
         file="a new drafter",
         layout="z-lab",
         **_sizes(spec),
-        layers=(DraftLayer(causal=False, window=None),) * settings.num_layers,
+        layers=(DraftLayer(causal=False, window=None),) * (settings.num_layers or _NEW_LAYERS),
         target_layer_ids=usual_layer_ids(spec.num_layers, settings.num_taps),
         block_size=settings.block_size,
         mask_token_id=mask_token_id,
@@ -73,10 +75,22 @@ def eagle_config(spec: ModelSpec, settings: EagleSettings) -> Eagle3Config:
 
 
 def continued(initial: DrafterConfig, settings: DrafterSettings, embed_scale: float) -> DrafterConfig:
-    """The shape of a drafter that is trained on, and gets what the recipe adds."""
+    """The shape of a drafter that is trained on, and gets what the recipe adds.
+
+    Raises:
+        ConfigError: it has more layers than are asked for.
+    """
     size, scale = settings.conv_group_size, initial.input_embedding_scale
+    num_more = (settings.num_layers or initial.num_layers) - initial.num_layers
+    if num_more < 0:
+        raise ConfigError(
+            f"layers={settings.num_layers}: the drafter to begin with has {initial.num_layers}, and none is "
+            "taken away. Leave it out, or give more.",
+            param="layers",
+        )
     return replace(
         initial,
+        layers=initial.layers + initial.layers[-1:] * num_more,
         input_embedding_scale=embed_scale if scale is None else scale,
         convolutions=initial.convolutions or (None if size is None else ConvolutionSize(TAPS, size)),
         selector=initial.selector or settings.selector,
@@ -106,14 +120,15 @@ def mask_token(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
 def new_drafter(
     config: DrafterConfig, target: TargetWeights, initial: Path | None = None
 ) -> TrainableDrafter:
-    """With the weights of `initial`, or with layers of the target, evenly spaced up to its last, which read
-    its deepest tap."""
+    """With the weights of `initial`, behind whose layers more are silent at first; or with layers of the
+    target, evenly spaced up to its last, which read its deepest tap."""
     torch.manual_seed(_SEED)
     drafter = TrainableDrafter(config)
     if initial is not None:
         source, facts = TensorFolder(initial), facts_of(target.spec)
         names = [name for name in source.shapes if named_as_ours(name) in drafter_shapes(config, facts)]
         drafter.load_state_dict({named_as_ours(n): source.get(n) for n in names}, strict=False)
+        _add_silent_layers(drafter, names)
         return drafter
     for index, layer in enumerate(drafter.layers):
         parts = _layer_parts(target, target.spec.num_layers * (index + 1) // config.num_layers - 1)
@@ -122,6 +137,15 @@ def new_drafter(
     drafter.fc.weight[:, -width:].copy_(torch.eye(width))
     drafter.norm.weight.copy_(target.final_norm())
     return drafter
+
+
+def _add_silent_layers(drafter: TrainableDrafter, known: Sequence[str]) -> None:
+    """Those of which nothing is known begin as the last one that is, and add nothing to the residual."""
+    count = len({name.split(".")[1] for name in map(named_as_ours, known) if name.startswith("layers.")})
+    last = drafter.layers[count - 1].state_dict()
+    silent = {name: torch.zeros_like(part) if name in _OUTPUTS else part for name, part in last.items()}
+    for layer in drafter.layers[count:]:
+        layer.load_state_dict(silent)
 
 
 @torch.no_grad()

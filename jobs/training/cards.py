@@ -52,19 +52,22 @@ tags: [dflash, speculative-decoding]
 ---
 # Manta's small DFlash drafter
 
-Drafts blocks of 16 tokens for `models/target` in one pass ([DFlash](https://arxiv.org/abs/2602.06036)). It
-has no embedding and no head: it uses the target's. z-lab's checkpoint layout, bf16, {parameters:.1f} M
-parameters in 3 layers, full attention, target layers 1, 4, 8, 12 and 15 as features.
+Drafts blocks of 16 tokens for `models/target` in one pass ([DFlash](https://arxiv.org/abs/2602.06036)), and
+chooses each token behind the one before it by DFlash2's selector (rank 128, 16 candidates). It has no
+embedding and no head: it uses the target's. z-lab's checkpoint layout, bf16, {parameters:.1f} M parameters,
+of which the selector's tables are 1.0 M; 4 layers, full attention, target layers 1, 4, 8, 12 and 15 as
+features.
 
 * **Data**: {continuation_tokens:.2f} M tokens of prompts and continuations that the target wrote itself
   (half at temperature 1, a quarter each at 0.7 and 0), up to 192 tokens after prompts of 30-250 tokens cut
   from its training files; the Python standard library (PSF License Version 2).
-* **Loss**: 64 random anchors a sequence, clean anchor and 15 masks, context strictly before the anchor;
-  cross-entropy against an even mixture of the token the target drew and its whole distribution, weighted
-  by D-PACE (alpha 0.5).
-* **Training**: {together_steps:,} steps together with the target, {together_minutes:.0f} minutes; then, the
-  target frozen, {drafter_steps:,} steps of 8 of its continuations, {drafter_minutes:.0f} minutes on
-  {machine}; Muon for matrices, AdamW for norms, features made anew in every step.
+* **Loss**: random anchors, a clean anchor and 15 masks (or 7, by turns), context strictly before the anchor;
+  0.7 the chance of being refused at temperature 1, the rest cross-entropy against an even mixture of the
+  token the target drew and its whole distribution, weighted by D-PACE (alpha 0.5).
+* **Training**: {together_steps:,} steps together with the target, three layers deep and by cross-entropy
+  alone, {together_minutes:.0f} minutes; then, the target frozen, with the fourth layer and the selector,
+  {drafter_steps:,} steps of 8 of its continuations, {drafter_minutes:.0f} minutes on {machine}; Muon for
+  matrices, AdamW for norms and tables, features made anew in every step.
 
 ## Acceptance on held-out prompts
 

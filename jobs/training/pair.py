@@ -8,7 +8,8 @@ other files of this folder; here is the order, the clock and the engine.
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from ...actors.targets.model.parallel import Sharding
 from ...actors.targets.model.weights import TargetWeights
+from ...drafter.compute.tensors import TensorFolder
 from ...drafter.dflash.checkpoint import check_drafter
 from ..tables import decimals
 from . import corpus
@@ -36,11 +38,10 @@ from .export import export_drafter, export_target
 from .frozen_target import FrozenTarget
 from .loop import SNAPSHOT, Report
 from .machine import keep_freed_memory, machine
-from .model import TrainableDrafter
 from .offline import BlockProposals
 from .prompts import all_prompts, read_prompts, select_prompts, write_prompts
 from .repetition import before_repetition
-from .settings import DrafterSettings
+from .settings import RECIPES, DrafterSettings
 from .snapshots import load_snapshot
 from .target import held_out_loss, tame_unseen_embedding, target_config, train_target
 from .together import train_together
@@ -52,6 +53,8 @@ PROMPTS_PER_CATEGORY = 48
 NUM_QUESTIONS = 9000
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 HELD_OUT_WINDOW_TOKENS, HELD_OUT_SEQUENCES = 512, 64
+# What is trained at last: the drafter that grew up with the target, a layer deeper and with a selector.
+SHIPPED = replace(RECIPES["selector"], num_layers=4)
 TARGET_RUN, TOGETHER_RUN, DRAFTER_RUN = "target", "together", "drafter"
 
 
@@ -59,17 +62,17 @@ TARGET_RUN, TOGETHER_RUN, DRAFTER_RUN = "target", "together", "drafter"
 class Shares:
     """How the hours are divided; the rest is left for the figures."""
 
-    target: float = 0.38
-    first_continuations: float = 0.05
-    together: float = 0.36
-    continuations: float = 0.05
-    drafter: float = 0.11
+    target: float = 0.32
+    first_continuations: float = 0.04
+    together: float = 0.305
+    continuations: float = 0.04
+    drafter: float = 0.25
 
 
 def train_pair(
     output_dir: Path,
     work_dir: Path,
-    hours: float = 2.75,
+    hours: float = 3.25,
     threads: int | None = None,
     report: Report = lambda line: print(line, flush=True),
 ) -> list[Figures]:
@@ -108,7 +111,7 @@ class _PairJob:
         sure_data = self._make_continuations(
             tokenizer, store, "sure", SURE_TEMPERATURES, before_repetition, Shares.first_continuations
         )
-        drafter = self._train_together(tokenizer, target, store, sure_data)
+        self._train_together(tokenizer, target, store, sure_data)
         loss = held_out_loss(target, held_out, HELD_OUT_WINDOW_TOKENS, self._device)
         self._report(f"held-out loss: {loss:.3f}")
         data = self._make_continuations(
@@ -122,7 +125,7 @@ class _PairJob:
             together=self._run_facts(TOGETHER_RUN),
             drafter=self._run_facts(DRAFTER_RUN),
             num_target_parameters=target.num_parameters(),
-            num_drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+            num_drafter_parameters=sum(map(prod, TensorFolder(self._output / "drafter").shapes.values())),
             num_corpus_tokens=len(store.ids),
             num_continuation_tokens=len(data.ids),
             num_evaluation_tokens=EVALUATION_TOKENS,
@@ -169,7 +172,7 @@ class _PairJob:
 
     def _train_together(
         self, tokenizer: Tokenizer, target: Qwen3ForCausalLM, store: TokenStore, data: Continuations
-    ) -> TrainableDrafter:
+    ) -> None:
         """The target changes once more here, and is exported again."""
         spec, folder = read_target(self._output / "target")
         config = drafter_config(spec, DrafterSettings(), special_id(tokenizer, MASK))
@@ -183,7 +186,6 @@ class _PairJob:
         train_together(target, drafter, mixed, *ids, folder, budget_s, self._device, self._report)
         export_target(target, self._output / "target")
         export_drafter(drafter, spec, folder / "drafter")
-        return drafter
 
     def _train_drafter(self, data: Continuations) -> None:
         learned, held_out = data.parted(HELD_OUT_SEQUENCES)
@@ -194,7 +196,7 @@ class _PairJob:
             self._work / DRAFTER_RUN,
             Length(seconds=self._budget_s * Shares.drafter),
             initial=self._work / TOGETHER_RUN / "drafter",
-            settings=DrafterSettings(),
+            settings=SHIPPED,
             report=self._report,
         )
         shutil.copytree(trained.drafter, self._output / "drafter", dirs_exist_ok=True)

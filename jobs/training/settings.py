@@ -34,7 +34,8 @@ class DrafterSettings:
     """Of a drafter that drafts blocks.
 
     Attributes:
-        num_layers, num_taps: of a new drafter.
+        num_layers: of a new drafter, 3 if None; one that is trained on gets silent ones behind its own.
+        num_taps: of a new drafter.
         block_sizes: take turns, step by step; the first is the drafter's own.
         conv_group_size, selector: DFlash2's parts.
         batch_size: sequences of a step, on each worker.
@@ -42,7 +43,7 @@ class DrafterSettings:
         matrix_lr, other_lr: Muon's, for hidden matrices, and AdamW's, for all else.
     """
 
-    num_layers: int = 3
+    num_layers: int | None = None
     block_sizes: tuple[int, ...] = (16,)
     num_taps: int = 5
     conv_group_size: int | None = None
@@ -81,7 +82,7 @@ class EagleSettings:
 
 Settings = DrafterSettings | EagleSettings
 
-_SELECTOR = SelectorSize(rank=64, top_k=16)
+_SELECTOR = SelectorSize(rank=128, top_k=16)
 _SECOND = DrafterSettings(
     block_sizes=(16, 8),
     num_anchors=32,
