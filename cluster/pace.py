@@ -29,7 +29,7 @@ _QUIET_S = 5.0  # without online requests: the next one may be far
 # Why requests decode without drafts: no drafter, none wanted, plain steps measured, or best.
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
 _YOUNG = 64  # steps: so many all tell something
-_EACH, _EACH_PLAIN = 2, 8  # so manieth of steps that are all alike is learned from; of plain ones
+_EACH, _EACH_PLAIN = 2, 16  # so manieth of steps that are all alike is learned from; of plain ones
 _LONG_PLAIN = 128  # steps without drafts: what they take is known
 _MOST_OVERHEAD = 0.5  # of a step's own time: what is more is not its own
 

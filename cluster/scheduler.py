@@ -208,10 +208,10 @@ class Scheduler:
         drafts_R = np.zeros_like(known_R)
         if not self.drafter.health.ready:
             return drafts_R
-        decoding = np.flatnonzero(known_R == 1)
-        prompt_rows = int(known_R.sum()) - len(decoding)
+        decoding, prompt_rows, who = (known_R == 1).nonzero()[0], 0, (slots_R, limits_R)
+        if len(decoding) < len(known_R):  # seldom
+            prompt_rows, who = int(known_R.sum()) - len(decoding), (slots_R[decoding], limits_R[decoding])
         load = Load(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
-        who = slots_R[decoding], limits_R[decoding]
         self.drafter.may_draft(who[1])
         chosen_R = self._pace.drafts(*who, load, now_s, background=background, halved=self._halved)
         if self.drafter.drafts:
