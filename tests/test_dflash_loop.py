@@ -43,7 +43,6 @@ BEYOND = {
     "z-lab interleaved pairs, partly rotated": "interleaved rotary pairs",
     "z-lab second": "convolutions",
     "z-lab second, three taps": "convolutions",
-    "z-lab selector alone": "selector of candidates",
     "z-lab sinks and scaled values": "attention sinks",
 }
 
@@ -69,12 +68,15 @@ def test_drafts_equal_the_oracles_with_context_that_came_in_parts(variant: str, 
     taps = torch.randn(23, 3, HIDDEN, generator=torch.Generator().manual_seed(9))
     cache, begin = DynamicCache(), 0
     for end, anchor, num_drafts in ((14, 5, 15), (15, 77, 15), (23, 31, 6)):
-        found = drafter.logits(taps[None, begin:end].flatten(2), anchor, num_drafts, cache)
+        hidden = drafter.hidden(taps[None, begin:end].flatten(2), anchor, num_drafts, cache)
+        found = drafter.logits(hidden)
         expected = oracle.logits(taps[:end], anchor, num_drafts)
         kept = expected.isfinite()
         assert torch.equal(kept, found.isfinite())
         assert torch.allclose(found[kept], expected[kept], atol=3e-5)
         assert cache.get_seq_length() == end, "the block's own K/V are dropped"
+        drafts = drafter.drafts(taps[None, :end].flatten(2), anchor, num_drafts, DynamicCache())
+        assert drafts == oracle.drafts(taps[:end], anchor, num_drafts, lambda scores, _: int(scores.argmax()))
         begin = end
 
 

@@ -65,7 +65,7 @@ def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
     shipped_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     width = Width(hidden=384, inter=1024, heads=8, kv_heads=4)
-    widen_pair(*shipped_pair, tmp_path / "wide", width, layers=20, drafter_layers=4)
+    widen_pair(*shipped_pair, tmp_path / "wide", width, layers=20, drafter_layers=5)
     tokenizer = Tokenizer.load(shipped_pair[0])
     lines = (ROOT / "models" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:2]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
@@ -102,7 +102,7 @@ def test_what_is_added_is_work_and_not_zeros(tiny_qwen3: Path, tiny_drafter: Pat
 def test_a_pair_is_widened_with_its_tokenizer_but_not_its_card(
     shipped_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    widen_pair(*shipped_pair, tmp_path / "wide", Width(192, 512, 4, 2), layers=18, drafter_layers=3)
+    widen_pair(*shipped_pair, tmp_path / "wide", Width(192, 512, 4, 2), layers=18, drafter_layers=4)
     files = {path.name for path in (tmp_path / "wide" / "target").iterdir()}
     assert {"tokenizer.json", "generation_config.json", "config.json"} <= files
     assert "README.md" not in files

@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ...cluster.errors import ConfigError
 from ...drafter.compute.tensors import TensorFolder
-from ...drafter.dflash.config import DrafterConfig
+from ...drafter.dflash.config import DrafterConfig, SelectorSize
 from ...drafter.drafter_shape import DraftLayer
 
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t")
@@ -58,7 +58,7 @@ def dflash_loop(
         num_drafts = min(drafter.config.max_drafts, end - len(tokens) - 1)
         drafts: list[int] = []
         if num_drafts:
-            drafts = drafter.logits(taps, tokens[-1], num_drafts, drafter_cache).argmax(-1).tolist()
+            drafts = drafter.drafts(taps, tokens[-1], num_drafts, drafter_cache)
         states = _forward(target, [tokens[-1], *drafts], target_cache)
         chosen = states.logits[0].argmax(-1).tolist()
         accepted = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), num_drafts)
@@ -114,6 +114,7 @@ class LoopDrafter(nn.Module):
         weights = {name: _cast(files.get(name), target) for name in names}
         own = {name: weights.pop(name, None) for name in OPTIONAL}
         self.load_state_dict(weights, assign=True)  # the rotation's frequencies stay fp32
+        self._selector = None if config.selector is None else _Selector.read(files, config.selector, target)
         self._embedding_VH = _or(own["embed_tokens.weight"], target.get_input_embeddings())
         self._head_VH = _or(own["lm_head.weight"], target.get_output_embeddings())
         scale = config.input_embedding_scale
@@ -128,12 +129,20 @@ class LoopDrafter(nn.Module):
         """[1, T, m * H] of transformers' `hidden_states`, whose entry 0 is the embedding."""
         return torch.cat([hidden_states[i + 1] for i in self.config.target_layer_ids], dim=-1)
 
-    def logits(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> Tensor:
-        """Logits [num_drafts, V] of the slots behind `anchor`.
+    def drafts(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> list[int]:
+        """The likeliest token of each slot behind `anchor`; with a selector behind the one before it.
 
         Args:
             taps: [1, T, m * H] of the tokens before the anchor that `cache` does not hold yet; it then does.
         """
+        y_XH = self.hidden(taps, anchor, num_drafts, cache)
+        logits_XV = self.logits(y_XH)
+        if self._selector is None:
+            return logits_XV.argmax(-1).tolist()
+        return self._selector.path(y_XH, logits_XV, anchor)
+
+    def hidden(self, taps: Tensor, anchor: int, num_drafts: int, cache: DynamicCache) -> Tensor:
+        """What the head reads [num_drafts, H] of the slots behind `anchor`; see `drafts`."""
         c = self.hidden_norm(self.fc(taps))
         x = self._inputs(anchor, num_drafts)
         begin = cache.get_seq_length()
@@ -143,7 +152,7 @@ class LoopDrafter(nn.Module):
             assert isinstance(layer, Qwen3DecoderLayer)
             x = _run_layer(layer, x, c, rotation, cache, _mask(kind, context, end, x.device))
         _drop_last(cache, num_drafts + 1)
-        return self._head(self.norm(x)[0, 1:])
+        return self.norm(x)[0, 1:]
 
     def _inputs(self, anchor: int, num_drafts: int) -> Tensor:
         """[1, S, H]: the anchor's embedding, then the mask's."""
@@ -155,7 +164,8 @@ class LoopDrafter(nn.Module):
         rows = torch.stack((anchor_H, *[mask_H] * num_drafts))[None]
         return rows * self._embed_scale
 
-    def _head(self, y: Tensor) -> Tensor:
+    def logits(self, y: Tensor) -> Tensor:
+        """[.., V] in the target's vocabulary."""
         z = functional.linear(y, self._head_VH) * self.config.output_multiplier
         if (cap := self.config.logit_softcap) is not None:
             z = cap * torch.tanh(z / cap)
@@ -166,11 +176,36 @@ class LoopDrafter(nn.Module):
         return full.index_copy_(1, torch.arange(z.shape[1], device=z.device) + self._d2t_V, z)
 
 
+@dataclass(frozen=True, slots=True)
+class _Selector:
+    """DFlash2's: of the likeliest tokens of a slot the one that the token before it speaks for most."""
+
+    hidden_EH: Tensor
+    predecessors_VE: Tensor
+    successors_VE: Tensor
+    top_k: int
+
+    @classmethod
+    def read(cls, files: TensorFolder, size: SelectorSize, target: PreTrainedModel) -> _Selector:
+        names = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
+        return cls(*(_cast(files.get(f"candidate_selector.{name}"), target) for name in names), size.top_k)
+
+    def path(self, y_XH: Tensor, logits_XV: Tensor, anchor: int) -> list[int]:
+        before, drafts = anchor, list[int]()
+        gates_XE = functional.linear(y_XH, self.hidden_EH)
+        for gate_E, (values_C, tokens_C) in zip(
+            gates_XE, zip(*logits_XV.topk(self.top_k, dim=-1), strict=True), strict=True
+        ):
+            scores_C = values_C + self.successors_VE[tokens_C] @ (self.predecessors_VE[before] * gate_E)
+            before = int(tokens_C[scores_C.argmax()])
+            drafts.append(before)
+        return drafts
+
+
 def _beyond_qwen3(config: DrafterConfig) -> str | None:
     """What a drafter has that transformers' Qwen3 has not."""
     has = {
         "convolutions": config.convolutions is not None,
-        "selector of candidates": config.selector is not None,
         "attention sinks": config.attention_sinks,
         "scaled values": config.attention_value_scale != 1.0,
         "interleaved rotary pairs": config.rope.interleaved,

@@ -68,6 +68,9 @@ _MATRICES = {
     "embed_tokens": _Matrix("vocab", "hidden", random=False),
     "lm_head": _Matrix("vocab", "hidden", random=True),
     "fc": _Matrix("hidden", "taps", random=False),
+    "hidden_projection": _Matrix("rank", "hidden", random=True),
+    "predecessor_codebook": _Matrix("vocab", "rank", random=True),
+    "successor_codebook": _Matrix("vocab", "rank", random=True),
 }
 
 
@@ -150,13 +153,16 @@ class _Widening:
         self._scale = math.sqrt(old.hidden / width.hidden)
         queries, keys = _places(old, width)
         head, hidden = _Axis.begin(dim, dim), _Axis.begin(old.hidden, width.hidden)
-        vocab = _Axis.begin(config["vocab_size"], config["vocab_size"])
+        vocab, rank = (
+            _Axis.begin(size, size) for size in (config["vocab_size"], taps.get("selector_rank", 0))
+        )
         self._axes = {
             "hidden": hidden,
             "inter": _Axis.begin(old.inter, width.inter),
             "queries": queries.times(head, dim),
             "keys": keys.times(head, dim),
             "vocab": vocab,
+            "rank": rank,
             "taps": _Axis.begin(num_taps, num_taps).times(hidden, old.hidden),
         }
         self._random = torch.Generator().manual_seed(0)
