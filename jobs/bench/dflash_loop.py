@@ -188,7 +188,8 @@ class _Selector:
     @classmethod
     def read(cls, files: TensorFolder, size: SelectorSize, target: PreTrainedModel) -> _Selector:
         names = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
-        return cls(*(_cast(files.get(f"candidate_selector.{name}"), target) for name in names), size.top_k)
+        hidden, before, behind = (_cast(files.get(f"candidate_selector.{name}"), target) for name in names)
+        return cls(hidden, before, behind, size.top_k)
 
     def path(self, y_XH: Tensor, logits_XV: Tensor, anchor: int) -> list[int]:
         before, drafts = anchor, list[int]()
