@@ -265,9 +265,11 @@ class Pace:
             num_drafting = int(np.count_nonzero(plan.num_drafts))
         draft_rows += num_drafting
         rest_s = timings.total_s - timings.draft_s + _overhead_s(timings, elapsed_s)
-        cuts = plan.trim is not None
         policy.learn(
-            flight.load, num_drafts, draft_rows, timings.draft_s, rest_s, num_drafting=num_drafting, cuts=cuts
+            *(flight.load, num_drafts, draft_rows, timings.draft_s, rest_s),
+            num_drafting=num_drafting,
+            cuts=plan.trim is not None,
+            num_alike=self._num_untold,
         )
         if not flight.load.prompt_rows:
             self._pay(policy, flight, outcome, timings.draft_s + rest_s)

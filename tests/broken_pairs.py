@@ -248,9 +248,9 @@ BROKEN = [
     ),
     Broken(
         "a layer that config.json leaves out",
-        config(num_hidden_layers=2, layer_types=None),
+        config(num_hidden_layers=3, layer_types=None),
         "unused tensors",
-        "11 tensors.*layers.2",
+        "11 tensors.*layers.3",
     ),
     Broken("a prefix on every name", tensors(prefixed), "unused tensors", "Take the prefix 'model.' off"),
     Broken(

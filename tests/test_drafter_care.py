@@ -102,11 +102,11 @@ def test_a_portrait_tells_the_figures_of_the_pair_that_ships():
     portrait = portrait_of(open_drafter(str(DRAFTER)))
     assert portrait.target_layer_ids == (1, 4, 8, 12, 15) and portrait.num_speculative_tokens == 15
     assert portrait.borrowed == ("embedding", "head") and portrait.dtypes == ("BF16",)
-    assert portrait.kv_bytes_per_token == 3 * 2 * 2 * 64 * 2
+    assert portrait.kv_bytes_per_token == 4 * 2 * 2 * 64 * 2
     files = TensorFolder(DRAFTER)
     assert portrait.weight_bytes == sum(files.get(name).nbytes for name in files.shapes)
     assert portrait.num_parameters == sum(files.get(name).numel() for name in files.shapes)
-    assert portrait.mean_acceptance_length == 2.0, "the lower total of its card"
+    assert portrait.mean_acceptance_length == 2.3, "the lower total of its card"
     code, said = run("inspect", DRAFTER, "--json")
     assert code == 0 and json.loads(said)["mask_token_id"] == 4095
 

@@ -149,6 +149,7 @@ class Costs:
         *,
         num_drafting: int = 0,
         cuts: bool = False,
+        num_alike: int = 1,
     ) -> None:
         """A step has ended.
 
@@ -157,6 +158,7 @@ class Costs:
             draft_rows, num_drafting: of the drafter's pass, and requests in it; 0 if there was none.
             draft_s, rest_s: seconds of the drafter's pass, and of all else.
             cuts: whether drafts were cut.
+            num_alike: steps for which this one stands.
         """
         if rest_s <= 0.0:
             return  # nothing is measured
@@ -170,8 +172,8 @@ class Costs:
             self._learn_draft(drafting, max(draft_s, _LEAST_S) / self._slower)
             self._num_untried = _UNTRIED
         elif self._num_untried < _UNTRIED:
-            self._num_untried += 1
-            if self._num_untried == _UNTRIED:
+            self._num_untried += num_alike
+            if self._num_untried >= _UNTRIED:
                 self._draft.become(StepTimes())
 
     def _learn_rest(self, work: Work, seconds: float, *, cuts: bool) -> None:

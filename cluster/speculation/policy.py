@@ -339,10 +339,16 @@ class Policy:
         *,
         num_drafting: int = 0,
         cuts: bool = False,
+        num_alike: int = 1,
     ) -> None:
         """What a step took; as of `Costs.learn`."""
         self._num_ended += 1
-        self.costs.learn(load, num_drafts, draft_rows, draft_s, rest_s, num_drafting=num_drafting, cuts=cuts)
+        self.costs.learn(
+            *(load, num_drafts, draft_rows, draft_s, rest_s),
+            num_drafting=num_drafting,
+            cuts=cuts,
+            num_alike=num_alike,
+        )
 
     def pay(self, choice: Choice, own_worth: float, worth: float, seconds: float, since_s: float) -> None:
         """Settle accounts for a step in which nothing but decoding was done.
