@@ -30,6 +30,7 @@ _QUIET_S = 5.0  # without online requests: the next one may be far
 Undrafted = Literal["no_drafter", "not_asked", "measuring", "plain_is_faster"]
 _YOUNG = 64  # steps: so many all tell something
 _EACH, _EACH_PLAIN = 2, 16  # so manieth of steps that are all alike is learned from; of plain ones
+_EACH_COST, _OLD = 2, 256  # and of those with drafts so manieth tells what it took, after so many steps
 _LONG_PLAIN = 128  # steps without drafts: what they take is known
 _MOST_OVERHEAD = 0.5  # of a step's own time: what is more is not its own
 
@@ -89,7 +90,8 @@ class Pace:
         self._halves = Halves() if config.halves else None
         self._ended_s = -math.inf  # the last step
         self._num_learned = self._num_plain = 0  # steps that ended; of these the last ones without drafts
-        self._num_untold, self._untold_s = 0, 0.0  # steps since one was learned from, it included; seconds
+        self._num_untold, self._untold_s = 0, 0.0  # steps since one told what it took, it included; seconds
+        self._turn = 0
         self.speculating_s = self.plain_s = 0.0
         self.undrafted_s: dict[Undrafted, float] = {}
 
@@ -216,9 +218,10 @@ class Pace:
             self.undrafted_s[flight.undrafted] = self.undrafted_s.get(flight.undrafted, 0.0) + elapsed_s
         self._num_untold, self._untold_s = self._num_untold + 1, self._untold_s + result.timings.total_s
         if self._tells_enough(flight):
-            self._learn_costs(flight, outcome, result, elapsed_s)
             self._learn_acceptance(flight, outcome, result)
-            self._num_untold, self._untold_s = 0, 0.0
+            if self._tells_costs(flight.choice):
+                self._learn_costs(flight, outcome, result, elapsed_s)
+                self._num_untold, self._untold_s = 0, 0.0
         if self._halves is None and not shares:
             return
         plan, num_online, timings = flight.plan, flight.num_online, result.timings
@@ -250,6 +253,10 @@ class Pace:
         settled = choice.rate > 0.0 and not choice.trial and self._num_learned > _YOUNG
         each = _EACH_PLAIN if self._num_plain > _LONG_PLAIN else _EACH
         return not settled or self._num_learned % each == 0
+
+    def _tells_costs(self, choice: Choice) -> bool:
+        self._turn = (self._turn + 1) % _EACH_COST
+        return not self._turn or not choice.length or choice.trial or self._num_learned < _OLD
 
     def _learn_costs(
         self, flight: Flight, outcome: StepOutcome, result: StepResult, elapsed_s: float

@@ -115,9 +115,9 @@ class StepRunner:
         clock = Clock(self.model.device)
         self.states.apply(plan)
         proposals = self._propose(plan)
+        clock.mark()  # cutting is no part of drafting: it is weighed against the rows that it spares
         plan, drafts_RK = self._trim(plan, proposals)
         self.states.place_drafts(plan, drafts_RK)
-        clock.mark()
         rows = self.states.lay_out_rows(plan)
         hidden_NH, taps_NmH = self.model.forward(rows.token_ids_N, rows, self.cache)
         all_sampled = len(rows.sampled_X) == len(hidden_NH)
