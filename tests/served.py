@@ -50,6 +50,7 @@ class Served:
         nodes: CPUs of each further node of the cluster; the head then has none.
         storage: the head's books are kept on the disk, so that a GCS that is killed can come back.
         cpus: in Ray's books, of a single node.
+        key: the API key with which the server is asked, where it wants one.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Served:
         nodes: tuple[int, ...] = (),
         storage: bool = False,
         cpus: int = 8,
+        key: str | None = None,
     ) -> None:
+        self._key = key
         self.folder = Path(tempfile.mkdtemp(prefix="md-"))  # short: Ray puts sockets below it
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -116,7 +119,7 @@ class Served:
         ]
 
     def answers(self, timeout_s: float = 5.0) -> bool:
-        with contextlib.suppress(Exception), ServerClient(self.url, timeout_s) as client:
+        with contextlib.suppress(Exception), ServerClient(self.url, timeout_s, api_key=self._key) as client:
             return client.ask("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
         return False
 
