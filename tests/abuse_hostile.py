@@ -248,7 +248,7 @@ HOSTILE: tuple[Hostile, ...] = (
     Hostile("128 tools alike", _chat(tools=[_tool("f")] * 128, tool_choice="required"), ANSWERED),
     Hostile(
         "answers to calls of nobody",
-        _json(CHAT, {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}]}),
+        _json(CHAT, {"messages": [{"role": "tool", "tool_call_id": "x", "content": "y"}], "max_tokens": 4}),
         ANSWERED,
     ),
     Hostile(

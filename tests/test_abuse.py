@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from abuse import MODEL, refuse_nonsense, suffer
 from abuse_clients import be_silent, leave, read_slowly
+from abuse_hostile import HOSTILE, KEYS, run_hostile
 from probed_server import ProbedServer
 
 GROWTH_BYTES = 32 << 20
@@ -31,3 +33,14 @@ def test_clients_that_leave_sleep_or_say_nothing_leave_nothing_behind(server: Pr
     }
     for name, _, wrong in suffer(server, attacks, 2, GROWTH_BYTES):
         assert wrong == [], name
+
+
+def test_hostile_requests_get_the_listed_status_while_another_keys_stream_goes_on(tmp_path: Path) -> None:
+    """What HAProxy refuses is left out, and so are pauses, which a machine with other tests on it has."""
+    settings = {"batch_storage": str(tmp_path / "b"), "receipts": str(tmp_path / "r"), "api_key": KEYS}
+    with ProbedServer(MODEL, settings) as server:
+        outcomes = list(run_hostile(server.port, [each for each in HOSTILE if not each.own_words]))
+        assert not server.rest().busy(None)
+    wrong = [each for each in outcomes if each.wrong and "paused" not in each.wrong]
+    assert wrong == [], "\n".join(map(str, wrong))
+    assert len(outcomes) > 60
