@@ -1,16 +1,19 @@
-"""For whom a request is counted: tenant and category, by header or by OpenAI's `metadata`.
+"""For whom a request is counted: tenant and category, by its key, a header or OpenAI's `metadata`.
 
     X-Tenant: acme                    or    "metadata": {"tenant": "acme", "category": "coding"}
     X-Category: coding
 
-The header wins: whoever stands in front and knows the client sets it, and no body may contradict. Nothing but
-figures depends on it. How many values metrics tell apart is `ServerSettings.max_metric_labels`. Pure.
+A key that has a tenant wins (`ServerSettings.api_key`). Else the header does: whoever stands in front and
+knows the client sets it, and no body may contradict. A name counts as itself if it is configured
+(`ServerSettings.tenants`) or the key may name any; all others count as one. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from ..cluster.caller import Caller
 
 
 class Asker(NamedTuple):
@@ -20,13 +23,23 @@ class Asker(NamedTuple):
     category: str | None = None
 
 
-def asker_of(headers: Mapping[str, str], metadata: Any) -> Asker:  # Any: JSON
-    """Of a request over HTTP."""
+def asker_of(
+    headers: Mapping[str, str],
+    metadata: Any,  # Any: JSON
+    caller: Caller,
+    tenants: tuple[str, ...],
+) -> tuple[Asker, str | None]:
+    """Return whom a request over HTTP counts for, and the name of the field whose tenant it does not.
+
+    Args:
+        tenants: that every request may count for.
+    """
     told = told_asker(metadata)
-    return Asker(
-        tenant=headers.get("x-tenant") or told.tenant,
-        category=headers.get("x-category") or told.category,
-    )
+    in_header = headers.get("x-tenant")
+    named = in_header or told.tenant
+    tenant = caller.tenant_of(named, tenants)
+    unheeded = None if named in (None, tenant) else "X-Tenant" if in_header else "metadata.tenant"
+    return Asker(tenant, headers.get("x-category") or told.category), unheeded
 
 
 def told_asker(metadata: Any) -> Asker:  # Any: JSON

@@ -65,6 +65,7 @@ class RequestOptions(TypedDict, total=False):
     background: bool
     begun: Begun
     client_id: str | None
+    owner: str | None
     uses_cache: bool
     account: Account | None
     on_trial: bool

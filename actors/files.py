@@ -12,6 +12,7 @@ from typing import Any
 
 from ..cluster.errors import ConfigError
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 TEMPORARY = ".manta-tmp-"  # with a suffix of its own: pathlib's *.parquet matches names with a dot in front
 
 
@@ -21,9 +22,9 @@ def rounded(value: float | None, digits: int = 4) -> float | None:
 
 
 def check_writable(folder: Path, param: str) -> None:
-    """Make a folder that a setting names. Raises ConfigError where nothing can be written there."""
+    """Make a private folder that a setting names. Raises ConfigError where nothing can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, private=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
@@ -31,6 +32,22 @@ def check_writable(folder: Path, param: str) -> None:
             f"--{param.replace('_', '-')}.",
             param=param,
         ) from None
+
+
+def make_folder(folder: Path, *, private: bool = False) -> None:
+    """Make a folder and those above it; what is there stays as it is.
+
+    Args:
+        private: no other user may look into those that are made.
+    """
+    if not private:
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    try:
+        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    except FileNotFoundError:
+        make_folder(folder.parent, private=True)
+        folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -43,16 +60,20 @@ def write_whole(
     write: Callable[[Path], object],
     *,
     synced: bool = True,
+    private: bool = False,
 ) -> None:
     """Write a file under a temporary name, make it durable, and give it its name.
 
     Args:
         write: writes the content to the path that it is given.
         synced: False leaves it to the system when the file reaches the disk.
+        private: no other user may read it.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}.part")
     try:
         write(temporary)
+        if private:
+            temporary.chmod(PRIVATE_FILE)
         if synced:
             with temporary.open("rb") as written:
                 os.fsync(written.fileno())

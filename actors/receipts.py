@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -26,12 +26,12 @@ from typing import Any
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError, shown
-from ..cluster.label_values import Account, LabelValues
+from ..cluster.label_values import ANY, Account, LabelValues
 from ..cluster.receipts import Amounts, DeviceKind, Subject, receipt_json
 from ..cluster.spending import Spent
 from .asker import Asker
 from .engine import AsyncEngine
-from .files import check_writable, write_whole
+from .files import PRIVATE_FILE, check_writable, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class ReceiptKeeper:
         model: name of the model on receipts.
         max_label_values: tenants, and categories, that are told apart, as in metrics.
         clock: Unix time.
+        categories: that are told apart at all.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -61,13 +62,15 @@ class ReceiptKeeper:
         model: str,
         max_label_values: int,
         clock: Callable[[], float] = time.time,
+        categories: Sequence[str] = (ANY,),
     ) -> None:
         check_writable(folder, "receipts")
         self.folder = folder
         self._engine, self._model, self._clock = engine, model, clock
         self._devices = num_devices(engine.config)
         self._device: DeviceKind = "CPU" if engine.info.device == "cpu" else "GPU"
-        self._tenants, self._categories = LabelValues(max_label_values), LabelValues(max_label_values)
+        self._tenants = LabelValues(max_label_values)
+        self._categories = LabelValues(max_label_values, categories)
         self._requests: Counter[Account] = Counter()  # grows on the event loop, is read by `keep`
         self._name = secrets.token_hex(8)
         self._lock = threading.Lock()
@@ -135,10 +138,10 @@ class ReceiptKeeper:
         lines = self._num_lines + len(self._unwritten)
         if self._num_lines < 0 or lines > _LONG * len(self._amounts) + _LONG:
             text = "".join(self._line(account) for account in self._amounts)
-            write_whole(path, lambda target: target.write_text(text, encoding="utf-8"))
+            write_whole(path, lambda target: target.write_text(text, encoding="utf-8"), private=True)
             self._num_lines = len(self._amounts)
             return
-        with path.open("ab") as file:
+        with open(path, "ab", opener=_private) as file:
             file.write("".join(self._line(account) for account in sorted(self._unwritten)).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -147,6 +150,10 @@ class ReceiptKeeper:
     def _line(self, account: Account) -> str:
         told = {"model": self._model, **account._asdict(), "device": self._device}
         return json.dumps(told | asdict(self._amounts[account])) + "\n"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, PRIVATE_FILE)
 
 
 def num_devices(config: EngineConfig) -> int:

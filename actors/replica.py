@@ -15,7 +15,6 @@ import importlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -30,7 +29,7 @@ from .gateway.deployment import GATEWAY, Gateway, door_host
 from .gateway.directory import DirectoryClient
 from .gateway.fleet import ServedModel
 from .gateway.records import ReplicaRecord, state_of
-from .http.keys import refuse_written_keys, with_keys
+from .http.keys import behind_gateway, refuse_written_keys, with_keys
 from .http.settings import ServerSettings, parse_replicas, split_models, wants_gateway
 from .http.tracing import check_tracing
 from .process_log import Event, LogSettings, log_to_stderr
@@ -168,9 +167,7 @@ class RoutedReplica(Replica):
         from .gateway.door import Door
 
         host = asyncio.create_task(asyncio.to_thread(door_host))
-        # The gateway asks for keys and answers browsers; its replicas need not do so again.
-        inner = replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
-        await super().__init__(config, inner)
+        await super().__init__(config, behind_gateway(settings))
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)
         app = await self.__serve_build_asgi_app__()

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol, get_args
 
 from ..cluster.engine import EngineStats
 from ..cluster.errors import DrainingError, EngineDeadError, MantaError, TooManyRequestsError
 from ..cluster.histogram import Histogram
-from ..cluster.label_values import LabelValues
+from ..cluster.label_values import ANY, LabelValues
 from ..cluster.metrics import CATALOGUE
 from ..cluster.speedup import SpeedupMeter
 from .asker import Asker
@@ -137,6 +137,7 @@ class Telemetry:
             an engine in its process: here always "0".)
         mirror: gets the figures too.
         max_label_values: tenants, and categories, that are told apart.
+        categories: that are told apart at all.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Telemetry:
         replica: str,
         mirror: Mirror | None = None,
         max_label_values: int = 0,
+        categories: Sequence[str] = (ANY,),
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -158,7 +160,8 @@ class Telemetry:
         self._rejected = Counter({(reason,): 0 for reason in REJECTIONS.values()})
         self._audits = Counter({(result,): 0 for result in get_args(AuditResult)})
         self._captured = Counter({(result,): 0 for result in get_args(CaptureResult)})
-        self._tenants, self._categories = LabelValues(max_label_values), LabelValues(max_label_values)
+        self._tenants = LabelValues(max_label_values)
+        self._categories = LabelValues(max_label_values, categories)
         self._asked: dict[str, Counter[tuple[str, ...]]] = {
             f"dflash:spec_{what}_by_{label}": Counter()
             for what in ("drafts", "accepted")

@@ -2,6 +2,8 @@
 
     MantaError                    status 500, not retryable
     ├── RequestError              400  a request field is wrong; `param` names it
+    │   ├── NotAllowedError       403  the request's key may not do this
+    │   ├── QuotaError            413  it would keep more than its key may; delete something first
     │   ├── NotFoundError         404  what the request names is not here: a file, a batch
     │   │   └── ModelNotFoundError     ...the model is not served here
     │   └── UnprocessableError    422  valid, but can never be served (needs more pages than exist)
@@ -63,6 +65,20 @@ class RequestError(MantaError):
 
     status = 400
     kind = "BadRequestError"
+
+
+class NotAllowedError(RequestError):
+    """The request's key may not do this."""
+
+    status = 403
+    kind = "AuthenticationError"
+
+
+class QuotaError(RequestError):
+    """The request would keep more than its key may."""
+
+    status = 413
+    kind = "RequestTooLargeError"
 
 
 class NotFoundError(RequestError):

@@ -122,6 +122,7 @@ class _Life:
 
     request_id: str
     client_id: str | None
+    owner: str | None
     arrival_s: float
     num_prompt_tokens: int
     num_begun: int
@@ -166,6 +167,7 @@ class Journal:
         self._living[request.request_id] = _Life(
             request.request_id,
             request.client_id,
+            request.owner,
             request.arrival_s,
             len(request.prompt_token_ids),
             len(request.output_token_ids),
@@ -246,6 +248,7 @@ class Journal:
         return Life(
             request_id=life.request_id,
             client_id=life.client_id,
+            owner=life.owner,
             arrival_s=life.arrival_s,
             num_prompt_tokens=life.num_prompt_tokens,
             num_begun=life.num_begun,

@@ -115,13 +115,14 @@ class Life:
     """One request of the engine.
 
     Attributes:
-        request_id, client_id, arrival_s, priority, background, max_draft_tokens: as in `Request`.
+        request_id, client_id, owner, arrival_s, priority, background, max_draft_tokens: as in `Request`.
         num_begun: output that it came with.
         ended_s, finish_reason: None while it lives.
     """
 
     request_id: str
     client_id: str | None
+    owner: str | None
     arrival_s: float
     num_prompt_tokens: int
     num_begun: int

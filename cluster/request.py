@@ -235,6 +235,7 @@ class Request:
             brings it again.
         client_id: the name by which whoever sent it knows it, where that is another.
         uses_cache: False computes the prompt from nothing, and leaves no page for others to find.
+        owner: the key that it came by (`caller.py`), which alone may ask what became of it; None without one.
         account: on whose receipt it stands; None where nobody asks for receipts.
         on_trial: the candidate drafts for it, while there is one. The tokens are the same.
     """
@@ -250,6 +251,7 @@ class Request:
     background: bool = False
     output_token_ids: tuple[int, ...] = ()
     client_id: str | None = None
+    owner: str | None = None
     uses_cache: bool = True
     account: Account | None = None
     on_trial: bool = False

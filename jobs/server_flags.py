@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..actors.http.settings import UnknownParams
+from ..actors.http.settings import Isolation, UnknownParams
 from ..actors.process_log import LogFormat
 from .flags import Command, parse_size, with_options
 
@@ -30,14 +30,28 @@ SERVER_OPTIONS = {
         help="Key that requests must bring; may be repeated. Others on this machine can see it: better "
         "--api-key-file, or MANTA_API_KEY.",
     ),
-    "api_key_file": _server(Path, "--api-key-file", help="File with such keys, one a line."),
+    "api_key_file": _server(
+        Path, "--api-key-file", help="File with such keys, one a line; behind a key its tenant, or *."
+    ),
     "admin_api_key": _server(
         list[str],
         "--admin-api-key",
-        help="Key for the operators' routes (/load), good for all others; may be repeated. Also in "
-        "MANTA_ADMIN_API_KEY.",
+        help="Key for the operators' routes (/load), good for all others and for what other keys own; may be "
+        "repeated. Also in MANTA_ADMIN_API_KEY.",
     ),
     "admin_api_key_file": _server(Path, "--admin-api-key-file", help="File with such keys, one a line."),
+    "prefix_cache_isolation": _server(
+        Isolation,
+        "--prefix-cache-isolation",
+        help="Whose prompts share cached beginnings: those of all (none), of a key (the default with several "
+        "keys) or of a tenant. A system prompt is then computed for each.",
+    ),
+    "tenants": _server(
+        list[str],
+        "--tenants",
+        help="Name that X-Tenant may say, told apart in metrics and receipts; may be repeated, * for any.",
+    ),
+    "categories": _server(list[str], "--categories", help="The same for X-Category."),
     "allowed_origins": _server(
         list[str], "--allowed-origins", help="Origin whose web pages may ask (CORS); may be repeated."
     ),
@@ -78,6 +92,13 @@ SERVER_OPTIONS = {
         str,
         "--batch-storage",
         help="Folder or URL (s3://...) where /v1/files and /v1/batches keep all they know.",
+    ),
+    "max_stored_bytes": _server(
+        int,
+        "--max-stored-bytes",
+        help="Files and batches' outputs that one key may keep (10 GB).",
+        parser=parse_size,
+        metavar="SIZE",
     ),
     "receipts": _server(
         Path,

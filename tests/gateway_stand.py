@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -17,6 +16,7 @@ from manta.actors.gateway.door import Door
 from manta.actors.gateway.fleet import Fleet, ServedModel
 from manta.actors.gateway.records import Directory, ReplicaRecord, state_of
 from manta.actors.http.app import create_app
+from manta.actors.http.keys import behind_gateway
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.executor import Executor
@@ -53,7 +53,7 @@ class StandReplica:
         self.name = name
         self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
         self._names = settings.model_names(config.model)
-        self._settings = replace(settings, api_key=None, admin_api_key=None)
+        self._settings = behind_gateway(settings)
         self._directory = directory
         self._max_requests = max_requests
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ...cluster.caller import SERVER, Caller
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.label_values import Account
 from ..asker import Asker
@@ -115,6 +116,7 @@ class RowAnswerer:
         prefix: of the engine's names of requests, which are then known by their rows' ids; those must differ.
         on_row: told of each row's end.
         account_of: on whose receipt a row stands, by its category; None where there are no receipts.
+        caller: whose the rows are.
     """
 
     def __init__(
@@ -130,7 +132,9 @@ class RowAnswerer:
         prefix: str | None = None,
         on_row: Callable[[EndedRow], None] | None = None,
         account_of: Callable[[Asker], Account] | None = None,
+        caller: Caller = SERVER,
     ) -> None:
+        self._caller = caller
         self._engine = engine
         self._layout = layout
         self._generation = generation
@@ -204,6 +208,8 @@ class RowAnswerer:
             max_draft_tokens=body.speculative.max_draft_tokens if speculate else 0,
             background=self._background,
             account=account,
+            cache_salt=self._caller.salt(body.cache_salt),
+            owner=self._caller.owner,
         )
         if body.echoes_only:
             answer = without_answer(answer)

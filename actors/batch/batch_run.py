@@ -253,7 +253,9 @@ class BatchRun:
         assert at is not None, "a batch at its end is finalizing or cancelling"
         file_id = derived_id("file-", at, hashlib.blake2b(f"{batch.id}/{kind}".encode()).hexdigest())
         pieces = [f"{self._batches.output_folder(batch.id)}/{name}" for name in names]
-        self._files.put(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", pieces, created_at=at)
+        self._files.put(
+            file_id, f"{batch.id}_{kind}.jsonl", "batch_output", pieces, created_at=at, owner=batch.owner
+        )
         return file_id
 
     def _save(self, batch: Batch) -> None:

@@ -18,14 +18,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from ...cluster.caller import Caller
 from ...cluster.errors import NotFoundError, RequestError
 from ...cluster.trials import Trials
-from .file_store import JsonObject, Page, listed_ids, ordered_id, page, read_paper
+from .file_store import JsonObject, Owned, Page, ordered_id, page, read_paper
 from .storage import Storage
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
+HIDDEN = ("owner", "domain", "tenant")  # absent in papers of earlier releases
 FOLDER, QUEUE, WORK = "batches", "queue", "work"
 TRIALS = "trials.json"
 # An entry of the queue whose paper never came: the request that made it has failed.
@@ -53,6 +55,8 @@ class Batch:
     Attributes:
         errors: why the input was refused, or the batch given up: OpenAI's list of errors.
         usage: tokens of all answered lines; None before there are any.
+        owner, domain: of the caller that made it (`cluster/caller.py`); not shown.
+        tenant: that its lines count for; not shown.
     """
 
     id: str
@@ -76,6 +80,9 @@ class Batch:
     errors: JsonObject | None = None
     request_counts: dict[str, int] = field(default_factory=_no_counts)
     usage: JsonObject | None = None
+    owner: str | None = None
+    domain: str | None = None
+    tenant: str | None = None
 
     @property
     def ended(self) -> bool:
@@ -93,7 +100,11 @@ class Batch:
         return replace(self, status=status, **{f"{status}_at": stamp}, **changes)
 
     def as_openai(self) -> JsonObject:
-        return {"id": self.id, "object": "batch"} | asdict(self)
+        shown = {name: value for name, value in asdict(self).items() if name not in HIDDEN}
+        return {"id": self.id, "object": "batch"} | shown
+
+    def as_paper(self) -> JsonObject:
+        return self.as_openai() | {name: getattr(self, name) for name in HIDDEN}
 
 
 class BatchStore:
@@ -101,9 +112,17 @@ class BatchStore:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self._owned = Owned(storage, FOLDER, "batch_")
 
     def create(
-        self, endpoint: str, input_file_id: str, window: str, window_s: int, metadata: dict[str, str] | None
+        self,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: int,
+        metadata: dict[str, str] | None,
+        caller: Caller,
+        tenant: str | None,
     ) -> Batch:
         now = int(time.time())
         batch = Batch(
@@ -114,15 +133,18 @@ class BatchStore:
             metadata=metadata,
             created_at=now,
             expires_at=now + window_s,
+            owner=caller.owner,
+            domain=caller.domain,
+            tenant=tenant,
         )
         self.storage.write(f"{QUEUE}/{batch.id}", b"")  # before the paper: what has a paper is worked off
         self.save(batch)
         return batch
 
-    def get(self, batch_id: str) -> Batch:
-        """The batch as its users see it. Raises NotFoundError."""
+    def get(self, batch_id: str, caller: Caller) -> Batch:
+        """The batch as its users see it. Raises NotFoundError where the caller may see none of that id."""
         batch = self.find(batch_id)
-        if batch is None:
+        if batch is None or not caller.may_see(batch.owner):
             raise NotFoundError(f"There is no batch {batch_id[:200]!r} here.", param="batch_id")
         return batch
 
@@ -139,21 +161,24 @@ class BatchStore:
         paper = read_paper(self.storage, f"{FOLDER}/{batch_id}.json", "batch_", batch_id)
         if paper is None:
             return None
-        return Batch(**{each.name: paper[each.name] for each in fields(Batch)})
+        hidden = {name: paper.get(name) for name in HIDDEN}
+        return Batch(
+            **hidden, **{each.name: paper[each.name] for each in fields(Batch) if each.name not in hidden}
+        )
 
-    def list(self, *, limit: int, after: str | None) -> Page[Batch]:
-        """Newest first. Raises RequestError when `after` is no batch's id."""
-        return page(listed_ids(self.storage, FOLDER, newest_first=True), after, limit, self.find)
+    def list(self, caller: Caller, *, limit: int, after: str | None) -> Page[Batch]:
+        """The caller's, newest first. Raises RequestError when `after` is no id of theirs."""
+        return page(self._owned.ids(caller, newest_first=True), after, limit, self.find)
 
-    def cancel(self, batch_id: str) -> Batch:
-        """Ask for a batch's end. Raises RequestError when it has ended."""
-        batch = self.get(batch_id)
+    def cancel(self, batch_id: str, caller: Caller) -> Batch:
+        """Ask for a batch's end. Raises NotFoundError as `get`, RequestError when it has ended."""
+        batch = self.get(batch_id, caller)
         if batch.ended or batch.status == "finalizing":
             raise RequestError(f"The batch {batch_id} is {batch.status}: it cannot be cancelled any more.")
         if batch.status != "cancelling":
             asked = json.dumps({"cancelling_at": int(time.time())})
             self.storage.write(f"{FOLDER}/{batch_id}.cancel", asked.encode())
-        return self.get(batch_id)
+        return self.get(batch_id, caller)
 
     def cancel_asked_at(self, batch_id: str) -> int | None:
         """When its end was asked for, if it was."""
@@ -168,7 +193,7 @@ class BatchStore:
 
     def save(self, batch: Batch) -> None:
         """Only for who holds the batch's lock. A batch at its end leaves the queue."""
-        self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.as_openai()).encode())
+        self.storage.write(f"{FOLDER}/{batch.id}.json", json.dumps(batch.as_paper()).encode())
         if batch.ended:
             self.leave_queue(batch.id)
             self.storage.remove(f"{FOLDER}/{batch.id}.cancel", f"{WORK}/{batch.id}/{TRIALS}")

@@ -1,10 +1,11 @@
 """Files of `/v1/files`: what was uploaded, and the outputs of batches, on any storage.
 
     files/<id>.jsonl    the content of an upload
-    files/<id>.json     its paper: OpenAI's object, and which pieces the content is made of
+    files/<id>.json     its paper: OpenAI's object, whose it is, and which pieces the content is made of
 
 The paper is written last: a file is there when its paper is. An output is not copied: its pieces are the
-part files that the batch's ledger counted. All state is in the storage, so that any replica answers.
+part files that the batch's ledger counted. All state is in the storage, so that any replica answers. For a
+caller (`cluster/caller.py`) that may not see a file it is not there.
 Blocking: called in threads, by the routes (`http/files.py`) and by whoever works a batch off (`service.py`).
 """
 
@@ -12,18 +13,23 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
-from ...cluster.errors import NotFoundError, RequestError
+from ...cluster.caller import Caller
+from ...cluster.errors import NotFoundError, QuotaError, RequestError
 from .storage import Storage
 
 CHUNK_BYTES = 1 << 20
+LEAST_BYTES = 4096  # that a file counts: an empty one takes room, too
 READS_AT_ONCE = 16  # papers of a list; an object store answers each after tens of milliseconds
 READ_ATTEMPTS = 5  # a store is asked for the size first, and then for as many bytes
 FOLDER = "files"
@@ -56,7 +62,12 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file's paper. `pieces` are names in the storage, whose contents follow one another."""
+    """A file's paper.
+
+    Attributes:
+        pieces: names in the storage, whose contents follow one another.
+        owner: the key that it came by, as a digest; None without keys.
+    """
 
     id: str
     filename: str
@@ -64,6 +75,7 @@ class StoredFile:
     bytes: int
     created_at: int
     pieces: tuple[str, ...]
+    owner: str | None = None
 
     def as_openai(self) -> JsonObject:
         return {
@@ -80,41 +92,91 @@ class StoredFile:
 
 
 class FileStore:
-    """The files of one storage; stateless."""
+    """The files of one storage.
 
-    def __init__(self, storage: Storage) -> None:
+    Args:
+        max_owner_bytes: that one owner's files may hold; None is no limit.
+    """
+
+    def __init__(self, storage: Storage, max_owner_bytes: int | None = None) -> None:
         self.storage = storage
+        self._owned = Owned(storage, FOLDER, "file-")
+        self._max_owner_bytes = max_owner_bytes
+        self._arriving: Counter[str] = Counter()  # bytes by owner, guarded by the lock
+        self._lock = threading.Lock()
 
-    def upload(self, filename: str, purpose: str, content: bytes | pa.Buffer) -> StoredFile:
-        """Keep what was uploaded. Raises OSError when it cannot be written."""
+    def upload(
+        self, filename: str, purpose: str, content: bytes | pa.Buffer, owner: str | None = None
+    ) -> StoredFile:
+        """Keep what was uploaded. Raises OSError when it cannot be written, QuotaError."""
         file_id = ordered_id("file-")
         name = f"{FOLDER}/{file_id}.jsonl"
-        self.storage.write(name, content)
-        return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()))
+        size = len(memoryview(content))
+        with self._room_for(owner, max(size, LEAST_BYTES)):
+            self.storage.write(name, content)
+            return self.put(file_id, filename, purpose, (name,), created_at=int(time.time()), owner=owner)
+
+    def check_room(self, owner: str | None, param: str) -> None:
+        """Raise QuotaError, which names `param`, where an owner's files fill all that it has."""
+        if owner is not None and self._max_owner_bytes is not None:
+            used = self._owned.num_bytes(owner)
+            if used >= self._max_owner_bytes:
+                raise self._full(param, "There is no room for output", used)
+
+    @contextmanager
+    def _room_for(self, owner: str | None, size: int) -> Iterator[None]:
+        """Hold room for a file while it is written. Other replicas do not know of it."""
+        if owner is None or self._max_owner_bytes is None:
+            yield
+            return
+        with self._lock:
+            used = self._owned.num_bytes(owner) + self._arriving[owner]
+            if used + size > self._max_owner_bytes:
+                raise self._full("file", f"Its {size} bytes do not fit", used)
+            self._arriving[owner] += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._arriving[owner] -= size
+
+    def _full(self, param: str, what: str, used: int) -> QuotaError:
+        return QuotaError(
+            f"{param}: {what}: this key keeps {used} of {self._max_owner_bytes} bytes (max_stored_bytes). "
+            "Delete files that are no longer needed (DELETE /v1/files/ID).",
+            param=param,
+        )
 
     def put(
-        self, file_id: str, filename: str, purpose: str, pieces: Sequence[str], *, created_at: int
+        self,
+        file_id: str,
+        filename: str,
+        purpose: str,
+        pieces: Sequence[str],
+        *,
+        created_at: int,
+        owner: str | None,
     ) -> StoredFile:
         """Make a file of pieces that are in the storage; the same file again is no error."""
         entries = [self.storage.entry(piece) for piece in pieces]
         size = sum(entry.size for entry in entries if entry is not None)
-        file = StoredFile(file_id, filename, purpose, size, created_at, tuple(pieces))
-        paper = file.as_openai() | {"pieces": file.pieces}
+        file = StoredFile(file_id, filename, purpose, size, created_at, tuple(pieces), owner)
+        paper = file.as_openai() | {"pieces": file.pieces, "owner": owner}
         self.storage.write(f"{FOLDER}/{file_id}.json", json.dumps(paper).encode())
         return file
 
-    def get(self, file_id: str) -> StoredFile:
-        """Raises NotFoundError."""
+    def get(self, file_id: str, caller: Caller) -> StoredFile:
+        """Return a file. Raises NotFoundError where the caller may see none of that id."""
         file = self._read(file_id)
-        if file is None:
+        if file is None or not caller.may_see(file.owner):
             raise NotFoundError(f"There is no file {file_id[:200]!r} here.", param="file_id")
         return file
 
     def list(
-        self, *, purpose: str | None, limit: int, after: str | None, newest_first: bool
+        self, caller: Caller, *, purpose: str | None, limit: int, after: str | None, newest_first: bool
     ) -> Page[StoredFile]:
-        """Files by their time. Raises RequestError when `after` is no file's id."""
-        ids = listed_ids(self.storage, FOLDER, newest_first=newest_first)
+        """The caller's files by their time. Raises RequestError when `after` is no id of theirs."""
+        ids = self._owned.ids(caller, newest_first=newest_first)
 
         def wanted(file_id: str) -> StoredFile | None:
             file = self._read(file_id)
@@ -137,7 +199,48 @@ class FileStore:
         if paper is None:
             return None
         fields = ("id", "filename", "purpose", "bytes", "created_at")
-        return StoredFile(**{name: paper[name] for name in fields}, pieces=tuple(paper["pieces"]))
+        own = {name: paper[name] for name in fields}
+        return StoredFile(**own, pieces=tuple(paper["pieces"]), owner=paper.get("owner"))
+
+
+class Owned:
+    """Whose the papers of a folder are, and how much each counts: remembered, since neither changes.
+
+    A list of one owner's objects, and the sum of their bytes, would else read the papers of all owners.
+    """
+
+    def __init__(self, storage: Storage, folder: str, prefix: str) -> None:
+        self._storage, self._folder, self._prefix = storage, folder, prefix
+        self._known: dict[str, tuple[str | None, int]] = {}  # replaced as a whole: threads read it
+
+    def ids(self, caller: Caller, *, newest_first: bool) -> list[str]:
+        """The ids that a caller may see."""
+        ids = listed_ids(self._storage, self._folder, newest_first=newest_first)
+        if caller.sees_all:
+            return ids
+        known = self._facts(ids)
+        return [each for each in ids if each in known and caller.may_see(known[each][0])]
+
+    def num_bytes(self, owner: str) -> int:
+        """What an owner's papers count together."""
+        known = self._facts(listed_ids(self._storage, self._folder, newest_first=False))
+        return sum(size for of, size in known.values() if of == owner)
+
+    def _facts(self, ids: Sequence[str]) -> dict[str, tuple[str | None, int]]:
+        known, new = self._known, [each for each in ids if each not in self._known]
+        with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+            papers = dict(zip(new, pool.map(self._paper, new), strict=True)) if new else {}
+        fresh = {
+            each: (paper.get("owner"), max(paper.get("bytes", 0), LEAST_BYTES))
+            for each, paper in papers.items()
+            if paper is not None
+        }
+        both = known | fresh
+        self._known = {each: both[each] for each in ids if each in both}
+        return self._known
+
+    def _paper(self, id: str) -> JsonObject | None:
+        return read_paper(self._storage, f"{self._folder}/{id}.json", self._prefix, id)
 
 
 def read_paper(storage: Storage, name: str, prefix: str, given_id: str) -> JsonObject | None:

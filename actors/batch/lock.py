@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from ...cluster.errors import ConfigError, InUseError
+from ..files import PRIVATE_FILE, make_folder
 from .parts import FOLDER
 from .storage import Entry, Storage
 
@@ -178,9 +179,11 @@ def _locked(output: Storage, path: Path) -> IO[str]:
     while True:
         file = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
+                make_folder(path.parent, private=output.private)
                 file = path.open("a+", encoding="utf-8")
+                if output.private:
+                    os.fchmod(file.fileno(), PRIVATE_FILE)
         except OSError as error:
             raise ConfigError(
                 f"output: {output.where} cannot be written: {error.strerror}. Choose another with --output.",

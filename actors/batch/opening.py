@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...cluster.caller import SERVER
 from ...cluster.errors import DatasetError, NotFoundError
 from .batch_store import Batch, BatchStore
 from .checking import check_lines, errors_list, plain_error
@@ -109,7 +110,7 @@ class Opener:
         if batch is None or batch.ended:
             return None
         try:
-            file = self._files.get(batch.input_file_id)
+            file = self._files.get(batch.input_file_id, SERVER)
             if batch.status == "validating":
                 batch = self._checked(batch, file)
                 asked = self._batches.cancel_asked_at(batch_id) is not None

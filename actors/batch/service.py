@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
+from ...cluster.caller import Caller
 from ...cluster.errors import EngineDeadError, InUseError, RequestError
 from ...cluster.label_values import Account
-from ..asker import Asker, told_asker
+from ..asker import Asker, asker_of
 from ..chat.model import ChatModel
 from ..checkpoints import target_folder, tokenizer_folder
 from ..engine import AsyncEngine
@@ -25,7 +26,8 @@ from ..http.defaults import GenerationDefaults
 from ..telemetry import BatchLines, EndedRow
 from .answering import RowAnswerer
 from .batch_run import BatchRun
-from .batch_store import Batch, BatchStore
+from .batch_store import FOLDER, QUEUE, WORK, Batch, BatchStore
+from .file_store import FOLDER as FILES
 from .file_store import FileStore, JsonObject
 from .identity import checkpoint_identity, settings_identity
 from .opening import LAYOUT, OpenBatch, Opener
@@ -48,6 +50,8 @@ class BatchService:
         generation: the checkpoint's defaults.
         names: of the model; the first is reported.
         max_lines: of a batch.
+        max_stored_bytes: that one key may keep.
+        tenants: that every batch may count for.
         chat: how the model converses.
         count_lines: told of lines that came to their end; on the event loop.
         on_row: told of each line as it is answered, also there.
@@ -65,13 +69,17 @@ class BatchService:
         names: Sequence[str],
         *,
         max_lines: int,
+        max_stored_bytes: int,
+        tenants: tuple[str, ...],
         chat: ChatModel,
         count_lines: Callable[[BatchLines], None],
         on_row: Callable[[EndedRow], None] | None = None,
         account_of: Callable[[Asker], Account] | None = None,
     ) -> None:
-        self.files = FileStore(storage)
+        storage.close_to_others(FILES, FOLDER, QUEUE, WORK)
+        self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)
+        self._tenants = tenants
         made_from = _made_from(engine, generation)
         self._engine = engine
         self._generation = generation
@@ -88,24 +96,33 @@ class BatchService:
         self._wake = asyncio.Event()
 
     def create(
-        self, endpoint: str, input_file_id: str, window: str, window_s: int, metadata: dict[str, str] | None
+        self,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: int,
+        metadata: dict[str, str] | None,
+        caller: Caller,
+        headers: Mapping[str, str],
     ) -> Batch:
-        """A new batch. Blocking. Raises RequestError when its input is not there, or no input."""
-        file = self.files.get(input_file_id)
+        """A new batch. Blocking. Raises RequestError when its input is not the caller's, or no input."""
+        file = self.files.get(input_file_id, caller)
         if file.purpose != "batch":
             raise RequestError(
                 f"The file {file.id} has the purpose {file.purpose!r}; upload the input with 'batch'.",
                 param="input_file_id",
             )
-        return self.batches.create(endpoint, input_file_id, window, window_s, metadata)
+        self.files.check_room(caller.owner, "input_file_id")
+        asker, _ = asker_of(headers, metadata, caller, self._tenants)
+        return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, asker.tenant)
 
     def wake(self) -> None:
         """There is something new to do: look now."""
         self._wake.set()
 
-    def delete_file(self, file_id: str) -> None:
-        """Blocking. Raises RequestError when a batch still needs it."""
-        file = self.files.get(file_id)
+    def delete_file(self, file_id: str, caller: Caller) -> None:
+        """Blocking. Raises NotFoundError as `FileStore.get`, RequestError when a batch still needs it."""
+        file = self.files.get(file_id, caller)
         for batch_id in self.batches.queued() if file.purpose == "batch" else ():
             batch = self.batches.kept(batch_id)
             if batch is not None and batch.input_file_id == file_id and not batch.ended:
@@ -161,8 +178,7 @@ class BatchService:
         return not self._slots.locked() and all(run.all_begun for run in self._runs.values())
 
     def _begin(self, opened: OpenBatch) -> None:
-        batch_id = opened.batch.id
-        tenant, account_of = told_asker(opened.batch.metadata).tenant, self._account_of
+        batch_id, tenant, account_of = opened.batch.id, opened.batch.tenant, self._account_of
         answerer = RowAnswerer(
             self._engine,
             LAYOUT,
@@ -173,6 +189,7 @@ class BatchService:
             prefix=f"{batch_id}/",
             on_row=self._on_row,
             account_of=account_of and (lambda row: account_of(row._replace(tenant=tenant))),
+            caller=Caller(owner=opened.batch.owner, domain=opened.batch.domain),
         )
         run = BatchRun(
             opened, self.batches, self.files, answerer, self._slots, self._wake.set, self._count_lines

@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from ...cluster.errors import ConfigError
-from ..files import TEMPORARY, write_whole
+from ..files import PRIVATE_FOLDER, TEMPORARY, make_folder, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SECRET = re.compile(r":[^/@]*@")  # s3://key:secret@bucket
@@ -46,21 +46,23 @@ class Storage:
         where: as the user wrote it, without a URL's query and credentials: for messages.
         filesystem: Arrow's.
         root: the folder's path in it.
+        private: on a disk, no other user may read what is written here.
     """
 
     where: str
     filesystem: fs.FileSystem
     root: str
+    private: bool = False
 
     @classmethod
-    def open(cls, where: str, *, field: str) -> Storage:
+    def open(cls, where: str, *, field: str, private: bool = False) -> Storage:
         """Find the file system of a path or URL. Raises ConfigError, which names `field`."""
         where = str(where)
         found = URL.match(where)
         if found is None or found[1] == "file":
             path = where[len(found[0]) :] if found else where
             root = Path(f"/{path.lstrip('/')}" if found else path).resolve()
-            return cls(where, fs.LocalFileSystem(), str(root))
+            return cls(where, fs.LocalFileSystem(), str(root), private)
         if found[1] not in SCHEMES:
             raise ConfigError(
                 f"{field}: {where} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a path.",
@@ -72,7 +74,7 @@ class Storage:
             filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise ConfigError(f"{field}: {shown} cannot be used: {error}.", param=field) from None
-        return cls(shown, filesystem, root.rstrip("/"))
+        return cls(shown, filesystem, root.rstrip("/"), private)
 
     @property
     def local(self) -> bool:
@@ -101,7 +103,7 @@ class Storage:
 
     def under(self, *parts: str) -> Storage:
         """A folder in this folder."""
-        return Storage(self._join(self.where, *parts), self.filesystem, self.path(*parts))
+        return Storage(self._join(self.where, *parts), self.filesystem, self.path(*parts), self.private)
 
     def path(self, *parts: str) -> str:
         """The path of a name, for the file system."""
@@ -143,11 +145,24 @@ class Storage:
         """
         path = self.path(name)
         if self.local:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(path), lambda temporary: temporary.write_bytes(content), synced=synced)
+            make_folder(Path(path).parent, private=self.private)
+            write_whole(
+                Path(path),
+                lambda temporary: temporary.write_bytes(content),
+                synced=synced,
+                private=self.private,
+            )
             return
         with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
             stream.write(content)
+
+    def close_to_others(self, *folders: str) -> None:
+        """Take from other users what a release before this one let them read. On a disk."""
+        for folder in folders if self.local else ():
+            path = Path(self.path(folder))
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mode & 0o077:
+                    path.chmod(PRIVATE_FOLDER)
 
     def remove(self, *names: str) -> None:
         """Remove files; what is not there is no error."""

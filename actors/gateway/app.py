@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
 
@@ -20,6 +20,7 @@ from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.scrape import joined
 from ..http.explain import PATH, lives_response
+from ..http.gate import METHODS
 from ..http.layers import surround
 from ..http.messages.errors import LostMessage
 from ..http.models import model_card
@@ -35,7 +36,7 @@ from .figures import GatewayFigures
 from .fleet import Fleet, Member, ServedModel
 from .forward import Forwarded
 from .generation import BROKEN, Generation, Parts
-from .upstream import Upstream
+from .upstream import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
 # Of the routes that generate.
@@ -45,7 +46,6 @@ ENDINGS: dict[str, Ending] = {
     "/v1/responses": LostResponse(),
     "/v1/messages": LostMessage(),
 }
-METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 def create_gateway(
@@ -110,10 +110,10 @@ def create_gateway(
         return json_response(load_figures(traffic, running=running, waiting=waiting))
 
     @app.get(PATH)
-    async def explain(id: str) -> Response:
+    async def explain(id: str, http: Request) -> Response:
         members = [member for model in fleet.models for member in fleet.ready(model)]
-        path = f"{PATH}?{urlencode({'id': id})}"
-        texts = await asyncio.gather(*(_text(parts.upstream, member, path) for member in members))
+        path, headers = f"{PATH}?{urlencode({'id': id})}", [caller_header(http.scope)]
+        texts = await asyncio.gather(*(_text(parts.upstream, member, path, headers) for member in members))
         return lives_response(id, [life for text in texts if text for life in orjson.loads(text)["data"]])
 
     app.include_router(receipt_routes(settings.receipts))
@@ -135,7 +135,7 @@ def create_gateway(
     for path in ENDINGS:
         app.post(path)(generate)
 
-    @app.api_route("/{path:path}", methods=METHODS)
+    @app.api_route("/{path:path}", methods=sorted(METHODS))
     async def forward(http: Request) -> Response:
         return Forwarded(parts, http)
 
@@ -160,12 +160,14 @@ def _card(fleet: Fleet, model: ServedModel, name: str, started_s: int) -> JsonOb
     )
 
 
-async def _text(upstream: Upstream, member: Member, path: str) -> str:
+async def _text(
+    upstream: Upstream, member: Member, path: str, headers: Sequence[tuple[str, str]] = ()
+) -> str:
     """What a replica answers; empty if that cannot be had at once, or is a refusal."""
     try:
         async with (
             asyncio.timeout(SCRAPE_TIMEOUT_S),
-            upstream.request(member, "GET", path, (), None) as response,
+            upstream.request(member, "GET", path, headers, None) as response,
         ):
             return await response.text() if response.status == 200 else ""
     except BROKEN:

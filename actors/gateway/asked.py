@@ -12,8 +12,10 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from ...cluster.caller import Caller
 from ...cluster.known_prefixes import hash_chain
 from ..http.gate import take_request_id
+from ..http.keys import caller_of
 from ..http.wire import parsed
 
 SESSION_HEADER = "x-session-id"
@@ -38,10 +40,10 @@ async def read_asked(http: Request, body: bytes) -> Asked:
     except orjson.JSONDecodeError:
         return Asked()
     take_request_id(http.scope, found)
-    return _asked(http.headers, found)
+    return _asked(http.headers, found, caller_of(http.scope))
 
 
-def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
+def _asked(headers: Headers, fields: Any, caller: Caller) -> Asked:  # Any: JSON.
     if not isinstance(fields, dict):
         return Asked()
     named = (headers.get(SESSION_HEADER), *(fields.get(name) for name in SESSION_FIELDS))
@@ -50,7 +52,7 @@ def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
     return Asked(
         model=model if isinstance(model, str) else None,
         session=session,
-        chain=hash_chain(_prompt_bytes(fields), salt if isinstance(salt, str) else None),
+        chain=hash_chain(_prompt_bytes(fields), caller.salt(salt if isinstance(salt, str) else None)),
     )
 
 

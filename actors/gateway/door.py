@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.errors import UnreachableError
 from ..http.errors import json_error
-from ..http.origin import ORIGIN_HEADER, TOKEN_HEADER, Origin
+from ..http.keys import read_caller
+from ..http.origin import CALLER_HEADER, ORIGIN_HEADER, TOKEN_HEADER, Origin
 from .records import BEAT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class Door:
 class Guard:
     """Lets in who brings the token, and hands what a gateway says of a request to the application.
 
-    As `scope["state"]["origin"]`, an `Origin`; its tokens are taken off the body.
+    As `scope["state"]["origin"]`, an `Origin`; its tokens are taken off the body. As `["caller"]` whose the
+    request is, for the application asks for no key behind a gateway.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -119,6 +121,7 @@ class Guard:
             if not hmac.compare_digest(headers.get(TOKEN_HEADER, "").encode(), self._token):
                 await json_error(403, "This door is for gateways.")(scope, receive, send)
                 return
+            scope.setdefault("state", {})["caller"] = read_caller(headers.get(CALLER_HEADER))
             if (header := headers.get(ORIGIN_HEADER)) is not None:
                 receive = await _with_origin(header, scope, receive)
         await self._app(scope, receive, send)

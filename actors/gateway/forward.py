@@ -75,7 +75,7 @@ class Forwarded(Response):
     async def _attempt(self, member: Member, body: Body, send: Send) -> bool:
         """Ask a replica; False if it has certainly not taken the request."""
         http, begun = self._http, False
-        headers = request_headers(http.headers, http.scope["state"]["request_id"])
+        headers = request_headers(http)
         try:
             with member.attempt() as until_lost:
                 request = self._parts.upstream.request(member, http.method, path_of(http), headers, body)

@@ -143,10 +143,7 @@ class Generation(Response):
     async def _attempt(self, member: Member) -> bool:
         """Ask a replica. False if another is to be asked; raises what ends the request."""
         begun, request_id = self._told.begun, self._http.scope["state"]["request_id"]
-        headers = [
-            *request_headers(self._http.headers, request_id),
-            (ORIGIN_HEADER, self._origin.header()),
-        ]
+        headers = [*request_headers(self._http), (ORIGIN_HEADER, self._origin.header())]
         body, path = self._origin.prefix() + self._body, path_of(self._http)
         try:
             with member.attempt() as until_lost:

@@ -8,11 +8,12 @@ from urllib.parse import quote
 
 import aiohttp
 from aiohttp.client import _RequestContextManager  # the public name of what `request` returns is missing
-from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 from yarl import URL
 
-from ..http.origin import PRIVATE_PREFIX, TOKEN_HEADER
+from ..http.keys import caller_of, told_caller
+from ..http.origin import CALLER_HEADER, PRIVATE_PREFIX, TOKEN_HEADER
 from .fleet import Member
 
 CONNECT_S = 2.0
@@ -62,10 +63,16 @@ def path_of(http: Request) -> str:
     return (path + (b"?" + query if query else b"")).decode("latin-1")
 
 
-def request_headers(headers: Headers, request_id: str) -> list[tuple[str, str]]:
-    """What a replica gets of a client's headers."""
-    mine = [(name, value) for name, value in headers.items() if _goes_on(name) and name != "x-request-id"]
-    return [*mine, ("x-request-id", request_id)]
+def request_headers(http: Request) -> list[tuple[str, str]]:
+    """What a replica gets of a client's headers; and whose the request is."""
+    own = ("x-request-id", http.scope["state"]["request_id"])
+    mine = [(name, value) for name, value in http.headers.items() if _goes_on(name) and name != own[0]]
+    return [*mine, own, caller_header(http.scope)]
+
+
+def caller_header(scope: Scope) -> tuple[str, str]:
+    """Whose a request is, for its replica."""
+    return CALLER_HEADER, told_caller(caller_of(scope))
 
 
 def response_headers(headers: Any) -> list[tuple[bytes, bytes]]:  # Any: aiohttp's multidict

@@ -65,7 +65,9 @@ def create_app(
     """
     traffic = traffic or Traffic()
     name = settings.model_names(engine.config.model)[0]
-    telemetry = Telemetry(engine, name, replica, mirror, max_label_values=settings.max_metric_labels)
+    telemetry = Telemetry(
+        engine, name, replica, mirror, settings.max_metric_labels, categories=settings.categories
+    )
     audit = LosslessAudit(engine, settings.lossless_audit, telemetry.count_audit)
     capture = open_capture(engine.config, settings, telemetry.count_captured)
     tracing, receipts = open_tracing(settings, replica), _receipts(engine, settings)
@@ -117,20 +119,28 @@ def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptKeeper | 
     if settings.receipts is None:
         return None
     name = settings.model_names(engine.config.model)[0]
-    return ReceiptKeeper(engine, Path(settings.receipts), name, settings.max_metric_labels)
+    return ReceiptKeeper(
+        engine,
+        Path(settings.receipts),
+        name,
+        settings.max_metric_labels,
+        categories=settings.categories,
+    )
 
 
 def _batches(frontend: Frontend) -> BatchService | None:
     settings, tracing = frontend.settings, frontend.tracing
     if settings.batch_storage is None:
         return None
-    storage = Storage.open(settings.batch_storage, field="batch_storage")
+    storage = Storage.open(settings.batch_storage, field="batch_storage", private=True)
     return BatchService(
         storage,
         frontend.engine,
         frontend.defaults,
         frontend.names,
         max_lines=settings.max_batch_lines,
+        max_stored_bytes=settings.max_stored_bytes,
+        tenants=settings.tenants,
         chat=frontend.chat,
         count_lines=frontend.telemetry.count_batch_lines,
         on_row=tracing and partial(_end_row, tracing, frontend),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...cluster.errors import RequestError, shown
 from ..batch.checking import ENDPOINTS
 from ..batch.service import BatchService
 from .files import listed, needed, stored
+from .keys import caller_of
 from .wire import JsonRoute, json_response
 
 MAX_BATCHES_LISTED = 100
@@ -65,7 +66,7 @@ def batch_routes(service: BatchService | None) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/batches")
-    async def create(body: BatchRequest) -> Response:
+    async def create(body: BatchRequest, http: Request) -> Response:
         """Answer a file of requests in what online requests leave."""
         batches = needed(service)
         body.check()
@@ -76,27 +77,31 @@ def batch_routes(service: BatchService | None) -> APIRouter:
             body.completion_window,
             body.window_s(),
             body.metadata,
+            caller_of(http.scope),
+            http.headers,
         )
         batches.wake()
         return json_response(batch.as_openai())
 
     @router.get("/v1/batches")
     async def list_batches(
-        limit: int = Query(20, ge=1, le=MAX_BATCHES_LISTED), after: str | None = None
+        http: Request, limit: int = Query(20, ge=1, le=MAX_BATCHES_LISTED), after: str | None = None
     ) -> Response:
-        """The batches, newest first."""
-        page = await stored(needed(service).batches.list, limit=limit, after=after)
+        """The batches of this key, newest first."""
+        caller = caller_of(http.scope)
+        page = await stored(needed(service).batches.list, caller, limit=limit, after=after)
         return json_response(listed(page))
 
     @router.get("/v1/batches/{batch_id}")
-    async def retrieve(batch_id: str) -> Response:
+    async def retrieve(http: Request, batch_id: str) -> Response:
         """A batch, with how far it is."""
-        return json_response((await stored(needed(service).batches.get, batch_id)).as_openai())
+        batch = await stored(needed(service).batches.get, batch_id, caller_of(http.scope))
+        return json_response(batch.as_openai())
 
     @router.post("/v1/batches/{batch_id}/cancel")
-    async def cancel(batch_id: str) -> Response:
+    async def cancel(http: Request, batch_id: str) -> Response:
         """End a batch; what is answered stays."""
-        batch = await stored(needed(service).batches.cancel, batch_id)
+        batch = await stored(needed(service).batches.cancel, batch_id, caller_of(http.scope))
         needed(service).wake()
         return json_response(batch.as_openai())
 

@@ -1,4 +1,4 @@
-"""GET /explain?id=...: what became of a request, step by step. An operators' route; no text, no tokens.
+"""GET /explain?id=...: what became of a request, step by step; for the key that sent it. No text, no tokens.
 
 The id is the response's, or the client's own (X-Request-Id). The engine remembers its last requests
 (`cluster/journal.py`); a gateway asks all of its replicas. `manta logs explain` makes sentences of it.
@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from ...cluster.errors import NotFoundError, shown
 from ...cluster.lives import Life, LifeStep, Stay
 from ..engine import AsyncEngine
+from .keys import caller_of
 from .wire import JsonObject, json_response
 
 PATH = "/explain"
@@ -24,9 +25,11 @@ def explain_routes(engine: AsyncEngine, replica: str) -> APIRouter:
     router = APIRouter()
 
     @router.get(PATH)
-    async def explain(id: str) -> Response:
-        """What became of a request, step by step; an operators' route."""
-        return lives_response(id, [told(life, replica) for life in engine.lives(id)])
+    async def explain(id: str, http: Request) -> Response:
+        """What became of a request of this key, step by step; an admin key may ask for all."""
+        caller = caller_of(http.scope)
+        lives = [life for life in engine.lives(id) if caller.may_see(life.owner)]
+        return lives_response(id, [told(life, replica) for life in lives])
 
     return router
 

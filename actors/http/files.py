@@ -21,6 +21,7 @@ from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown
 from ..batch.file_store import FileStore, Page, StoredFile
 from ..batch.service import BatchService
 from .gate import FORM_BYTES
+from .keys import caller_of
 from .wire import JsonObject, json_response
 
 MAX_FILES_LISTED = 10_000
@@ -75,32 +76,39 @@ def file_routes(service: BatchService | None) -> APIRouter:
         """Keep a file of batch lines (multipart)."""
         async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
             file = _checked(form)
-            kept = await stored(_keep, files, file.filename or "batch.jsonl", file.file)
+            owner = caller_of(http.scope).owner
+            kept = await stored(_keep, files, file.filename or "batch.jsonl", file.file, owner)
         return json_response(kept.as_openai())
 
     @router.get("/v1/files")
     async def list_files(
+        http: Request,
         files: FileStore = Store,
         purpose: str | None = None,
         limit: int = Query(MAX_FILES_LISTED, ge=1, le=MAX_FILES_LISTED),
         after: str | None = None,
         order: Order = "desc",
     ) -> Response:
-        """The files that are kept."""
+        """The files that this key keeps."""
         page = await stored(
-            files.list, purpose=purpose, limit=limit, after=after, newest_first=order == "desc"
+            files.list,
+            caller_of(http.scope),
+            purpose=purpose,
+            limit=limit,
+            after=after,
+            newest_first=order == "desc",
         )
         return json_response(listed(page))
 
     @router.get("/v1/files/{file_id}")
-    async def retrieve(file_id: str, files: FileStore = Store) -> Response:
+    async def retrieve(http: Request, file_id: str, files: FileStore = Store) -> Response:
         """What is known of a file."""
-        return json_response((await stored(files.get, file_id)).as_openai())
+        return json_response((await stored(files.get, file_id, caller_of(http.scope))).as_openai())
 
     @router.get("/v1/files/{file_id}/content")
-    async def content(file_id: str, files: FileStore = Store) -> Response:
+    async def content(http: Request, file_id: str, files: FileStore = Store) -> Response:
         """The content of a file."""
-        file = await stored(files.get, file_id)
+        file = await stored(files.get, file_id, caller_of(http.scope))
         return StreamingResponse(
             files.chunks(file),
             media_type="application/octet-stream",
@@ -108,9 +116,9 @@ def file_routes(service: BatchService | None) -> APIRouter:
         )
 
     @router.delete("/v1/files/{file_id}")
-    async def delete(file_id: str) -> Response:
+    async def delete(http: Request, file_id: str) -> Response:
         """Delete a file."""
-        await stored(needed(service).delete_file, file_id)
+        await stored(needed(service).delete_file, file_id, caller_of(http.scope))
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -142,8 +150,8 @@ def _checked(form: FormData) -> UploadFile:
     return file
 
 
-def _keep(files: FileStore, filename: str, file: IO[bytes]) -> StoredFile:
-    return files.upload(filename, "batch", _mapped(file))
+def _keep(files: FileStore, filename: str, file: IO[bytes], owner: str | None) -> StoredFile:
+    return files.upload(filename, "batch", _mapped(file), owner)
 
 
 def _mapped(file: IO[bytes]) -> bytes | pa.Buffer:

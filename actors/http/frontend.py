@@ -10,7 +10,9 @@ from dataclasses import asdict
 
 from starlette.requests import Request
 
+from ...cluster.caller import Caller
 from ...cluster.errors import ModelNotFoundError, RequestError, shown
+from ..asker import Asker, asker_of
 from ..capture.traffic import TrafficCapture
 from ..chat.model import ChatModel
 from ..engine import AsyncEngine
@@ -104,6 +106,18 @@ class Frontend:
                 param="priority",
             )
         return 0
+
+    def asker(self, request: GenerationRequest, http: Request, caller: Caller) -> tuple[Asker, list[str]]:
+        """Return whom a request counts for, and what of its wish to count for another is ignored."""
+        metadata = (request.model_extra or {}).get("metadata")
+        asker, unheeded = asker_of(http.headers, metadata, caller, self.settings.tenants)
+        if unheeded is not None and self.settings.unknown_params == "reject":
+            raise RequestError(
+                f"{unheeded} names no tenant that this key may count for. Leave it out, or have the operator "
+                "add it to tenants, or write it behind the key.",
+                param=unheeded,
+            )
+        return asker, [unheeded] if unheeded is not None else []
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.errors import TooManyRequestsError
+from ...cluster.label_values import OTHER
 from ..process_log import about_request
 from .bodies import BodyLimit
 from .errors import INTERNAL, json_error
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 * 1024  # of an upload, beside its file
 ID_HEADER = "x-request-id"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of what HAProxy takes as ours
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -114,7 +116,9 @@ class Gate:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
-        refusal = self._refusal(scope, Headers(scope=scope), limit)
+        headers = Headers(scope=scope)
+        scope["state"].setdefault("caller", self._keys.caller(headers))  # a gateway has said it
+        refusal = self._refusal(scope, headers, limit)
         with ExitStack() as place:
             arrived = partial(self._take_place, place)
             await (refusal or self._app)(scope, limit.applied(receive, arrived), send)
@@ -133,7 +137,8 @@ class Gate:
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
-        self._telemetry.observe_http(handler, scope["method"], status, seconds)
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # a client may make one up
+        self._telemetry.observe_http(handler, method, status, seconds)
         if (refusal := refusal_of(scope, status, seconds)) is not None:
             log_refusal(refusal, self._replica)
             self._on_refusal(refusal)

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...cluster.errors import RequestError
-from ..asker import asker_of
 from ..chat.parts import Piece
 from ..chat.reading import Answer, Reading
 from ..outputs import CompletionOutput, RequestOutput
@@ -25,6 +24,7 @@ from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
 from .gate import new_id
+from .keys import caller_of
 from .logprobs import token_lengths
 from .origin import Origin, told
 from .prompt_parts import PromptParts
@@ -96,6 +96,9 @@ def prepare(
     if request.speculative.return_trace and not _tells_trace(frontend, request, len(prompts) * params.n):
         all_ignored.append("speculative.return_trace")
     _check_room(frontend, request, prompts)
+    caller = caller_of(http.scope)
+    asker, unheeded = frontend.asker(request, http, caller)
+    all_ignored += unheeded
     origin: Origin | None = http.scope["state"].get("origin")
     if origin is not None and params.seed is None:
         params = replace(params, seed=origin.seed)
@@ -109,7 +112,8 @@ def prepare(
         ignored=all_ignored if frontend.settings.unknown_params != "ignore" else [],
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
-        asker=asker_of(http.headers, (request.model_extra or {}).get("metadata")),
+        caller=caller,
+        asker=asker,
         may_be_kept=request.store is not False and "no-store" not in http.headers.get("cache-control", ""),
         origin=origin,
         resumable=resumable,

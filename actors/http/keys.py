@@ -1,4 +1,4 @@
-"""Who may ask: where a server's keys come from, and whether a request brings one.
+"""Who may ask: where a server's keys come from, whether a request brings one, and what that key owns.
 
 Keys stand in flags or code, in files, or in the environment; never in a Serve config, for Serve keeps it and
 shows it (`serve config`, the dashboard). Wherever settings are shown, keys are left out. They are read once,
@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from starlette.types import Scope
+
+from ...cluster.caller import Caller, domain_of, owner_of
 from ...cluster.errors import ConfigError
+from ...cluster.label_values import ANY
 from .settings import ServerSettings
 
 # Setting -> the variable that stands in for it.
@@ -24,7 +29,10 @@ OPEN_PATHS = frozenset(
     {"/health", "/ping", "/metrics", "/version", "/ui"}
 )  # the page asks for the key itself
 # What is the operators' own; all else needs a key of either kind.
-ADMIN_PATHS = frozenset({"/load", "/explain", "/receipts"})
+ADMIN_PATHS = frozenset({"/load"})
+# Show a key its own, and an admin key all: closed without a key wherever there is one of either kind.
+OWN_PATHS = frozenset({"/explain", "/receipts"})
+TENANT_HEADER = "x-tenant"
 
 
 def refuse_written_keys(args: Mapping[str, Any], where: str) -> None:
@@ -46,10 +54,17 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
     """
     found: dict[str, Any] = {}  # Any: settings of two types
     for name, variable in ENVIRONMENT.items():
-        file = getattr(settings, f"{name}_file")
-        given = (*settings.keys(name), *([] if file is None else _keys_in(file, f"{name}_file")))
+        file, flags = getattr(settings, f"{name}_file"), getattr(settings, name) or ()
+        flags = (flags,) if isinstance(flags, str) else flags
+        given = (*flags, *([] if file is None else _keys_in(file, f"{name}_file")))
         found |= {name: given or tuple(environment.get(variable, "").split()) or None, f"{name}_file": None}
     return replace(settings, **found)
+
+
+def behind_gateway(settings: ServerSettings) -> ServerSettings:
+    """The settings of a gateway's replicas: the gateway asks for keys, tells whose a request is, and answers
+    browsers; its replicas need not do so again."""
+    return replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
 
 
 def _keys_in(file: str, param: str) -> list[str]:
@@ -69,22 +84,65 @@ class Keys:
     def __init__(self, settings: ServerSettings) -> None:
         self._admin = [_digest(key) for key in settings.keys("admin_api_key")]
         self._any = [_digest(key) for key in settings.keys("api_key")]
+        self._is_alone = len(settings.keys("api_key")) == 1
+        tenants = settings.key_tenants("admin_api_key") | settings.key_tenants("api_key")
+        self._callers = {_digest(key): self._caller(key, tenant) for key, tenant in tenants.items()}
         if self._any:
             self._any += self._admin
+        self._isolation, self._tenants = settings.isolation, settings.tenants
+
+    def _caller(self, key: str, tenant: str | None) -> Caller:
+        """What a key may; one that is alone is its operator's, and sees all."""
+        sees_all = _digest(key) in self._admin or (not self._admin and self._is_alone)
+        own = None if tenant == ANY else tenant
+        return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """Status and message where a request may not pass; its headers' names are taken in lower case."""
         if path in OPEN_PATHS:
             return None
         given = _digest(_key_in(headers))
+        known = self._any or (self._admin if path in OWN_PATHS else [])
         if path in ADMIN_PATHS and self._admin:
             if _among(given, self._admin):
                 return None
             if _among(given, self._any):
                 return 403, "This route is the operators' own: send the admin API key."
-        elif not self._any or _among(given, self._any):
+        elif not known or _among(given, known):
             return None
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Whose a request is that may pass."""
+        keyless = Caller(sees_all=not self._callers)
+        found = self._callers.get(_digest(_key_in(headers)), keyless)
+        return found if self._isolation == "none" else replace(found, domain=self._domain(found, headers))
+
+    def _domain(self, caller: Caller, headers: Mapping[str, str]) -> str:
+        """Without keys whoever reaches the port is believed, as the proxy in front of it."""
+        if self._isolation == "tenant":
+            believed = caller.names_tenants or not self._callers
+            named = headers.get(TENANT_HEADER) if believed else None
+            allowed = self._tenants if caller.owner is None else (ANY,)
+            tenant = caller.tenant or (named if named in allowed or ANY in allowed else None)
+            if tenant:
+                return domain_of("tenant", tenant)
+        return domain_of("key", caller.owner or "")
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Whose a request is that has passed the gate."""
+    return scope["state"]["caller"]
+
+
+def told_caller(caller: Caller) -> str:
+    """A caller as a gateway tells it to a replica, in a header (`http/origin.py`)."""
+    return json.dumps(asdict(caller))
+
+
+def read_caller(header: str | None) -> Caller:
+    """The same, read; without a header it is a caller that owns nothing."""
+    return Caller() if header is None else Caller(**json.loads(header))
 
 
 def _key_in(headers: Mapping[str, str]) -> str:

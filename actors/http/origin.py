@@ -22,6 +22,7 @@ import orjson
 from ..outputs import NOTHING, Begun
 
 TOKEN_HEADER = "x-manta-token"
+CALLER_HEADER = "x-manta-caller"  # `keys.told_caller`: replicas behind a gateway know no keys
 ORIGIN_HEADER = "x-manta-origin"
 TOLD_HEADER = "x-manta-told"
 PRIVATE_PREFIX = "x-manta-"

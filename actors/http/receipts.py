@@ -1,5 +1,6 @@
-"""GET /receipts?day=...&tenant=...: what was spent for whom, and saved. An operators' route.
+"""GET /receipts?day=...&tenant=...: what was spent for whom, and saved.
 
+A key sees those of its tenant, an admin key all.
 What stands there is added up from the folder that all replicas keep (`actors/receipts.py`).
 """
 
@@ -9,10 +10,11 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from ...cluster.errors import NotOfferedError, StorageError
+from ...cluster.errors import NotAllowedError, NotOfferedError, StorageError
 from ..receipts import read_receipts
+from .keys import caller_of
 from .wire import json_response
 
 PATH = "/receipts"
@@ -28,12 +30,18 @@ def receipt_routes(folder: str | None, keep: Callable[[], None] | None = None) -
     router = APIRouter()
 
     @router.get(PATH)
-    async def receipts(day: str | None = None, tenant: str | None = None) -> Response:
-        """What was spent for whom, and saved; an operators' route."""
+    async def receipts(http: Request, day: str | None = None, tenant: str | None = None) -> Response:
+        """What was spent for this key's tenant, and saved; an admin key may ask for all."""
         if folder is None:
             raise NotOfferedError(
                 "This server keeps no receipts: start it with --receipts PATH (the setting receipts).",
                 param="receipts",
+            )
+        caller = caller_of(http.scope)
+        if not caller.sees_all and caller.tenant is None:
+            raise NotAllowedError(
+                "Receipts are of tenants, and this key has none: the operator writes it behind the key, or "
+                "asks with an admin key."
             )
         if keep is not None:
             await asyncio.to_thread(keep)
@@ -41,6 +49,7 @@ def receipt_routes(folder: str | None, keep: Callable[[], None] | None = None) -
             found = await asyncio.to_thread(read_receipts, Path(folder), day, tenant)
         except OSError as error:
             raise StorageError(f"The receipts cannot be read ({error.strerror}). Retry.") from None
-        return json_response({"object": "list", "data": found})
+        mine = [one for one in found if caller.sees_all or one["tenant"] == caller.tenant]
+        return json_response({"object": "list", "data": mine})
 
     return router

@@ -115,12 +115,13 @@ class Run:
         request = self.work.request
         return {
             "priority": self.work.priority,
-            "cache_salt": request.cache_salt,
+            "cache_salt": self.work.caller.salt(request.cache_salt),
             "max_draft_tokens": request.speculative.max_draft_tokens,
             "tpot_ms": request.speculative.tpot_ms,
             "trace": self._traces or self._detailed,
             "begun": self.work.begun,
             "client_id": self.work.request_id,
+            "owner": self.work.caller.owner,
             "account": self._account,
         }
 

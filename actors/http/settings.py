@@ -15,25 +15,30 @@ from urllib.parse import urlsplit
 
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
-from ...cluster.errors import ConfigError, did_you_mean
+from ...cluster.errors import ConfigError, did_you_mean, shown
+from ...cluster.label_values import ANY, is_label
 from ..process_log import LogFormat
 
 UnknownParams = Literal["ignore", "warn", "reject"]
 SpeculationMetrics = Literal["none", "summary", "detailed"]
 DefaultsSource = Literal["auto", "openai"]
 ReasoningField = Literal["reasoning", "reasoning_content"]
+Isolation = Literal["none", "key", "tenant"]
 # One answer for all models: they cannot differ in these.
 ENDPOINT_SETTINGS = frozenset(
     {
         *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
+        *("prefix_cache_isolation", "tenants", "categories"),
         *("max_request_bytes", "batch_storage", "receipts", "shutdown_timeout", "ui"),
         *("log_format", "otlp_traces_endpoint"),
     }
 )
+_NAMES = ("allowed_origins", "tenants", "categories")  # one name may stand for a list of one
 _HOOK = re.compile(r"[\w.]+:\w+")
-_KEY = re.compile(r"[\x21-\x7e]+")
+_KEY = re.compile(r"([\x21-\x7e]+)(?:[ \t]+(\S+))?")  # and its tenant
 LEAST = {
     "max_request_bytes": 1024,
+    "max_stored_bytes": 1024,
     "max_batch_file_bytes": 1024,
     "max_batch_lines": 1,
     "max_metric_labels": 0,
@@ -65,10 +70,16 @@ class ServerSettings:
             is set, a stream may begin (status 200) before its first token.
         max_request_bytes: larger request bodies are refused with 413.
         api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
-            Only from flags and code: no YAML file may hold keys (`keys.py`).
+            Behind a key may stand the tenant that its requests count for ("KEY TENANT"), or `*` for a proxy's
+            key whose X-Tenant is believed. Only from flags and code: no YAML file may hold keys (`keys.py`).
         api_key_file: a file with such keys, one a line. MANTA_API_KEY stands in for both.
-        admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), and good
-            for all others; None guards those routes as the others. MANTA_ADMIN_API_KEY stands in for both.
+        admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), good for
+            all others, and for what other keys own; None guards those routes as the others.
+            MANTA_ADMIN_API_KEY stands in for both.
+        prefix_cache_isolation: whose prompts share their beginnings in the prefix cache, so that answers come
+            sooner and tell by `cached_tokens` what was there: "none" (of all), "key" (of one key) or "tenant"
+            (of one tenant; of a key that has none, that key's). A system prompt that keys have in common is
+            then computed and kept once for each. None: "key" where there are several keys, else "none".
         allowed_origins: browser origins that may call (CORS); none by default.
         batch_storage: absolute path or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all
             they know; every replica must reach it, and one endpoint must have it for itself. None: those
@@ -76,6 +87,8 @@ class ServerSettings:
         receipts: absolute path of a folder, shared by all replicas, where it is kept what was spent for each
             tenant and category, by day, and saved (`GET /receipts`). None keeps none.
         max_batch_file_bytes: larger uploads are refused with 413.
+        max_stored_bytes: files and batches' outputs that one key may keep in `batch_storage`; beyond it
+            uploads and new batches are refused with 413. A file counts 4 KiB at least.
         max_batch_lines: batches of files with more lines fail.
         replicas: engines behind the one endpoint: a number, or "least:most" for as many as the load asks for.
             All but a plain 1 (and several models) have a gateway in front, which chooses among them and keeps
@@ -98,8 +111,12 @@ class ServerSettings:
         capture_redact: `module:function`, called with each completion before it is kept; returns it, changed
             perhaps, or None (`actors/capture/redaction.py`). It runs in a process of its own.
         capture_prompts: false keeps answers without their prompts.
-        max_metric_labels: tenants, and categories, that metrics tell apart (`actors/asker.py`), first come,
-            first served; all others count as "other". Each is two series in Prometheus. 0 tells none apart.
+        max_metric_labels: tenants, and categories, that metrics and receipts tell apart (`actors/asker.py`),
+            first come, first served; all others count as "other". Each is two series in Prometheus. 0 tells
+            none apart.
+        tenants: names that any request may count for (X-Tenant); other names count as "other", unless the
+            request's key has a tenant, or `*`. ("*",) takes any name: for a port that only a proxy reaches.
+        categories: names that requests may be counted under (X-Category), likewise.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -118,9 +135,11 @@ class ServerSettings:
     admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     admin_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    prefix_cache_isolation: Isolation | None = None
     batch_storage: str | None = None
     receipts: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
+    max_stored_bytes: int = 10 * 10**9
     max_batch_lines: int = 50_000
     replicas: int | str = 1
     shutdown_timeout: float = 900.0
@@ -135,19 +154,22 @@ class ServerSettings:
     capture_redact: str | None = None
     capture_prompts: bool = True
     max_metric_labels: int = 64
+    tenants: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "admin_api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "admin_api_key", *_NAMES):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-        if isinstance(self.allowed_origins, str):
-            object.__setattr__(self, "allowed_origins", (self.allowed_origins,))
+        for name in _NAMES:
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, (value,))
         for name in ("api_key", "admin_api_key"):
-            if not all(_KEY.fullmatch(key) for key in self.keys(name)):
-                raise ConfigError(
-                    f"{name}: a key must be printable ASCII without spaces, and not empty.", param=name
-                )
+            _check_keys(name, _as_tuple(getattr(self, name)))
+        for name in ("tenants", "categories"):
+            for at, value in enumerate(getattr(self, name)):
+                _check_label(f"{name}.{at}", value)
         for name, kind in (
             ("generation_config", DefaultsSource),
             ("unknown_params", UnknownParams),
@@ -155,6 +177,8 @@ class ServerSettings:
             ("log_format", LogFormat),
         ):
             one_of(name, getattr(self, name), get_args(kind))
+        if self.prefix_cache_isolation is not None:
+            one_of("prefix_cache_isolation", self.prefix_cache_isolation, get_args(Isolation))
         if self.reasoning_field_name is not None:
             one_of("reasoning_field_name", self.reasoning_field_name, get_args(ReasoningField))
         for name, at_zero in (("sse_keep_alive_interval", "off"), ("shutdown_timeout", "at once")):
@@ -198,8 +222,19 @@ class ServerSettings:
         return _as_tuple(self.served_model_name) or (model,)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Those of a setting: `api_key` or `admin_api_key`."""
-        return _as_tuple(getattr(self, name))
+        """Return the keys of a setting: `api_key` or `admin_api_key`."""
+        return tuple(self.key_tenants(name))
+
+    def key_tenants(self, name: str) -> dict[str, str | None]:
+        """Return the same with the tenant of each: None without, ANY where requests may name any."""
+        found = (_KEY.fullmatch(entry) for entry in _as_tuple(getattr(self, name)))
+        return {entry[1]: entry[2] for entry in found if entry is not None}
+
+    @property
+    def isolation(self) -> Isolation:
+        """What `prefix_cache_isolation` is here."""
+        num_keys = len({*self.keys("api_key"), *self.keys("admin_api_key")})
+        return self.prefix_cache_isolation or ("key" if num_keys > 1 else "none")
 
 
 def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
@@ -286,6 +321,28 @@ def _entries(models: Any, common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             param="capture",
         )
     return models
+
+
+def _check_keys(name: str, entries: tuple[str, ...]) -> None:
+    """Refuse what is no key, without repeating it."""
+    for entry in entries:
+        if (found := _KEY.fullmatch(entry)) is None:
+            raise ConfigError(
+                f"{name}: a key must be printable ASCII without spaces, and not empty; behind it may stand a "
+                "space and the tenant that its requests count for, or *.",
+                param=name,
+            )
+        if found[2] is not None:
+            _check_label(name, found[2])
+
+
+def _check_label(name: str, value: str) -> None:
+    if value != ANY and not is_label(value):
+        raise ConfigError(
+            f"{name}: {shown(value)} can be no label: it must have up to 64 letters, digits and _.:@/+-, and "
+            'not be "none" or "other"; * stands for any name.',
+            param=name,
+        )
 
 
 def _check_place(where: str) -> None:

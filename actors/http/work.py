@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...cluster.caller import Caller
 from ...cluster.request import SamplingParams
 from ..asker import Asker
 from ..chat.reading import PLAIN, Reading
@@ -27,7 +28,7 @@ def operation_of(request: GenerationRequest) -> str:
 class Work:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
-    `created_s` is Unix time; `asker` for whom it is counted; `may_be_kept`
+    `created_s` is Unix time; `caller` the key that sent it, `asker` for whom it is counted; `may_be_kept`
     where traffic is captured; `origin` what a gateway fixed of the request;
     `resumable` says whether its stream can go on at another replica, `reading` how its answers are read,
     `trace_headers` what the client says of the trace that it is a part of.
@@ -42,6 +43,7 @@ class Work:
     ignored: list[str]
     request: GenerationRequest
     created_s: int
+    caller: Caller
     asker: Asker
     may_be_kept: bool = True
     origin: Origin | None = None
