@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol, TypedDict, Unpack, runtime_checkable
 
 from ..cluster.canary import Trial, Verdict
@@ -28,7 +28,7 @@ from ..cluster.request import FinishReason, Request, SamplingParams
 from ..cluster.spending import Spent
 from .encoding import PromptEncoder
 from .executor import make_executor
-from .grammars import GrammarDoor
+from .grammars import GrammarDoor, HoldsGrammars
 from .kept_speculation import KeptSpeculation
 from .outputs import Begun, OutputProcessor, RequestOutput
 from .prompts import EncodedPrompt, SeedSource, load_tokenizer
@@ -122,7 +122,8 @@ class AsyncEngine:
             self.close()
             raise
         self._encoder = PromptEncoder(self._tokenizer, executor.info.max_model_len)
-        self._grammars = await asyncio.to_thread(GrammarDoor.of, self._tokenizer, executor.info)
+        holder = executor if isinstance(executor, HoldsGrammars) else None
+        self._grammars = await asyncio.to_thread(GrammarDoor.of, self._tokenizer, executor.info, holder)
         self._streams.processor = OutputProcessor(self._tokenizer)
         self._engine = Engine(self.config, executor)
         self._kept = KeptSpeculation(self.config, executor.info, self._engine)
@@ -196,10 +197,10 @@ class AsyncEngine:
 
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
         """
-        params = await self._let_in(params)
-        with self._opened(request_id, prompt, params, options) as stream:
-            while (output := await stream.next()) is not None:
-                yield output
+        async with self._held(params) as held:
+            with self._opened(request_id, prompt, held, options) as stream:
+                while (output := await stream.next()) is not None:
+                    yield output
 
     async def complete(
         self,
@@ -215,12 +216,12 @@ class AsyncEngine:
         Args:
             watch: called with what `add` would have yielded; what it raises ends the request.
         """
-        params = await self._let_in(params)
-        with self._opened(request_id, prompt, params, options, whole=watch is None) as stream:
-            while (output := await stream.next()) is not None:
-                if watch is not None:
-                    watch(output)
-            return stream.tracker.whole()
+        async with self._held(params) as held:
+            with self._opened(request_id, prompt, held, options, whole=watch is None) as stream:
+                while (output := await stream.next()) is not None:
+                    if watch is not None:
+                        watch(output)
+                return stream.tracker.whole()
 
     def abort(self, request_id: str) -> bool:
         """End a request as aborted; its stream ends with finish_reason "abort". False if it is unknown."""
@@ -297,6 +298,8 @@ class AsyncEngine:
             self._thread.join(timeout=60.0)
         if self._encoder is not None:
             self._encoder.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._executor is not None:
             self._executor.close()
 
@@ -306,12 +309,10 @@ class AsyncEngine:
 
     # On the event loop.
 
-    async def _let_in(self, params: SamplingParams) -> SamplingParams:
-        """With what the text must be, compiled; beside the event loop."""
+    def _held(self, params: SamplingParams) -> AbstractAsyncContextManager[SamplingParams]:
+        """The parameters with their grammar, which is compiled beside the event loop and the steps."""
         assert self._grammars is not None, "start() the engine first"
-        if params.structured_outputs is None and params.grammar is None:
-            return params
-        return await self.encoder.in_thread(self._grammars.let_in, params)
+        return self._grammars.held(params)
 
     @contextmanager
     def _opened(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..cluster.config import EngineConfig
 from ..cluster.errors import EngineDeadError
 from ..cluster.executor import DrafterHealth, Executor, ExecutorInfo
+from ..cluster.grammar import Grammar
 from ..cluster.plan import SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
@@ -89,6 +90,15 @@ class InProcessExecutor:
         self._alive()
         assert self._exchange is not None, "it lives as long as the runner"
         self._exchange.end_trial(promoted=promoted)
+
+    def hold_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar beside the steps, and keep it until it is let go. Raises GrammarError."""
+        if (grammars := self._alive().grammars) is not None:
+            grammars.compiler.hold(grammar)
+
+    def let_go_grammar(self, grammar: Grammar) -> None:
+        if self._runner is not None and (grammars := self._runner.grammars) is not None:
+            grammars.compiler.let_go(grammar)
 
     def _alive(self) -> Runner:
         if self._runner is None:

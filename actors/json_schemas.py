@@ -14,6 +14,8 @@ from ..cluster.errors import RequestError
 
 # A model that has lost its way writes spaces to the end of its answer: after so many it has to go on.
 MOST_WHITESPACE = r"[ \n\r\t]{0,64}"
+MAX_GRAMMAR_CHARS = 131_072
+MAX_JSON_DEPTH = 120  # what reads schemas goes to 128
 
 
 # Any, here and below: JSON.
@@ -26,6 +28,7 @@ def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
     Raises:
         RequestError: it is none, or cannot be held to; names `field`.
     """
+    check_size(schema, field)
     keywords = {} if schema is True else schema
     told = keywords.get("x-guidance", {}) if isinstance(keywords, Mapping) else None
     if not isinstance(keywords, Mapping) or not isinstance(told, Mapping):
@@ -42,6 +45,26 @@ def written_schema(schema: Any, field: str, *, whitespace: bool = True) -> str:
     if has_misread_bounds:
         raise _refusal(field, "exclusive bounds that are whole numbers need the other bound at least 1 away")
     return text
+
+
+def check_size(value: Any, field: str) -> None:
+    """Raise RequestError if JSON is nested too deep or holds too much. Neither recurses nor writes it."""
+    num_chars, depth, layer = 0, 0, [value]
+    while layer:
+        following: list[Any] = []
+        for part in layer:
+            if isinstance(part, Mapping):
+                num_chars += sum(map(len, map(str, part.keys()))) + 4 * len(part)
+                parts = part.values()
+            else:
+                num_chars += len(part) if isinstance(part, str | list | tuple) else 1
+                parts = part if isinstance(part, list | tuple) else ()
+            if num_chars > MAX_GRAMMAR_CHARS:
+                raise _refusal(field, f"it is too long; at most {MAX_GRAMMAR_CHARS} characters are taken")
+            following += parts
+        layer, depth = following, depth + 1
+        if depth > MAX_JSON_DEPTH:
+            raise _refusal(field, f"it is nested too deep; at most {MAX_JSON_DEPTH} levels are taken")
 
 
 def _has_misread_bounds(schema: Any) -> bool:

@@ -134,6 +134,7 @@ class LLM:
     def close(self) -> None:
         """End the workers and free their memory. Idempotent."""
         self._kept.keep()
+        self._grammars.close()
         self._executor.close()
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..cluster.errors import RequestError
-from .json_schemas import written_schema
+from .json_schemas import MAX_GRAMMAR_CHARS, check_size, written_schema
 
 MAX_PARTS = 256  # of a list
 MAX_DEPTH = 16  # of formats in formats
@@ -55,6 +55,7 @@ class _Tag:
 
 def lark_of_tags(tags: Json, field: str) -> str:
     """Raises RequestError, naming a part of `field`."""
+    check_size(tags, field)
     writer = _Writer()
     if "format" in tags:
         body = writer.part(_object(tags["format"], f"{field}.format"), f"{field}.format", None)
@@ -71,6 +72,7 @@ class _Writer:
     def __init__(self) -> None:
         self.rules: list[str] = []
         self._depth = 0
+        self._num_chars = 0
 
     def part(self, form: Json, field: str, ends: _Ends) -> str:
         """An expression of a format and of what ends it.
@@ -83,6 +85,12 @@ class _Writer:
             raise RequestError(f"{field}: formats stand in formats {MAX_DEPTH} deep at most.", param=field)
         found = self._written(form, field, ends)
         self._depth -= 1
+        self._num_chars += len(found)  # what ends a part is written behind each of its endings
+        if self._num_chars > MAX_DEPTH * MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                f"{field}: as a grammar it is too long; at most {MAX_GRAMMAR_CHARS} characters are taken.",
+                param=field,
+            )
         return found
 
     def _written(self, form: Json, field: str, ends: _Ends) -> str:

@@ -8,7 +8,7 @@ workers, by `plan.SlotSampling`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import RequestError
@@ -27,11 +27,13 @@ class Grammar:
         text: a JSON schema, a regular expression, or a grammar in llguidance's dialect of Lark.
         after_token_ids: it holds only behind the first place where these were generated, one after the other
             (the end of reasoning); before, anything can come. () is from the first token on.
+        is_cheap: it compiles within milliseconds and little memory, as it was tried: a step may do it.
     """
 
     kind: GrammarKind
     text: str
     after_token_ids: tuple[int, ...] = ()
+    is_cheap: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from manta.actors.chat.parts import together
 from manta.actors.chat.reasoning_tokens import ReasoningCounter
 from manta.actors.chat.splitter import Splitter
 from manta.actors.chat.template import ChatTemplate
-from manta.actors.grammars import grammar_of
+from manta.actors.grammars import written_grammar
 from manta.actors.prompts import load_tokenizer
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, RequestError
@@ -125,7 +125,7 @@ def test_strict_tools_heed_their_schemas_in_an_answer_that_may_call_them() -> No
     )
     strict = model.strict("", SCHEMAS, {"get_weather"})
     assert strict is not None and strict.field == "tools"
-    lark = grammar_of(strict).text
+    _, lark = written_grammar(strict)
     call = CALLED["hermes"]
     for text, allowed in (
         ("Hello.", True),

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from manta import LLM, SamplingParams, StructuredOutputsParams
-from manta.actors.grammars import MAX_GRAMMAR_CHARS, GrammarDoor, grammar_of
+from manta.actors.grammars import MAX_GRAMMAR_CHARS, GrammarDoor, written_grammar
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import RequestError
 from manta.cluster.grammar import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
-from manta.drafter.grammars.compiler import GrammarCompiler
+from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
 from manta.drafter.grammars.states import GrammarStates
 from manta.jobs.bench.grammars import GrammarOptions, run_grammars
 from schemas import HELD, REFUSED
@@ -92,6 +92,13 @@ def open_pair(pair: tuple[Path, Path], drafts: int | None, **more: Any) -> LLM:
     spec = {"model": str(pair[1]), "num_speculative_tokens": drafts, "adaptive": False}
     how = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8, **more}
     return LLM(str(pair[0]), speculative_config=None if drafts is None else spec, **how)
+
+
+def grammar_of(asked: StructuredOutputsParams) -> Grammar:
+    kind, text = written_grammar(asked)
+    if kind == "grammar":
+        kind, text = "lark", lark_of(text)
+    return Grammar(kind, text, asked.after_token_ids, is_cheap=True)
 
 
 def held_by(schema: Any, **more: Any) -> StructuredOutputsParams:

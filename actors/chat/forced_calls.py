@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..json_schemas import check_size
 from .formats import CallSyntax, HeadedCalls, JsonCalls, Messages, QuotedCalls, TaggedCalls
 from .typed_values import is_text, property_schema
 
@@ -28,7 +29,11 @@ def forced_calls(
         schemas: of the tools' arguments, by name.
         special: ids of special tokens, by their text.
         several: whether more than one call may follow another.
+
+    Raises:
+        RequestError: the schemas are too long or nested too deep.
     """
+    check_size(schemas, "tools")
     return _Writer(special).lark(syntax, schemas, several=several)
 
 
@@ -166,7 +171,9 @@ def _properties(schema: Schema) -> list[tuple[str, bool]]:
     """The properties that a schema names, and whether each may be left out."""
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
-    needed = required if isinstance(required, list) else []
+    needed = (
+        {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    )
     return [(name, name not in needed) for name in names]
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MOST_REFERENCES = 8
+_MOST_REFERENCES = 8  # behind each other
+_MOST_PARTS = 1000  # of a property: branches that refer to branches multiply
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def property_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """What a schema says of one property; references within it are followed."""
     properties = schema.get("properties")
-    return _resolved(properties.get(name), schema) if isinstance(properties, Mapping) else None
+    parts = iter(range(_MOST_PARTS))
+    return _resolved(properties.get(name), schema, parts) if isinstance(properties, Mapping) else None
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
@@ -54,18 +56,24 @@ def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
     return frozenset().union(*found) if all(found) else frozenset()
 
 
-def _resolved(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any] | None:
-    """A schema without references on its top, and in its branches; None where it is none."""
-    if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES:
+def _resolved(
+    schema: Any, root: Mapping[str, Any], parts: Iterator[int], depth: int = 0
+) -> Mapping[str, Any] | None:
+    """A schema without references on its top, and in its branches; None where it is none.
+
+    Args:
+        parts: one is taken for each schema that is looked at; None is returned when there are no more.
+    """
+    if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES or next(parts, None) is None:
         return None
     if isinstance(reference := schema.get("$ref"), str):
         found: Any = root
         for step in reference.removeprefix("#/").split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
-        return _resolved(found, root, depth + 1)
+        return _resolved(found, root, parts, depth + 1)
     for name in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(name), list):
-            return {**schema, name: [_resolved(branch, root, depth + 1) for branch in branches]}
+            return {**schema, name: [_resolved(branch, root, parts, depth + 1) for branch in branches]}
     return schema
 
 

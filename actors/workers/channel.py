@@ -7,6 +7,8 @@ The rings (`rings.py`) lie in an anonymous memory file (memfd) that the engine h
 Unix socket in the abstract namespace; so nothing is ever left behind in /dev/shm or /tmp, whoever is killed
 and when. How ends wait and wake each other is `ends.py`'s.
 
+Beside the rings each worker gets `NUM_LANES` socket pairs, for what must wait for no step (`grammar_lanes.py`).
+
 Messages are pickled; one larger than a slot goes as several fragments, so there is no size limit. Linux
 only, same machine and same user only (both are checked). Not a tensor path: that is `process_group.py`.
 Used by `ray_executor.py` (engine's end) and the workers; no Ray in here. An end belongs to one thread.
@@ -21,6 +23,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from typing import Any
 
 from . import doors
@@ -28,6 +31,7 @@ from .ends import PATIENCE_S, End, PeerLostError, Waiter, nothing, spin_budget_s
 from .rings import Layout, Ring, SharedMemory
 
 TICK_S = 1e-3  # between two looks for what rings nobody awake
+NUM_LANES = 2  # to each worker
 _HELLO = struct.Struct("<q")  # rank
 
 
@@ -37,6 +41,9 @@ class StepChannel(End):
     Args:
         num_workers: ranks 0..W-1, each of which will connect.
         layout: slot sizes; the defaults suit.
+
+    Attributes:
+        lanes: connections to each worker that was accepted, by rank. They carry bytes.
     """
 
     def __init__(self, num_workers: int, layout: Layout | None = None) -> None:
@@ -51,6 +58,7 @@ class StepChannel(End):
         self._down = Ring.down(memory, layout)
         self._ups = [Ring.up(memory, layout, rank) for rank in range(num_workers)]
         self._door_is_open = True
+        self.lanes: dict[int, tuple[Connection, ...]] = {}
 
     def accept(self, timeout_s: float = PATIENCE_S) -> None:
         """Take in all workers; they connected during their set-up."""
@@ -63,7 +71,11 @@ class StepChannel(End):
                 continue
             sock.settimeout(PATIENCE_S)
             (rank,) = _HELLO.unpack(sock.recv(_HELLO.size, socket.MSG_WAITALL))
-            socket.send_fds(sock, [hello], [self._file])
+            pairs = [socket.socketpair() for _ in range(NUM_LANES)]
+            socket.send_fds(sock, [hello], [self._file, *(theirs.fileno() for _, theirs in pairs)])
+            for _, theirs in pairs:
+                theirs.close()
+            self.lanes[rank] = tuple(Connection(ours.detach()) for ours, _ in pairs)
             self._meet(rank, sock, self._layout.line(rank, 0))
         self._shut_door()
 
@@ -93,6 +105,8 @@ class StepChannel(End):
 
     def close(self) -> None:
         self._shut_door()
+        for lane in (lane for lanes in self.lanes.values() for lane in lanes):
+            lane.close()
         super().close()
 
 
@@ -103,6 +117,9 @@ class WorkerChannel(End):
         sock: made by `knock` with the same rank.
         rank: of this worker.
         waiter: of all that the worker waits for.
+
+    Attributes:
+        lanes: connections to the engine, beside the rings.
     """
 
     def __init__(
@@ -110,7 +127,7 @@ class WorkerChannel(End):
     ) -> None:
         sock.settimeout(timeout_s)
         try:
-            hello, files, _, _ = socket.recv_fds(sock, 4096, 1)
+            hello, files, _, _ = socket.recv_fds(sock, 4096, 1 + NUM_LANES)
         except OSError as error:
             raise PeerLostError(f"the engine ({error})") from None
         if not files:
@@ -118,6 +135,7 @@ class WorkerChannel(End):
         layout = Layout(**json.loads(hello))
         memory = SharedMemory(files[0], layout.size_bytes)
         os.close(files[0])
+        self.lanes = tuple(map(Connection, files[1:]))
         # It awaits the engine's host work, which is short and runs on one core.
         waiter = waiter or Waiter(spin_budget_s(layout.num_workers + 1))
         super().__init__(memory, layout.line(rank, 0), waiter)

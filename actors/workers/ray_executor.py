@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from ray.util.placement_group import PlacementGroup
 from ...cluster.config import EngineConfig
 from ...cluster.errors import EngineDeadError, MantaError, PlacementError
 from ...cluster.executor import DrafterHealth, ExecutorInfo
+from ...cluster.grammar import Grammar
 from ...cluster.placement import Topology
 from ...cluster.plan import SchedulerOutput, StepResult
 from ..checkpoints import with_absolute_paths, with_drafter
@@ -36,6 +37,7 @@ from .channel import StepChannel
 from .drafter_keeper import DrafterKeeper
 from .drafter_process import DrafterSource
 from .ends import PeerLostError
+from .grammar_lanes import GrammarLanes
 from .orders import BeginTrial, DrafterAt, DrafterLoaded, DrafterReport, EndTrial, LoadDrafter, UseDrafter
 from .placement import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
 from .target_worker import TargetWorker
@@ -77,6 +79,7 @@ class RayExecutor:
         self._stepping = threading.Lock()
         self._placement: Placement | None = None
         self._channel: StepChannel | None = None
+        self._grammars: GrammarLanes | None = None
         self._actors: list[Actor] = []
         self._runs: list[ray.ObjectRef] = []
         self._watcher: threading.Thread | None = None
@@ -125,6 +128,22 @@ class RayExecutor:
             while not self._results:
                 self._results.append(self._receive(channel, StepResult))
             return self._results.popleft()
+
+    def hold_grammar(self, grammar: Grammar) -> None:
+        """Have every rank compile a grammar beside the steps, and keep it until it is let go.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+            EngineDeadError: a worker has died.
+        """
+        assert self._grammars is not None, "it has started"
+        self._grammars.hold(grammar)
+
+    def let_go_grammar(self, grammar: Grammar) -> None:
+        """Undo one `hold_grammar`. Nothing is to be done where the engine is dead."""
+        assert self._grammars is not None, "it has started"
+        with suppress(EngineDeadError):
+            self._grammars.let_go(grammar)
 
     def swap_drafter(self, model: str) -> None:
         """Draft with another checkpoint from now on; between steps, on the engine's thread.
@@ -242,6 +261,7 @@ class RayExecutor:
         ]
         facts = self._set_up(topology)
         self._channel.accept()
+        self._grammars = GrammarLanes(tuple(self._channel.lanes.values()), self.check_health)
         loads = [actor.load.remote(facts[0].store_port) for actor in self._actors]
         first = self._first_drafter(topology)
         infos = _gather(loads, LOAD_TIMEOUT_S)

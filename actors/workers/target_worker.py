@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from ...cluster.errors import ConfigError, MantaError
@@ -24,6 +25,7 @@ from .orders import (
 from .worker import Worker
 
 if TYPE_CHECKING:
+    from ...drafter.grammars.states import GrammarStates
     from ..targets.loading.swap import DrafterExchange
     from ..targets.runners.runner import Runner
     from .split_drafter import RemoteDrafts, SplitRunner
@@ -38,6 +40,7 @@ class TargetWorker(Worker):
     _info: ExecutorInfo
     _drafts: RemoteDrafts | None
     _exchange: DrafterExchange
+    _grammars: GrammarStates | None
 
     def _load(self) -> ExecutorInfo:
         from ..targets.loading.plan import plan_load
@@ -61,7 +64,14 @@ class TargetWorker(Worker):
         self._exchange = DrafterExchange(plan, runner, self._drafts)
         self._info, self._report = info, DrafterReport(0, ready=True, lost=False)
         self.max_in_flight = info.max_in_flight
+        self._grammars = runner.grammars
         return info
+
+    def serve_beside(self, lanes: Collection[Connection]) -> None:
+        """Compile grammars in threads."""
+        from .grammar_lanes import serve_lanes
+
+        serve_lanes(lanes, None if self._grammars is None else self._grammars.compiler)
 
     def take_seat(self, drafter: DrafterAt) -> None:
         """At start: at the first drafter. Raises what it refuses with."""

@@ -13,8 +13,9 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
 from ...cluster.config import EngineConfig
@@ -138,6 +139,9 @@ class Worker:
     def _load(self) -> ExecutorInfo:
         raise NotImplementedError
 
+    def serve_beside(self, lanes: Collection[Connection]) -> None:
+        """Start to serve what the engine asks beside the steps."""
+
     def obey(self, order: Order) -> object | None:
         """What is told between steps; the answer, if there is one."""
         raise NotImplementedError
@@ -164,6 +168,7 @@ class Worker:
         channel: WorkerChannel | None = None
         try:
             channel = WorkerChannel(self._socket, self.setting.rank, self.waiter)
+            self.serve_beside(channel.lanes)
             self._run_steps(channel)
         except PeerLostError:
             # Ray kills a worker whose engine has left; a Ray that has died itself does not.

@@ -1,8 +1,9 @@
 """Grammars for one model's tokens: compiled by llguidance, within limits.
 
-Nothing here says what users may ask for or how it is worded: that is `actors/grammars.py`, which compiles
-each grammar once to see whether it can be. `states.py` compiles it again where tokens are chosen. Compiling
-takes a millisecond, of the largest texts that the door lets in a hundred, so a few compiled ones are kept.
+What users may ask for, and in which words, is said by `actors/grammars.py`. Every grammar of a request has been
+compiled before in a process that may be killed (`trial.py`); here it is compiled again where tokens are chosen
+(`states.py`), by `hold`, beside the steps. The compiled ones of requests that run or wait are kept, and a few
+others.
 
 llguidance works lazily: states of a grammar's lexer are made when masks first need them, and matchers of the
 same compiled grammar share them. So a grammar can run out of states long after it was compiled; `forget`
@@ -12,23 +13,33 @@ makes room for a fresh one.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from typing import Literal
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ...cluster.grammar import Grammar
 
-MAX_KEPT = 32
-# A state takes 1 to 2 KB; ordinary schemas need some hundreds.
+T = TypeVar("T")
+
+MAX_KEPT = 32  # beside those that are held
+# A state takes 1 to 2 KB; ordinary schemas need some hundreds. Forced text makes one per character, while
+# Python's lock is held: 0.1 s.
 MAX_LEXER_STATES = 20_000
 # Of the library's defaults: a mask takes 20 ms at the very most, compiling a few hundred.
 MAX_GRAMMAR_SIZE = 100_000
 # Of the work for a first mask: 100 ms, where `(a{1000}){1000}` would take seconds.
 MAX_LEXER_FUEL = 200_000
+# Of the work for each later mask: a fourth and a fifth of the library's defaults, some 40 ms each.
+MAX_STEP_LEXER_FUEL = 50_000
+MAX_STEP_ITEMS = 10_000
+# llguidance recurses through rules and schemas. What fits the stack of a trial fits this one.
+STACK_BYTES = 16 << 20
 
 Written = tuple[Literal["json_schema", "regex", "lark"], str]
+_STACK_SIZE = threading.Lock()  # the size is a setting of the process
 
 
 class GrammarError(Exception):
@@ -58,35 +69,52 @@ class GrammarCompiler:
             max_lexer_states=MAX_LEXER_STATES,
             max_grammar_size=MAX_GRAMMAR_SIZE,
             initial_lexer_fuel=MAX_LEXER_FUEL,
+            step_lexer_fuel=MAX_STEP_LEXER_FUEL,
+            step_max_items=MAX_STEP_ITEMS,
             verbose_errors=False,
         )
         self._kept: OrderedDict[Written, LLMatcher] = OrderedDict()
+        self._held: Counter[Written] = Counter()
         self._lock = threading.Lock()
         self.eos_token_ids = eos_token_ids
         self.vocab_size = tokens.vocab_size
         self.mask_words = (tokens.vocab_size + 31) // 32
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """One that has seen no token. Raises GrammarError."""
+        """Return a matcher that has read no token. Compiles unless the grammar is kept. Raises GrammarError."""
+        return self._compiled((grammar.kind, grammar.text)).deep_copy()
+
+    def hold(self, grammar: Grammar) -> None:
+        """Compile a grammar, and keep it until `let_go` was called as often. Python's lock is free meanwhile.
+
+        Raises:
+            GrammarError: it cannot be compiled, and is not held.
+        """
         written = (grammar.kind, grammar.text)
         with self._lock:
-            kept = self._kept.get(written)
-            if kept is not None:
-                self._kept.move_to_end(written)
-        if kept is None:
-            kept = self._compile(written)
-            with self._lock:
-                self._kept[written] = kept
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-        return kept.deep_copy()
+            self._held[written] += 1
+        try:
+            self._compiled(written)
+        except BaseException:
+            self.let_go(grammar)
+            raise
+
+    def let_go(self, grammar: Grammar) -> None:
+        """Undo one `hold`."""
+        written = (grammar.kind, grammar.text)
+        with self._lock:
+            self._held[written] -= 1
+            if self._held[written] <= 0:
+                del self._held[written]
+            self._trim()
 
     def forget(self, grammar: Grammar) -> None:
         """Compile this one anew when it is next needed."""
         with self._lock:
             self._kept.pop((grammar.kind, grammar.text), None)
 
-    def _compile(self, written: Written) -> LLMatcher:
+    def compile(self, written: Written) -> LLMatcher:
+        """Compile a grammar on the stack of the calling thread. Raises GrammarError."""
         try:
             matcher = LLMatcher(self._tokens, _in_llguidance(written), limits=self._limits, log_level=0)
         except ValueError as error:  # JSON that is none
@@ -94,11 +122,53 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # what explodes does so here, not in the first step that it joins
         if matcher.is_error():
-            raise GrammarError(_reason(matcher.get_error()))
+            raise GrammarError(reason_of(matcher))
         warnings = matcher.get_grammar_warnings()
         if warnings:
             raise GrammarError(warnings[0])
         return matcher
+
+    def _compiled(self, written: Written) -> LLMatcher:
+        with self._lock:
+            kept = self._kept.get(written)
+            if kept is not None:
+                self._kept.move_to_end(written)
+                return kept
+        kept = on_stack(STACK_BYTES, lambda: self.compile(written))
+        with self._lock:
+            self._kept[written] = kept
+            self._trim()
+        return kept
+
+    def _trim(self) -> None:
+        """Drop the grammars that were used least recently, of those that are not held."""
+        idle = [written for written in self._kept if written not in self._held]
+        for written in idle[: max(0, len(idle) - MAX_KEPT)]:
+            del self._kept[written]
+
+
+def on_stack(num_bytes: int, work: Callable[[], T]) -> T:
+    """Run work on a stack of this size, in a thread; return or raise what it does."""
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(work())
+        except BaseException as error:  # raised again by the caller
+            raised.append(error)
+
+    with _STACK_SIZE:
+        before = threading.stack_size(num_bytes)
+        try:
+            thread = threading.Thread(target=run, name="manta-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if raised:
+        raise raised[0]
+    return returned[0]
 
 
 def lark_of(text: str) -> str:
@@ -116,6 +186,6 @@ def _in_llguidance(written: Written) -> str:
     return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
 
 
-def _reason(error: str) -> str:
-    """Its own words, in one line, without its state."""
-    return " ".join(error.replace("<non-verbose/>", "").split())
+def reason_of(matcher: LLMatcher) -> str:
+    """Return why a matcher fails, in llguidance's words without its state, as one line."""
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())

@@ -15,15 +15,18 @@ Tokens that the grammar forces stand in for drafts: in the places next to what s
 draft that cannot be. They are sure whatever the drafter thought, and nothing is behind what cannot be: so the
 drafts are walked through first (`walk`), and masks made of the rows that are left (`masks`).
 
-A matcher that fails (a grammar that takes too many steps or states) is compiled anew once. If that fails too,
-or where a grammar is at its end, no token but an end can follow.
+A matcher that fails (a grammar that takes too many steps or states) is begun anew once, if that takes
+milliseconds (`Grammar.is_cheap`). If that fails too, or where a grammar is at its end, no token but an end can
+follow. Whatever one request's grammar raises ends that answer and is logged; the others' are not touched.
 
 Legend: R requests of a step, K most drafts, D drafts of a request, M rows of requests with grammars, W words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,10 +35,17 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from ...cluster.grammar import SlotGrammar
-from .compiler import GrammarCompiler
+from .compiler import GrammarCompiler, GrammarError, reason_of
 from .masks import Ints, RowMasks, Words
 
+logger = logging.getLogger(__name__)
+
+# Forced tokens that a step asks for are all up to the next choice, at some microseconds each with Python's
+# lock held. A grammar that forces more at once is not asked again.
+MAX_FORCED = 512
+
 Margins = NDArray[np.float32]
+_Drafted = tuple[LLMatcher, int, list[int]]  # its row among the masks, and the drafts behind
 TokenReader = Callable[[int, int, int], list[int]]  # (slot, begin, end) -> these tokens of its request
 
 
@@ -48,6 +58,9 @@ class _Slot:
         num_read: tokens of the request, prompt included, that have been read.
         recent: before the grammar begins, the last generated tokens: one less than what it begins behind.
         is_over: something stands that the grammar cannot read: the text has ended.
+        forces: what is forced may be asked for.
+        is_renewed: it was begun anew.
+        has_failed: nothing but an end can follow any more.
     """
 
     held: SlotGrammar
@@ -55,6 +68,9 @@ class _Slot:
     num_read: int
     recent: list[int] = field(default_factory=list[int])
     is_over: bool = False
+    forces: bool = True
+    is_renewed: bool = False
+    has_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -99,7 +115,7 @@ class GrammarStates:
     """
 
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
-        self._compiler = compiler
+        self.compiler = compiler
         self._executor = LLExecutor(num_threads)
         self._eos = frozenset(compiler.eos_token_ids)
         self._slots: dict[int, _Slot] = {}
@@ -162,10 +178,10 @@ class GrammarStates:
             margins_D = None if margins_RK is None else margins_RK[place, :last]
             walks.append(_Walk(slot, place, standing, drafts_RK[place, :last], margins_D))
         for walk in walks:
-            self._go(walk, forces)
+            self._try(walk, forces)
             if walk.has_failed():
-                self._renew(walk.slot)
-                self._go(walk, forces)
+                self._renew(walk)
+                self._try(walk, forces)
         return StepWalks(tuple(walks), forces)
 
     def masks(self, step: StepWalks, counts_R: Ints) -> RowMasks:
@@ -182,23 +198,32 @@ class GrammarStates:
         self._write(rows, bits_MW)
         if failed := [row for row in rows if row[0].has_failed()]:
             for walk, *_ in failed:
-                self._renew(walk.slot)
-                self._go(walk, step.forces)
+                self._renew(walk)
+                self._try(walk, step.forces)
             self._write(failed, bits_MW)
         rows_M = np.flatnonzero(np.repeat(is_held_R, counts_R))
-        return RowMasks(rows_M, bits_MW, self._compiler.eos_token_ids[0])
+        return RowMasks(rows_M, bits_MW, self.compiler.eos_token_ids[0])
 
     def _room(self, num_rows: int) -> Words:
         """Masks that allow everything."""
         if len(self._bits_MW) < num_rows:
-            self._bits_MW = np.empty((num_rows, self._compiler.mask_words), dtype=np.int32)
+            self._bits_MW = np.empty((num_rows, self.compiler.mask_words), dtype=np.int32)
         bits_MW = self._bits_MW[:num_rows]
         bits_MW.fill(-1)
         return bits_MW
 
+    def _try(self, walk: _Walk, forces: bool) -> None:
+        """`_go`; what it raises ends this answer alone."""
+        with _ending(walk.slot):
+            self._go(walk, forces)
+        if walk.slot.has_failed:
+            walk.matcher, walk.num_free, walk.num_walked = None, 0, 0
+
     def _go(self, walk: _Walk, forces: bool) -> None:
         """Read what stands, and walk through the drafts."""
         slot = walk.slot
+        if slot.has_failed:
+            return
         self._read(slot, walk.standing())
         drafts = walk.drafts_D.tolist()
         walk.matcher, walk.num_free = self._start(slot, drafts)
@@ -207,7 +232,7 @@ class GrammarStates:
             return
         following, forced = drafts[walk.num_free :], list[int]()
         if not slot.is_over:
-            walk.num_walked, forced = self._follow(walk.matcher, following, forces)
+            walk.num_walked, forced = self._follow(slot, walk.matcher, following, forces)
         if walk.num_walked:
             walk.drafts_D[walk.num_free :] = following
         if walk.margins_D is not None and not walk.has_failed():
@@ -216,16 +241,18 @@ class GrammarStates:
             ends = walk.num_walked < len(following) and following[walk.num_walked] in self._eos
             margins_D[walk.num_walked + (ends and not slot.is_over) :] = np.nan  # an end may be right
 
-    def _follow(self, matcher: LLMatcher, drafts: list[int], forces: bool) -> tuple[int, list[int]]:
+    def _follow(
+        self, slot: _Slot, matcher: LLMatcher, drafts: list[int], forces: bool
+    ) -> tuple[int, list[int]]:
         """Put what is forced in the place of drafts; how many from the first on can be, and which are
         forced."""
-        num_walked, forced, places = 0, matcher.compute_ff_tokens() if forces else [], list[int]()
+        num_walked, forced, places = 0, _forced(slot, matcher) if forces else [], list[int]()
         while num_walked < len(drafts):
             drafts[num_walked : num_walked + len(forced)] = forced[: len(drafts) - num_walked]
             places += range(num_walked, num_walked + len(forced))
             count = matcher.try_consume_tokens(self._before_end(drafts[num_walked:]))
             num_walked += count
-            forced = matcher.compute_ff_tokens() if forces and count else []
+            forced = _forced(slot, matcher) if forces and count else []
             if not forced:
                 break
         if num_walked:
@@ -234,30 +261,44 @@ class GrammarStates:
 
     def _write(self, rows: Iterable[tuple[_Walk, int, int]], bits_MW: Words) -> None:
         """Masks of the walks' rows, which begin and end there."""
-        drafted = list[tuple[LLMatcher, int, list[int]]]()
+        drafted = list[tuple[_Walk, _Drafted]]()
         begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:
             row = first + walk.num_free
+            if walk.slot.has_failed and row < end:
+                bits_MW[row].fill(0)
             if walk.matcher is None or row >= end:
                 continue
             num_walked = min(walk.num_walked, end - row - 1)
             bits_MW[row : row + num_walked + 1].fill(0)
             if num_walked:
                 walked = walk.drafts_D[walk.num_free : walk.num_free + num_walked].tolist()
-                drafted.append((walk.matcher, row, walked))
+                drafted.append((walk, (walk.matcher, row, walked)))
             elif not walk.slot.is_over:
-                walk.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
+                with _ending(walk.slot):
+                    walk.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, begin, stride, len(bits_MW))
+            make = self._executor.unsafe_compute_mask_ptr_with_draft_token
+            try:
+                make([each for _, each in drafted], begin, stride, len(bits_MW))
+            except Exception:  # of one of them
+                for walk, each in drafted:
+                    with _ending(walk.slot):
+                        make([each], begin, stride, len(bits_MW))
 
     def _before_end(self, drafts: list[int]) -> list[int]:
         """Those before the first that ends the text or is no token."""
-        is_end = (t in self._eos or not 0 <= t < self._compiler.vocab_size for t in drafts)
+        is_end = (t in self._eos or not 0 <= t < self.compiler.vocab_size for t in drafts)
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
     def _begin(self, held: SlotGrammar) -> _Slot:
-        waits = bool(held.grammar.after_token_ids)
-        return _Slot(held, None if waits else self._compiler.matcher(held.grammar), held.prompt_length)
+        slot = _Slot(held, None, held.prompt_length)
+        if not held.grammar.after_token_ids:
+            try:
+                slot.matcher = self.compiler.matcher(held.grammar)
+            except GrammarError as error:
+                _fail(slot, error)
+        return slot
 
     def _read(self, slot: _Slot, tokens: list[int]) -> None:
         """Take in tokens that stand."""
@@ -268,7 +309,7 @@ class GrammarStates:
                 keep = len(slot.held.grammar.after_token_ids) - 1
                 slot.recent = [*slot.recent, *tokens][-keep:] if keep else []
                 return
-            slot.matcher, tokens = self._compiler.matcher(slot.held.grammar), tokens[end:]
+            slot.matcher, tokens = self.compiler.matcher(slot.held.grammar), tokens[end:]
         slot.is_over = slot.is_over or slot.matcher.try_consume_tokens(tokens) < len(tokens)
 
     def _start(self, slot: _Slot, drafts: list[int]) -> tuple[LLMatcher | None, int]:
@@ -278,15 +319,46 @@ class GrammarStates:
         num_free = _end_of_start(slot, drafts)
         if num_free is None:
             return None, len(drafts)
-        return self._compiler.matcher(slot.held.grammar), num_free
+        return self.compiler.matcher(slot.held.grammar), num_free
 
-    def _renew(self, slot: _Slot) -> None:
-        """Begin again, with a grammar compiled anew."""
-        self._compiler.forget(slot.held.grammar)
-        if slot.matcher is not None:
+    def _renew(self, walk: _Walk) -> None:
+        """Begin again, with a grammar compiled anew; once, and if a step can wait for it."""
+        slot, matcher = walk.slot, walk.matcher
+        self.compiler.forget(slot.held.grammar)
+        if slot.is_renewed or not slot.held.grammar.is_cheap:
+            _fail(slot, "" if matcher is None else reason_of(matcher))
+        elif slot.matcher is not None:
             fresh = self._begin(slot.held)
             slot.matcher, slot.num_read, slot.is_over = fresh.matcher, fresh.num_read, False
-            slot.recent = []
+            slot.recent, slot.has_failed = [], fresh.has_failed
+        slot.is_renewed, slot.forces = True, False  # what is forced may be what it fails at
+
+
+def _forced(slot: _Slot, matcher: LLMatcher) -> list[int]:
+    """The tokens that can only be these, if they may be asked for."""
+    if not slot.forces:
+        return []
+    forced = matcher.compute_ff_tokens()
+    slot.forces = len(forced) <= MAX_FORCED
+    return forced
+
+
+@contextmanager
+def _ending(slot: _Slot) -> Iterator[None]:
+    """End the answer whose grammar raises something, and nothing else."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of llguidance is no Exception
+        _fail(slot, f"{type(error).__name__}: {error}")
+
+
+def _fail(slot: _Slot, cause: object) -> None:
+    """End an answer whose grammar cannot go on."""
+    if not slot.has_failed:
+        logger.warning("an answer ends early: its grammar cannot go on (%s)", cause)
+    slot.has_failed, slot.is_over = True, True
 
 
 def _unread(slot: _Slot, number: int, begin: int, read: TokenReader) -> list[int]:

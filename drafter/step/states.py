@@ -88,7 +88,7 @@ class RequestStates:
         self._rules = RuleStates(self.device)
         self._asked = AskedSlots(num_slots)
         self._num_computed = np.zeros(num_slots, dtype=np.int64)
-        self._grammars = grammars
+        self.grammars = grammars
         self._recurrent = recurrent
         self._walks: StepWalks | None = None  # of the step under way, as is:
         self._now: StepRequests | None = None
@@ -117,8 +117,8 @@ class RequestStates:
         self._stop_ids[slot] = sampling.stop_token_ids
         self._rules.admit(slot, sampling.rules)
         self._asked.admit(slot, sampling)
-        if self._grammars is not None:
-            self._grammars.admit(slot, sampling.grammar)
+        if self.grammars is not None:
+            self.grammars.admit(slot, sampling.grammar)
 
     def lay_out_rows(self, plan: SchedulerOutput) -> StepRows:
         """The target's rows; drafts must have been placed."""
@@ -129,8 +129,8 @@ class RequestStates:
             rows = replace(rows, states=self._recurrent.rows(r))
         if self._walks is None:
             return rows
-        assert self._grammars is not None, "who walked"
-        masks = self._grammars.masks(self._walks, r.counts_R)
+        assert self.grammars is not None, "who walked"
+        masks = self.grammars.masks(self._walks, r.counts_R)
         return replace(rows, sampling=replace(rows.sampling, masks=masks))
 
     def lay_out_block(self, plan: SchedulerOutput, mask_id: int) -> StepRows | None:
@@ -208,11 +208,11 @@ class RequestStates:
         """The drafts as requests' grammars leave them; these say too what the rows that are laid out may
         choose."""
         self._walks = None
-        if self._grammars is None or not self._grammars.holds(plan.slots):
+        if self.grammars is None or not self.grammars.holds(plan.slots):
             return proposals
         r, guided_RK = self._requests(plan), proposals.drafts_RK.cpu().numpy().copy()
         margins_RK = None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy().copy()
-        walks = self._grammars.walk(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing, margins_RK)
+        walks = self.grammars.walk(r.slots_R, r.begin_R, r.counts_R, guided_RK, self._standing, margins_RK)
         self._walks = walks
         if walks is None:
             return proposals

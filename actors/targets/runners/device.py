@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,6 +45,9 @@ from .iteration import DeviceModels, MakeMasks, StepModels
 from .outcome import MAX_IN_FLIGHT, Arrival, Homeward, Outcome
 from .runner import Drafter, ReadsMeter
 from .told import Computed, Told
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.states import GrammarStates
 
 Places = NDArray[np.intp]
 
@@ -282,6 +286,10 @@ class DeviceRunner(DeviceSteps):
     @property
     def cache(self) -> PagedKVCache:
         return self.models.cache
+
+    @property
+    def grammars(self) -> GrammarStates | None:
+        return None if self._guide is None else self._guide.grammars
 
     @torch.inference_mode()
     def prepare(self) -> None:

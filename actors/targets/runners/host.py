@@ -14,7 +14,7 @@ Legend: N rows, X sampled rows, R requests, K most drafts, W = K + 1, m taps, H 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from ..model.decoder import Decoder
 from ..model.parallel import Communicator
 from .local_drafts import LocalDrafts
 from .runner import Clock, Drafter, ReadsMeter
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.states import GrammarStates
 
 
 class DraftSource(Protocol):
@@ -76,6 +79,10 @@ class StepRunner:
         self._operators = operators
         self._results: deque[StepResult] = deque()
         self._expert_reads = ReadsMeter(model)
+
+    @property
+    def grammars(self) -> GrammarStates | None:
+        return self.states.grammars
 
     def prepare(self) -> None:
         """Nothing is left to do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.dflash.model import DFlashDrafter
 from ....drafter.eagle3.model import Eagle3Drafter
 from ..model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from ....drafter.grammars.states import GrammarStates
 
 Drafter = DFlashDrafter | Eagle3Drafter
 
@@ -25,6 +28,11 @@ class Runner(Protocol):
 
     @property
     def cache(self) -> PagedKVCache: ...
+
+    @property
+    def grammars(self) -> GrammarStates | None:
+        """Those of running requests; None where no text can be held to anything."""
+        ...
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Start a step."""
