@@ -31,7 +31,7 @@ from ..cluster.receipts import Amounts, DeviceKind, Subject, receipt_json
 from ..cluster.spending import Spent
 from .asker import Asker
 from .engine import AsyncEngine
-from .files import check_writable, write_whole
+from .files import check_writable, open_own, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class ReceiptKeeper:
             write_whole(path, lambda target: target.write_text(text, encoding="utf-8"))
             self._num_lines = len(self._amounts)
             return
-        with path.open("ab") as file:
+        with os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
             file.write("".join(self._line(account) for account in sorted(self._unwritten)).encode())
             file.flush()
             os.fsync(file.fileno())

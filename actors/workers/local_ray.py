@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants, worker
 from ray._private.authentication import authentication_token_setup as token_setup
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
 from ...cluster.errors import ConfigError
 
