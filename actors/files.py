@@ -1,10 +1,17 @@
-"""Files in place whole: written under a temporary name, made durable, then given their name."""
+"""Files of our own: put in place whole, opened without following links, by names that stay in their folder.
+
+A folder that we write may have been prepared by another: neither names nor links in it are trusted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
+import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +21,8 @@ from ..cluster.errors import ConfigError
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 TEMPORARY = ".manta-tmp-"  # with a suffix of its own: pathlib's *.parquet matches names with a dot in front
+_LONGEST = 180  # characters of a name that stand in its temporary name; file systems take 255 bytes
+_PARTS = re.compile(r"[^/\0]+(/[^/\0]+)*")
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
@@ -48,6 +57,33 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
     except FileNotFoundError:
         make_folder(folder.parent, private=True)
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+def inner_name(name: str, pattern: re.Pattern[str] = _PARTS) -> str:
+    """Return a name that was read from a file, if it names something in that file's own folder.
+
+    Args:
+        pattern: that the whole name must match besides; without one, folders may be named too.
+
+    Raises:
+        ValueError: it is absolute, leads out of the folder, or does not match.
+    """
+    known = isinstance(name, str) and pattern.fullmatch(name) and _PARTS.fullmatch(name)
+    if not known or not {".", ".."}.isdisjoint(name.split("/")):
+        raise ValueError(f"{str(name)[:100]!r} names no file of its own folder")
+    return name
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file without following a link, neither symbolic nor hard; a FIFO does not block.
+
+    Raises:
+        OSError: also for what is no such file, with `strerror` saying so.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.ELOOP, "it is a link, or no regular file", str(path))
+    return handle
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -69,8 +105,10 @@ def write_whole(
         synced: False leaves it to the system when the file reaches the disk.
         private: no other user may read it.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}.part")
+    # No other writer has that name, and no link can wait there.
+    temporary = path.with_name(f"{TEMPORARY}{path.name[:_LONGEST]}-{secrets.token_hex(8)}.part")
     try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666))
         write(temporary)
         if private:
             temporary.chmod(PRIVATE_FILE)

@@ -31,7 +31,7 @@ from ..cluster.receipts import Amounts, DeviceKind, Subject, receipt_json
 from ..cluster.spending import Spent
 from .asker import Asker
 from .engine import AsyncEngine
-from .files import PRIVATE_FILE, check_writable, write_whole
+from .files import PRIVATE_FILE, check_writable, open_own, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,8 @@ class ReceiptKeeper:
             write_whole(path, lambda target: target.write_text(text, encoding="utf-8"), private=True)
             self._num_lines = len(self._amounts)
             return
-        with open(path, "ab", opener=_private) as file:
+        handle = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        with os.fdopen(handle, "ab") as file:
             file.write("".join(self._line(account) for account in sorted(self._unwritten)).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -151,9 +152,6 @@ class ReceiptKeeper:
         told = {"model": self._model, **account._asdict(), "device": self._device}
         return json.dumps(told | asdict(self._amounts[account])) + "\n"
 
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, PRIVATE_FILE)
 
 
 def num_devices(config: EngineConfig) -> int:

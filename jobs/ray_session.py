@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024  # of a Ray started here: little goes through it
@@ -23,14 +23,15 @@ def join_or_start_ray(*, num_cpus: int | None = None, **settings: Any) -> bool: 
     """
     import ray
 
+    from ..actors.workers.local_ray import start_ray
+
     if ray.is_initialized():
         return False
     address = ray_address()
     if address:
-        _use_token_if_there_is_one()
-        ray.init(address=address, **settings)
+        join_ray(address, **settings)
         return False
-    ray.init(
+    start_ray(
         address="local",
         num_cpus=num_cpus,
         include_dashboard=False,
@@ -38,6 +39,18 @@ def join_or_start_ray(*, num_cpus: int | None = None, **settings: Any) -> bool: 
         **settings,
     )
     return True
+
+
+def join_ray(address: str, **settings: Any) -> None:  # Any: `ray.init`'s own
+    """Connect to a Ray that runs: at an address, or "auto" for the one of this machine."""
+    import ray
+
+    from ..actors.workers.local_ray import on_loopback, use_token
+
+    use_token()
+    host = address.rpartition(":")[0]
+    with on_loopback() if host in ("", "127.0.0.1", "localhost") else nullcontext():
+        ray.init(address=address, **settings)
 
 
 def lost_ray() -> str | None:
@@ -49,9 +62,3 @@ def lost_ray() -> str | None:
     processes: Any = [] if node is None else node.dead_processes()
     dead = [kind for kind, _ in processes]
     return next((kind for kind in dead if kind in vital), None)
-
-
-def _use_token_if_there_is_one() -> None:
-    """With an explicit address Ray does not look for its token file by itself."""
-    if (Path.home() / ".ray" / "auth_token").is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")

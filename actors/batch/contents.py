@@ -146,7 +146,10 @@ class Contents:
     def _record(self, name: str) -> Record | None:
         """None if it has gone meanwhile. Raises ValueError if it is no record."""
         try:
-            return Record.decoded(self._output.read(name))
+            record = Record.decoded(self._output.read(name))
+            if record.name != name:
+                raise ValueError(f"it is the record of {record.part}")
+            return record
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:

@@ -12,6 +12,7 @@ Blocking: called in threads, by the routes (`http/files.py`) and by whoever work
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import threading
 import time
@@ -26,13 +27,18 @@ import pyarrow as pa
 
 from ...cluster.caller import Caller
 from ...cluster.errors import NotFoundError, QuotaError, RequestError
+from ..files import inner_name
+from .parts import PART_NAME
 from .storage import Storage
 
 CHUNK_BYTES = 1 << 20
 LEAST_BYTES = 4096  # that a file counts: an empty one takes room, too
 READS_AT_ONCE = 16  # papers of a list; an object store answers each after tens of milliseconds
 READ_ATTEMPTS = 5  # a store is asked for the size first, and then for as many bytes
+LEFT_OVER_S = 3600.0  # a file that was being written for so long is not written any more
 FOLDER = "files"
+ID = re.compile(r"(file-|batch_)[0-9A-Za-z]{1,64}")
+PIECE = re.compile(rf"{FOLDER}/{ID.pattern}\.jsonl|work/{ID.pattern}/out/{PART_NAME.pattern}")
 
 JsonObject = dict[str, Any]  # Any: JSON
 T = TypeVar("T")
@@ -194,13 +200,19 @@ class FileStore:
     def delete(self, file: StoredFile) -> None:
         self.storage.remove(f"{FOLDER}/{file.id}.json", *file.pieces)
 
+    def remove_leftovers(self) -> None:
+        """Remove what killed replicas have left half written, of files and batches."""
+        for folder in (FOLDER, "batches", "queue"):
+            self.storage.remove_leftovers(folder, LEFT_OVER_S)
+
     def _read(self, file_id: str) -> StoredFile | None:
         paper = read_paper(self.storage, f"{FOLDER}/{file_id}.json", "file-", file_id)
         if paper is None:
             return None
         fields = ("id", "filename", "purpose", "bytes", "created_at")
         own = {name: paper[name] for name in fields}
-        return StoredFile(**own, pieces=tuple(paper["pieces"]), owner=paper.get("owner"))
+        pieces = tuple(inner_name(piece, PIECE) for piece in paper["pieces"])
+        return StoredFile(**own, pieces=pieces, owner=paper.get("owner"))
 
 
 class Owned:
@@ -244,12 +256,20 @@ class Owned:
 
 
 def read_paper(storage: Storage, name: str, prefix: str, given_id: str) -> JsonObject | None:
-    """The JSON of an id; None for what is not there, or cannot be an id of ours (it becomes a path)."""
-    if not given_id.startswith(prefix) or not given_id.removeprefix(prefix).isalnum():
+    """The JSON of an id; None for what is not there, or cannot be an id of ours (it becomes a path).
+
+    Raises:
+        ValueError: what is there is another's.
+        OSError: it cannot be read.
+    """
+    if not given_id.startswith(prefix) or not ID.fullmatch(given_id):
         return None
     for attempt in range(1, READ_ATTEMPTS + 1):
         try:
-            return json.loads(storage.read(name))
+            paper = json.loads(storage.read(name))
+            if not isinstance(paper, dict) or paper.get("id") != given_id:
+                raise ValueError(f"{name} does not tell of {given_id}")
+            return paper
         except FileNotFoundError:
             return None
         except (ValueError, OSError):  # written anew between the asking for its size and the reading

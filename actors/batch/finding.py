@@ -46,7 +46,7 @@ def find_files(where: Sequence[str], suffixes: Collection[str]) -> tuple[SourceF
     found: dict[str, SourceFile] = {}
     for each in where:
         folder, pattern = _split_pattern(each)
-        storage = Storage.open(folder, field="input")
+        storage = Storage.open(folder, field="input", follows_links=True)
         place = f"{storage.where.rstrip('/')}/{pattern}" if pattern else storage.where
         try:
             files = _matching(storage, pattern) if pattern else _named(storage, suffixes)

@@ -26,7 +26,7 @@ from .contents import Contents
 from .figures import RowFigures
 from .lock import Lock, lock
 from .paper import JobPaper
-from .parts import FOLDER, MANIFEST, PART_NAME, PENDING, PICTURES, RECORDS, REPORT, SUCCESS
+from .parts import FOLDER, MANIFEST, PENDING, PICTURES, RECORDS, REPORT, RESULT_NAME, SUCCESS
 from .refusals import check_parts, check_same, not_empty
 from .renumber import renumber
 from .runs import (
@@ -43,8 +43,14 @@ from .storage import Storage
 from .sweep import listed, manifest_parts, settle
 from .writer import GIVE_UP_S, RETRY_S, RowWriter
 
-OURS = (SUCCESS, MANIFEST, REPORT, PICTURES)
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, pa.ArrowException)  # of papers and records
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    pa.ArrowException,
+)  # of papers and records
 
 Resume = Literal["yes", "no", "force"]
 
@@ -220,9 +226,7 @@ class Ledger:
         except (ValueError, KeyError, TypeError):
             before = None
         job = self._first(before)
-        keep_earlier(
-            self._output, job.run, [name for name in files if name in OURS or PART_NAME.fullmatch(name)]
-        )
+        keep_earlier(self._output, job.run, [name for name in files if RESULT_NAME.fullmatch(name)])
         self._run(job)
         self._output.remove_folder(PENDING)
 
@@ -299,5 +303,6 @@ def _remove_half_written(output: Storage) -> None:
     """What a kill has left. Object stores show no such things."""
     if output.local:
         root = Path(output.root)
+        output.path(FOLDER)  # raises if it is a link
         for path in (*root.glob(f"{TEMPORARY}*"), *(root / FOLDER).rglob(f"{TEMPORARY}*")):
             path.unlink(missing_ok=True)

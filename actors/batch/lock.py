@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from ...cluster.errors import ConfigError, InUseError
-from ..files import PRIVATE_FILE, make_folder
+from ..files import PRIVATE_FILE, make_folder, open_own
 from .parts import FOLDER
 from .storage import Entry, Storage
 
@@ -58,7 +58,7 @@ class FileLock:
     """A file of a disk, locked for as long as this process lives."""
 
     def __init__(self, output: Storage) -> None:
-        self._path = Path(output.path(LOCK))
+        self._path = Path(output.root) / LOCK
         self._file = _locked(output, self._path)
         self._file.truncate(0)
         self._file.write(_holder())
@@ -179,9 +179,11 @@ def _locked(output: Storage, path: Path) -> IO[str]:
     while True:
         file = None
         try:
+            output.path(LOCK)  # raises if a link leads there
             with contextlib.suppress(FileNotFoundError):
                 make_folder(path.parent, private=output.private)
-                file = path.open("a+", encoding="utf-8")
+                handle = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                file = os.fdopen(handle, "a+", encoding="utf-8")
                 if output.private:
                     os.fchmod(file.fileno(), PRIVATE_FILE)
         except OSError as error:
@@ -212,6 +214,6 @@ def _locked(output: Storage, path: Path) -> IO[str]:
 
 def _stands_at(path: Path, file: IO[str]) -> bool:
     try:
-        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+        return path.lstat().st_ino == os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
         return False

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from ...cluster.errors import ConfigError
 from ...cluster.row_ranges import RowRanges, count, of_rows
+from ..files import inner_name
 from .answering import RESULT_SCHEMA, Result, wire_schema
 from .failures import Failures, failures_in
 from .figures import RowFigures
@@ -34,6 +35,8 @@ PENDING = f"{FOLDER}/pending"
 SUCCESS = "_SUCCESS"
 MANIFEST, REPORT, PICTURES = "manifest.json", "report.json", "report.html"
 PART_NAME = re.compile(r"(part|errors)-(?:(\d+)-)?(\d+)-[0-9a-f]{8}\.(parquet|jsonl)")
+PAPERS = (SUCCESS, MANIFEST, REPORT, PICTURES)
+RESULT_NAME = re.compile("|".join((PART_NAME.pattern, *map(re.escape, PAPERS))))
 
 Kind = Literal["part", "errors"]  # answered rows, failed rows
 Json = dict[str, Any]  # Any: JSON
@@ -144,7 +147,7 @@ class Record:
     def decoded(cls, content: bytes) -> Self:
         record = json.loads(content)
         return cls(
-            part=record["part"],
+            part=inner_name(record["part"], PART_NAME),
             run=record["run"],
             writer=record["writer"],
             numbering=record["numbering"],
@@ -153,7 +156,7 @@ class Record:
             sha256=record["sha256"],
             figures=record["figures"],
             failures=tuple(map(Failures.from_json, record.get("failures", ()))),
-            replaces=tuple(record["replaces"]),
+            replaces=tuple(inner_name(part, PART_NAME) for part in record["replaces"]),
         )
 
     def row_figures(self) -> RowFigures:

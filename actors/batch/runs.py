@@ -18,8 +18,9 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from ...cluster.errors import OutputError
+from ..files import inner_name
 from .paper import JobPaper
-from .parts import FOLDER, SUCCESS, Json
+from .parts import FOLDER, RESULT_NAME, SUCCESS, Json
 from .storage import Storage
 
 JOB, RUN, EARLIER = f"{FOLDER}/job.json", f"{FOLDER}/run.json", f"{FOLDER}/earlier.json"
@@ -118,8 +119,8 @@ def keep_earlier(output: Storage, run: int, names: list[str]) -> None:
 
 def earlier(output: Storage, first_run: int) -> tuple[str, ...]:
     """What still stands of the results that the job replaces."""
-    noted = _read(output, EARLIER, {"run": 0, "names": []})
-    return tuple(noted["names"]) if noted["run"] == first_run else ()
+    run, names = _earlier(output)
+    return names if run == first_run else ()
 
 
 def forget_earlier(output: Storage) -> None:
@@ -129,7 +130,7 @@ def forget_earlier(output: Storage) -> None:
 
 def remove_earlier(output: Storage) -> None:
     """Something is about to stand in the place of an earlier job's results."""
-    names = _read(output, EARLIER, {"names": []})["names"]
+    _, names = _earlier(output)
     if names:
         output.remove(SUCCESS, *names)
         output.remove(EARLIER)
@@ -149,6 +150,19 @@ def _read(output: Storage, name: str, absent: Json) -> Json:
         return json.loads(output.read(name))
     except FileNotFoundError:
         return absent
+
+
+def _earlier(output: Storage) -> tuple[int, tuple[str, ...]]:
+    """The run that replaces results, and their names. Raises OutputError where other files are named."""
+    noted = _read(output, EARLIER, {"run": 0, "names": []})
+    try:
+        return int(noted["run"]), tuple(inner_name(name, RESULT_NAME) for name in noted["names"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutputError(
+            f"output: {EARLIER} in {output.where} does not list results of a job ({reason(error)}). "
+            "Remove it, and run the same command again.",
+            param="output",
+        ) from None
 
 
 def _run(run: int) -> Json:

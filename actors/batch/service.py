@@ -135,6 +135,8 @@ class BatchService:
 
     async def work_forever(self) -> None:
         """Look for batches and work them off, until cancelled; then what is answered is made durable."""
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self.files.remove_leftovers)
         try:
             while True:
                 self._wake.clear()
@@ -169,6 +171,10 @@ class BatchService:
             except InUseError:  # to ask an object store takes seconds
                 wait_s = 0.0 if self.batches.storage.local else RETRY_S
                 self._not_before_s[batch_id] = time.monotonic() + wait_s
+                continue
+            except Exception:  # those behind it in the queue are looked at nevertheless
+                logger.exception("%s cannot be opened; it is tried again in %.0f s", batch_id, RETRY_S)
+                self._not_before_s[batch_id] = time.monotonic() + RETRY_S
                 continue
             if opened is not None:
                 self._begin(opened)

@@ -131,7 +131,11 @@ def open_parquet(file: SourceFile) -> pq.ParquetFile:
 
 def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
     """All rows of a finished job, ordered by id (tests, the demo's comparison)."""
-    storage = folder if isinstance(folder, Storage) else Storage.open(str(folder), field="output")
+    storage = (
+        folder
+        if isinstance(folder, Storage)
+        else Storage.open(str(folder), field="output", follows_links=True)
+    )
     rows: list[dict[str, Any]] = []
     for entry in storage.entries():
         if entry.name.startswith(("part-", "errors-")):

@@ -5,14 +5,21 @@ those take them, on every node (environment, files, instance roles). Another S3 
 in the URL, and so goes where the storage goes: `s3://bucket/x?endpoint_override=http://host:9000`. What is
 written appears under its name whole or not at all: by rename on a disk, by a single put in an object store.
 Picklable, so that whoever reads or writes opens it where it lives. Knows nothing of rows.
+
+A folder that we write may have been prepared: no name leads out of it, and no link in it is followed. Input
+is the user's own, with links where they like.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
+import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import quote
@@ -21,7 +28,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from ...cluster.errors import ConfigError
-from ..files import PRIVATE_FOLDER, TEMPORARY, make_folder, write_whole
+from ..files import PRIVATE_FOLDER, TEMPORARY, inner_name, make_folder, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SECRET = re.compile(r":[^/@]*@")  # s3://key:secret@bucket
@@ -47,22 +54,26 @@ class Storage:
         filesystem: Arrow's.
         root: the folder's path in it.
         private: on a disk, no other user may read what is written here.
+        follows_links: below it; for input.
     """
 
     where: str
     filesystem: fs.FileSystem
     root: str
     private: bool = False
+    follows_links: bool = False
 
     @classmethod
-    def open(cls, where: str, *, field: str, private: bool = False) -> Storage:
+    def open(
+        cls, where: str, *, field: str, private: bool = False, follows_links: bool = False
+    ) -> Storage:
         """Find the file system of a path or URL. Raises ConfigError, which names `field`."""
         where = str(where)
         found = URL.match(where)
         if found is None or found[1] == "file":
             path = where[len(found[0]) :] if found else where
             root = Path(f"/{path.lstrip('/')}" if found else path).resolve()
-            return cls(where, fs.LocalFileSystem(), str(root), private)
+            return cls(where, fs.LocalFileSystem(), str(root), private, follows_links)
         if found[1] not in SCHEMES:
             raise ConfigError(
                 f"{field}: {where} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a path.",
@@ -74,7 +85,7 @@ class Storage:
             filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise ConfigError(f"{field}: {shown} cannot be used: {error}.", param=field) from None
-        return cls(shown, filesystem, root.rstrip("/"), private)
+        return cls(shown, filesystem, root.rstrip("/"), private, follows_links)
 
     @property
     def local(self) -> bool:
@@ -97,16 +108,24 @@ class Storage:
     def parent(self) -> Storage:
         """The folder that it is in."""
         where = self.root if self.local else self.where
-        return Storage(
-            where.rstrip("/").rpartition("/")[0] or "/", self.filesystem, str(PurePosixPath(self.root).parent)
-        )
+        above = where.rstrip("/").rpartition("/")[0] or "/"
+        return replace(self, where=above, root=str(PurePosixPath(self.root).parent))
 
     def under(self, *parts: str) -> Storage:
         """A folder in this folder."""
-        return Storage(self._join(self.where, *parts), self.filesystem, self.path(*parts), self.private)
+        return replace(self, where=self._join(self.where, *parts), root=self.path(*parts))
 
     def path(self, *parts: str) -> str:
-        """The path of a name, for the file system."""
+        """The path of a name, for the file system.
+
+        Raises, unless links are followed:
+            ValueError: the name leads out of the folder.
+            OSError: a link, or what is neither a file nor a folder, is in the way.
+        """
+        if not self.follows_links:
+            name = inner_name("/".join(part for part in parts if part))
+            if self.local:
+                self._check_links(name)
         return self._join(self.root, *parts)
 
     def entries(self, folder: str = "", *, recursive: bool = False) -> list[Entry]:
@@ -181,6 +200,24 @@ class Storage:
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_file(self.path(name))
+
+    def remove_leftovers(self, folder: str, older_than_s: float) -> None:
+        """Remove what killed writers have left half written in a folder of a disk."""
+        for path in Path(self.path(folder)).glob(f"{TEMPORARY}*") if self.local else ():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.lstat().st_mtime > older_than_s:
+                    path.unlink()
+
+    def _check_links(self, name: str) -> None:
+        at = self.root
+        for part in name.split("/"):
+            at = f"{at}/{part}"
+            try:
+                mode = os.lstat(at).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise OSError(errno.ELOOP, f"{at} is a link, or no regular file; remove it", name)
 
     @staticmethod
     def _join(base: str, *parts: str) -> str:

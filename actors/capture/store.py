@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...cluster.errors import ConfigError
+from ..files import open_own
 from .records import segment_number, segment_path, segments
 
 NUM_SEGMENTS = 16
@@ -105,7 +106,7 @@ class SegmentRing:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """While segments come and go, one process at a time."""
-        handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        handle = open_own(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -115,7 +116,10 @@ class SegmentRing:
 
 def _unused(path: Path) -> int | None:
     """A handle of a segment that nobody writes, locked; None if somebody does."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND)
+    try:
+        handle = open_own(path, os.O_RDWR | os.O_APPEND)
+    except OSError:  # a link, which leads to somebody else's
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

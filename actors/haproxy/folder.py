@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ..files import open_own
 from .front import DRAINING_ENTRY
 from .supervisor import ask_haproxy, find_haproxy
 
@@ -91,10 +92,12 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove folders whose owners were killed. Those of other users are not seen."""
+    """Remove folders whose owners were killed, and no others': /tmp is everybody's."""
     for lock in Path(_PARENT).glob(f"{_PREFIX}*/{_LOCK}"):
         try:
-            with lock.open("rb") as held:
+            if lock.parent.lstat().st_uid != os.getuid():
+                continue
+            with os.fdopen(open_own(lock, os.O_RDONLY), "rb") as held:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:  # its owner lives, or another sweeps

@@ -48,9 +48,10 @@ def storing() -> Iterator[None]:
     """What the storage does not do is no fault of the request, nor a secret."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: what is kept there is not as we wrote it
+        why = getattr(error, "strerror", None) or type(error).__name__
         raise StorageError(
-            f"Files and batches cannot be read or written now ({error.strerror or type(error).__name__}). "
+            f"Files and batches cannot be read or written now ({why}). "
             "Nothing that was kept is lost; try again.",
             param="batch_storage",
         ) from error

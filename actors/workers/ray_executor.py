@@ -38,6 +38,7 @@ from .drafter_keeper import DrafterKeeper
 from .drafter_process import DrafterSource
 from .ends import PeerLostError
 from .grammar_lanes import GrammarLanes
+from .local_ray import start_ray
 from .orders import BeginTrial, DrafterAt, DrafterLoaded, DrafterReport, EndTrial, LoadDrafter, UseDrafter
 from .placement import PLACEMENT_TIMEOUT_S, Placement, node_resources, place
 from .target_worker import TargetWorker
@@ -251,7 +252,7 @@ class RayExecutor:
 
     def _start(self, group: PlacementGroup | None, timeout_s: float) -> tuple[ExecutorInfo, tuple[int, ...]]:
         if not ray.is_initialized():
-            ray.init(include_dashboard=False)
+            start_ray(include_dashboard=False)
         topology = Topology.of(self._config, node_resources())
         self._placement = place(topology, group, timeout_s)
         self._config = replace(self._config, device=topology.device)

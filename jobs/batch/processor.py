@@ -23,6 +23,7 @@ import ray.data
 
 from ...actors.batch.rows import Layout
 from ...actors.checkpoints import with_absolute_paths
+from ...actors.workers.local_ray import start_ray
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
@@ -200,7 +201,7 @@ def find_room(config: EngineConfig, least: int, most: int) -> EngineRoom:
     A dataset whose engines held all CPUs would wait for ever.
     """
     if not ray.is_initialized():
-        ray.init()
+        start_ray()
     found = _nodes_in_peace()
     everything, free = [node.resources for node in found], [node.free for node in found]
     # Workers book what they compute on; an engine that is one process may book less.

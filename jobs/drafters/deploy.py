@@ -21,7 +21,7 @@ from ...actors.drafter_trial import ReplicaReport
 from ...actors.live_settings import Candidate, LiveSettings
 from ...cluster.canary import Evidence, Tally, Verdict
 from ...cluster.errors import ConfigError, MantaError
-from ..ray_session import ray_address
+from ..ray_session import join_ray, ray_address
 
 UserConfig = dict[str, Any]  # Any: YAML
 
@@ -177,7 +177,7 @@ def connect() -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address=ray_address() or "auto", namespace="serve", log_to_driver=False)
+        join_ray(ray_address() or "auto", namespace="serve", log_to_driver=False)
     except ConnectionError as error:
         raise MantaError(
             f"No Ray is running here ({error}). Run this on a node of the cluster, or set RAY_ADDRESS."

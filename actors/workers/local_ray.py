@@ -1,0 +1,94 @@
+"""A Ray of our own on this machine: it listens on loopback alone, and asks for a token of its user's.
+
+Ray itself listens on all interfaces, and writes a new token with the process's umask. Used wherever we call
+`ray.init` without the address of a cluster. A user who wants a Ray that other machines reach starts it
+(`ray start`, `manta render ray-up`) and names it in RAY_ADDRESS; RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 leaves
+the choice of the address to Ray, and RAY_AUTH_MODE=disabled leaves out the token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants, worker
+from ray._private.authentication import authentication_token_setup as token_setup
+from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
+
+from ...cluster.errors import ConfigError
+
+AUTH_MODE = "RAY_AUTH_MODE"
+OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # that Ray takes before its file
+
+
+def start_ray(**settings: Any) -> None:  # Any: `ray.init`'s own
+    """Start a Ray on this machine, or connect to the one that `ray.init` finds here.
+
+    Raises:
+        ConfigError: its token cannot be written.
+    """
+    if os.environ.get(AUTH_MODE, "token").lower() == "token" and not any(map(os.environ.get, OTHER_TOKENS)):
+        _make_token(_token_file())
+    use_token()
+    with on_loopback():
+        ray.init(**settings)
+    node = worker.global_worker.node  # there is no public way
+    if node is not None and node.is_head():  # started here: its logs and sockets are its user's alone
+        Path(node.get_session_dir_path()).chmod(0o700)
+
+
+def use_token() -> None:
+    """Show Ray's token where there is one, unless RAY_AUTH_MODE says otherwise; `ray.init` with an address
+    does not look for one."""
+    if AUTH_MODE not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        token_setup._enable_token_auth()  # a variable that is set now is read no more
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Take 127.0.0.1 for this node's address: all servers of a Ray that starts meanwhile listen there alone.
+
+    Ray does so by itself on macOS and Windows. It replaces a loopback address that it is given by another
+    of the machine's, so a Ray that listens on loopback is also joined in here.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ:
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _token_file() -> Path:
+    """Where Ray looks for its token by default."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _make_token(path: Path) -> None:
+    """Write a token where there is none; take one that is there away from all but its owner."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+            handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)  # whole at once, and never over another process's
+            new.unlink()
+        found = path.stat()
+        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_AUTH_TOKEN_PATH: the token of the Ray that starts here cannot be kept in {path} "
+            f"({error.strerror}). Name a file with a token there, or set {AUTH_MODE}=disabled.",
+            param="RAY_AUTH_TOKEN_PATH",
+        ) from None

@@ -1,0 +1,220 @@
+"""Folders that were prepared to lead elsewhere, and several writers of one name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from batch_outputs import paper, results
+from manta.actors.batch.batch_store import BatchStore
+from manta.actors.batch.file_store import FileStore
+from manta.actors.batch.ledger import Ledger
+from manta.actors.batch.runs import earlier, remove_earlier
+from manta.actors.batch.storage import Storage
+from manta.actors.batch.writer import RowWriter
+from manta.actors.capture.store import SegmentRing
+from manta.actors.files import write_whole
+from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
+
+NUM_ROWS = 20
+MINE = "nobody else's"
+OUTSIDE = (
+    *("../victim", "../victim/notes.txt", "/etc/passwd", "a/../../victim", "_manta/job.json"),
+    *("part-000000-00001-0123abcd.parquet/..", "", ".", "..", "victim\0.jsonl", "manifest.json\n"),
+    *(7, None, ["manifest.json"]),
+)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Somebody's folder beside the output."""
+    folder = tmp_path / "victim"
+    (folder / "records").mkdir(parents=True)
+    for name in ("notes.txt", "records/notes.txt", ".manta-tmp-notes"):
+        (folder / name).write_text(MINE)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An output whose job is begun, with rows in parts."""
+    output = Storage.open(str(tmp_path / "out"), field="output")
+    ledger = Ledger.open(output, paper(NUM_ROWS))
+    writer = RowWriter(output, paper(NUM_ROWS).form, run=ledger.run, shard=0, writer="first")
+    writer.add(results(range(NUM_ROWS // 2)))
+    writer.close()
+    ledger.close()
+    return tmp_path / "out"
+
+
+def untouched(victim: Path) -> bool:
+    files = [path for path in victim.rglob("*") if path.is_file()]
+    return len(files) == 3 and all(path.read_text() == MINE for path in files)
+
+
+def go_on(folder: Path) -> None:
+    """One more run of the job, to its end."""
+    output = Storage.open(str(folder), field="output")
+    ledger = Ledger.open(output, paper(NUM_ROWS))
+    try:
+        writer = RowWriter(output, paper(NUM_ROWS).form, run=ledger.run, shard=0, writer="second")
+        writer.add(results(range(NUM_ROWS // 2, NUM_ROWS)))
+        writer.close()
+        ledger.finish({"rows": NUM_ROWS})
+    finally:
+        ledger.close()
+
+
+def test_a_list_of_earlier_results_removes_nothing_else(folder: Path, victim: Path) -> None:
+    first_run = json.loads((folder / "_manta/job.json").read_text())["first_run"]
+    output = Storage.open(str(folder), field="output")
+    for name, run in itertools.product(OUTSIDE, (first_run, first_run + 7)):  # the job's own list, another's
+        (folder / "_manta/earlier.json").write_text(json.dumps({"run": run, "names": [name]}))
+        with pytest.raises(OutputError, match=r"earlier\.json"):
+            remove_earlier(output)
+        with pytest.raises(OutputError, match=r"earlier\.json"):
+            earlier(output, first_run)
+    writer = RowWriter(output, paper(NUM_ROWS).form, run=1, shard=0, writer="w")
+    writer.add(results([15]))
+    with pytest.raises(OutputError, match=r"earlier\.json"):
+        writer.close()
+    with pytest.raises(OutputError, match=r"earlier\.json"):
+        go_on(folder)
+    assert untouched(victim) and (folder / "_manta/job.json").exists()
+
+
+def test_a_record_of_a_part_names_a_part_of_this_output(folder: Path, victim: Path) -> None:
+    (record,) = (folder / "_manta/records").iterdir()
+    content = json.loads(record.read_text())
+    for name in OUTSIDE:
+        for changed in ({"part": name}, {"replaces": [name]}):
+            record.write_text(json.dumps(content | changed))
+            with pytest.raises(ConfigError, match="is no record of a part"):
+                go_on(folder)
+    assert untouched(victim)
+
+
+def linked(at: str, to: str) -> Callable[[Path, Path], None]:
+    def prepare(folder: Path, victim: Path) -> None:
+        path = folder / at
+        if path.is_dir():
+            path.rename(folder.parent / "moved")
+        path.unlink(missing_ok=True)
+        path.symlink_to(victim / to, target_is_directory=(victim / to).is_dir())
+
+    return prepare
+
+
+def hard_lock(folder: Path, victim: Path) -> None:
+    (folder / "_manta/lock").hardlink_to(victim / "notes.txt")
+
+
+def fifo(at: str) -> Callable[[Path, Path], None]:
+    def prepare(folder: Path, victim: Path) -> None:
+        (folder / at).unlink(missing_ok=True)
+        os.mkfifo(folder / at)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        *(linked(f"_manta/{name}", "notes.txt") for name in ("lock", "job.json", "run.json", "earlier.json")),
+        *(linked(name, "") for name in ("_manta", "_manta/records", "_manta/pending")),
+        *(linked(name, "notes.txt") for name in ("manifest.json", "report.json", "_SUCCESS")),
+        *(fifo(f"_manta/{name}") for name in ("lock", "job.json", "run.json")),
+        hard_lock,
+    ],
+    ids=lambda prepare: prepare.__qualname__.partition(".")[0],
+)
+def test_a_link_in_an_output_is_refused_and_not_followed(
+    prepare: Callable[[Path, Path], None], folder: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(folder, victim)
+    monkeypatch.setattr("manta.actors.batch.writer.GIVE_UP_S", 0.0)
+    monkeypatch.setattr("manta.actors.batch.writer.RETRY_S", 0.0)
+    monkeypatch.setattr("manta.actors.batch.ledger.GIVE_UP_S", 0.0)
+    with pytest.raises(MantaError, match="is a link, or no regular file"):
+        go_on(folder)
+    assert untouched(victim)
+
+
+def test_a_part_that_is_a_link_is_not_read_for_a_file(tmp_path: Path, victim: Path) -> None:
+    files = FileStore(Storage.open(str(tmp_path / "store"), field="batch_storage"))
+    file = files.upload("in.jsonl", "batch", b"{}\n")
+    (tmp_path / "store" / file.pieces[0]).unlink()
+    (tmp_path / "store" / file.pieces[0]).symlink_to(victim / "notes.txt")
+    with pytest.raises(OSError, match="is a link"):
+        list(files.chunks(file))
+    with pytest.raises(OSError, match="is a link"):
+        files.delete(file)
+    assert untouched(victim)
+
+
+def test_a_files_paper_names_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
+    files = FileStore(Storage.open(str(tmp_path / "store"), field="batch_storage"))
+    file = files.upload("in.jsonl", "batch", b"{}\n")
+    path = tmp_path / f"store/files/{file.id}.json"
+    told = json.loads(path.read_text())
+    for piece in (*OUTSIDE, "files/../../victim/notes.txt", "work/batch_1/out/../x.jsonl"):
+        path.write_text(json.dumps({**told, "pieces": [piece]}))
+        with pytest.raises(ValueError, match="names no file"):
+            files.get(file.id)
+    path.write_text(json.dumps({**told, "id": "file-../../victim"}))
+    with pytest.raises(ValueError, match="does not tell of"):
+        files.get(file.id)
+    assert untouched(victim)
+
+
+@pytest.mark.parametrize(
+    "given", ["../../etc/passwd", "..%2f..%2fetc", "a\0b", "ü", "x" * 300, "", ".", "a/b", "1\n"]
+)
+def test_an_id_is_no_path(given: str, tmp_path: Path) -> None:
+    storage = Storage.open(str(tmp_path), field="batch_storage")
+    for find, prefix in ((FileStore(storage).get, "file-"), (BatchStore(storage).get, "batch_")):
+        for named in (given, prefix + given):
+            with pytest.raises(NotFoundError):
+                find(named)
+
+
+def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / ".manta-tmp-one.part").symlink_to(victim / "notes.txt")
+    (tmp_path / "one").symlink_to(victim / "notes.txt")  # replaced, not followed
+    starting = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        starting.wait()
+        for _ in range(40):
+            write_whole(tmp_path / "one", partial(Path.write_bytes, data=str(number).encode() * 1000))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    content = (tmp_path / "one").read_text()
+    assert len(content) == 1000 and len(set(content)) == 1
+    assert untouched(victim)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".manta-tmp-one.part", "one", "victim"]
+
+
+def test_cancels_of_one_batch_at_once_all_succeed(tmp_path: Path) -> None:
+    batches = BatchStore(Storage.open(str(tmp_path), field="batch_storage"))
+    batch = batches.create("/v1/completions", "file-1", "24h", 86400, None)
+    with ThreadPoolExecutor(16) as pool:
+        told = list(pool.map(batches.cancel, [batch.id] * 48))
+    assert {each.status for each in told} == {"cancelling"}
+
+
+def test_captured_traffic_is_written_through_no_link(tmp_path: Path, victim: Path) -> None:
+    folder = tmp_path / "traffic"
+    folder.mkdir(mode=0o700)
+    (folder / ".lock").symlink_to(victim / "notes.txt")
+    with pytest.raises(OSError, match=r"link|Too many"):
+        SegmentRing(folder, 2**20).append(b"{}\n")
+    assert untouched(victim)
