@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ...cluster.errors import NotFoundError, RequestError
+from ...cluster.errors import NotFoundError, RequestError, shown
 from ...cluster.trials import Trials
 from .file_store import JsonObject, Page, listed_ids, ordered_id, page, read_paper
 from .storage import Storage
@@ -123,7 +123,7 @@ class BatchStore:
         """The batch as its users see it. Raises NotFoundError."""
         batch = self.find(batch_id)
         if batch is None:
-            raise NotFoundError(f"There is no batch {batch_id[:200]!r} here.", param="batch_id")
+            raise NotFoundError(f"There is no batch {shown(batch_id)} here.", param="batch_id")
         return batch
 
     def find(self, batch_id: str) -> Batch | None:

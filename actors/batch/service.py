@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ...cluster.errors import EngineDeadError, InUseError, RequestError
+from ...cluster.errors import EngineDeadError, InUseError, RequestError, shown
 from ...cluster.label_values import Account
 from ..asker import Asker, told_asker
 from ..chat.model import ChatModel
@@ -94,7 +94,7 @@ class BatchService:
         file = self.files.get(input_file_id)
         if file.purpose != "batch":
             raise RequestError(
-                f"The file {file.id} has the purpose {file.purpose!r}; upload the input with 'batch'.",
+                f'The file {file.id} has the purpose {shown(file.purpose)}; upload the input with "batch".',
                 param="input_file_id",
             )
         return self.batches.create(endpoint, input_file_id, window, window_s, metadata)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import minijinja
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, shown
 from .typescript import declare, sort_keys
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
@@ -163,7 +163,7 @@ def _strftime_now(form: object) -> str:
         return datetime.now().strftime(form)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise RequestError(
-            f"messages: the chat template cannot tell the time as {form!r}: {error}.", param="messages"
+            f"messages: the chat template cannot tell the time as {shown(form)}: {error}.", param="messages"
         ) from None
 
 
