@@ -25,8 +25,8 @@ A message names the field, the value and the remedy; for an unknown name that is
 
 Foreign text enters a message through one of three functions: `shown` (a value, as JSON), `shown_name` (a
 name, without quotes) and `shown_url` (a path or URL, without its secrets). All are bounded and escape what a
-terminal or a log file would act on. `MantaError` bounds and escapes whatever it is given, so that no message of
-the tree is long or breaks a line of a log.
+terminal or a log file would act on. `MantaError` bounds and escapes whatever it is given, so that no message
+of the tree is long or breaks a line of a log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from collections.abc import Iterable, Sized
 from typing import ClassVar
 
 MAX_MESSAGE = 4000  # characters of an error's message; lists of known names are the longest
-MAX_NAME = 200  # characters of a name, or of a field's path
+MAX_NAME = 256  # characters of a name, or of a field's path
 
 _NOT_ASCII = re.compile(r"[^ -~]")  # or a control character
 # key:secret@ in front of a bucket or host. A secret that is not percent-encoded may hold slashes and @.

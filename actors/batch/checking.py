@@ -18,6 +18,7 @@ from ...cluster.errors import shown
 from .rows import CHAT_URL, COMPLETION_URL
 
 ENDPOINTS = (CHAT_URL, COMPLETION_URL)
+MAX_CUSTOM_ID_CHARS = 1024
 MAX_ERRORS = 50  # that are listed; a file without an end of mistakes is no longer read
 
 LineError = dict[str, Any]  # Any: JSON; OpenAI's BatchError
@@ -82,6 +83,9 @@ def _check(
     if not isinstance(custom_id, str) or not custom_id:
         said = "custom_id is missing: give each line a string of its own."
         return _error("missing_required_parameter", said, number, "custom_id")
+    if len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        said = f"custom_id has {len(custom_id)} characters; at most {MAX_CUSTOM_ID_CHARS} are kept."
+        return _error("invalid_custom_id", said, number, "custom_id")
     if custom_id in seen:
         said = f"custom_id={shown(custom_id)} is another line's too: each needs one of its own."
         return _error("duplicate_custom_id", said, number, "custom_id")

@@ -11,6 +11,7 @@ Blocking: called in threads, by the routes (`http/files.py`) and by whoever work
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ CHUNK_BYTES = 1 << 20
 READS_AT_ONCE = 16  # papers of a list; an object store answers each after tens of milliseconds
 READ_ATTEMPTS = 5  # a store is asked for the size first, and then for as many bytes
 FOLDER = "files"
+_OWN_PART = re.compile(r"[0-9A-Za-z]{1,64}")  # of an id, behind its prefix; ours have 32 characters
 
 JsonObject = dict[str, Any]  # Any: JSON
 T = TypeVar("T")
@@ -142,7 +144,7 @@ class FileStore:
 
 def read_paper(storage: Storage, name: str, prefix: str, given_id: str) -> JsonObject | None:
     """The JSON of an id; None for what is not there, or cannot be an id of ours (it becomes a path)."""
-    if not given_id.startswith(prefix) or not given_id.removeprefix(prefix).isalnum():
+    if not given_id.startswith(prefix) or not _OWN_PART.fullmatch(given_id.removeprefix(prefix)):
         return None
     for attempt in range(1, READ_ATTEMPTS + 1):
         try:

@@ -24,6 +24,7 @@ from .gate import FORM_BYTES
 from .wire import JsonObject, json_response
 
 MAX_FILES_LISTED = 10_000
+MAX_FILENAME_CHARS = 255
 KNOWN_FIELDS = {"file", "purpose"}
 
 P = ParamSpec("P")
@@ -75,7 +76,8 @@ def file_routes(service: BatchService | None) -> APIRouter:
         """Keep a file of batch lines (multipart)."""
         async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
             file = _checked(form)
-            kept = await stored(_keep, files, file.filename or "batch.jsonl", file.file)
+            name = (file.filename or "batch.jsonl")[:MAX_FILENAME_CHARS]
+            kept = await stored(_keep, files, name, file.file)
         return json_response(kept.as_openai())
 
     @router.get("/v1/files")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
-from ...cluster.errors import ConfigError, did_you_mean
+from ...cluster.errors import ConfigError, did_you_mean, shown_url
 from ..process_log import LogFormat
 
 UnknownParams = Literal["ignore", "warn", "reject"]
@@ -118,7 +118,7 @@ class ServerSettings:
     admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     admin_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
-    batch_storage: str | None = None
+    batch_storage: str | None = field(default=None, repr=False)  # a URL may hold secrets
     receipts: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
     max_batch_lines: int = 50_000
@@ -127,7 +127,7 @@ class ServerSettings:
     scaling: ScalingRules = field(default_factory=ScalingRules)
     ui: bool = True
     log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = None
+    otlp_traces_endpoint: str | None = field(default=None, repr=False)
     lossless_audit: float = 0.0
     capture: str | None = None
     capture_fraction: float = 1.0
@@ -292,7 +292,7 @@ def _check_place(where: str) -> None:
     """A relative path would be another one in each replica's process."""
     if "://" not in where and not Path(where).is_absolute():
         raise ConfigError(
-            f"batch_storage={where!r} must be an absolute path that all replicas see, or a URL.",
+            f"batch_storage={shown_url(where)} must be an absolute path that all replicas see, or a URL.",
             param="batch_storage",
         )
 
@@ -300,8 +300,8 @@ def _check_place(where: str) -> None:
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise ConfigError(
-            f"otlp_traces_endpoint={url!r} must be a URL like http://collector:4318/v1/traces (OTLP over "
-            "HTTP; gRPC is not spoken).",
+            f"otlp_traces_endpoint={shown_url(url)} must be a URL like http://collector:4318/v1/traces (OTLP "
+            "over HTTP; gRPC is not spoken).",
             param="otlp_traces_endpoint",
         )
 
