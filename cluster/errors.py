@@ -41,6 +41,7 @@ MAX_MESSAGE = 4000  # characters of an error's message; lists of known names are
 MAX_NAME = 256  # characters of a name, or of a field's path
 
 _NOT_ASCII = re.compile(r"[^ -~]")  # or a control character
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*("|$)', re.S)
 # key:secret@ in front of a bucket or host. A secret that is not percent-encoded may hold slashes and @.
 _SECRET = re.compile(r"^([^/@:]*):.*@", re.S)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}")  # pathlib makes one slash of two
@@ -212,6 +213,11 @@ def shown_url(where: object) -> str:
         return shown_name(text, MAX_MESSAGE // 4)
     address = re.split(r"[?#]", _SECRET.sub(r"\1@", text[len(scheme[0]) :]), maxsplit=1)[0]
     return shown_name(f"{scheme[1]}://{address}", MAX_MESSAGE // 4)
+
+
+def without_values(message: str) -> str:
+    """Return a message of this tree for a log: without what stands in quotes, where `shown` puts values."""
+    return _QUOTED.sub('"..."', message)
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...cluster.errors import DatasetError, NotFoundError
+from ...cluster.errors import DatasetError, NotFoundError, without_values
 from .batch_store import Batch, BatchStore
 from .checking import check_lines, errors_list, plain_error
 from .file_store import FileStore, JsonObject, StoredFile
@@ -158,7 +158,7 @@ class Opener:
     def _fail(self, batch: Batch, errors: JsonObject) -> Batch:
         failed = batch.moved("failed", errors=errors)
         self._batches.save(failed)
-        logger.info("%s has failed: %s", batch.id, errors["data"][0]["message"])
+        logger.info("%s has failed: %s", batch.id, without_values(errors["data"][0]["message"]))
         return failed
 
 

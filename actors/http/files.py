@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
-from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown
+from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown, shown_name
 from ..batch.file_store import FileStore, Page, StoredFile
 from ..batch.service import BatchService
 from .gate import FORM_BYTES
@@ -138,6 +138,7 @@ def _checked(form: FormData) -> UploadFile:
         raise RequestError(f'purpose={shown(purpose)} is not served: only "batch" is.', param="purpose")
     for name in form:
         if name not in KNOWN_FIELDS:
+            name = shown_name(name)
             raise RequestError(
                 f"{name} is not supported: files are kept until they are deleted. Leave it out.", param=name
             )

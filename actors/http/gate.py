@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 * 1024  # of an upload, beside its file
 ID_HEADER = "x-request-id"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 MAX_HEADER_BYTES = 32 * 1024  # of all headers together; half of what HAProxy takes as ours
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -133,7 +134,8 @@ class Gate:
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         handler = getattr(scope.get("route"), "path", "none")
-        self._telemetry.observe_http(handler, scope["method"], status, seconds)
+        method = scope["method"] if scope["method"] in METHODS else "OTHER"  # a label's values are bounded
+        self._telemetry.observe_http(handler, method, status, seconds)
         if (refusal := refusal_of(scope, status, seconds)) is not None:
             log_refusal(refusal, self._replica)
             self._on_refusal(refusal)
