@@ -136,7 +136,7 @@ class Opener:
         found = survey(source, LAYOUT)
         paper = JobPaper(
             made_from=self._made_from,
-            input=[{"name": file.id, "size": file.bytes}],  # the storage may have been moved
+            input=[{"name": file.id, "size": file.bytes, **found.digests[0]}],  # the storage may have moved
             input_format=source.format,
             form=FORM,
             num_rows=found.num_rows,
