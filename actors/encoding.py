@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -74,12 +75,7 @@ class PromptEncoder:
         keep_last = self._max_model_len - 1 if truncate == -1 else truncate
         given = await self._read(prompt)
         if isinstance(given, PromptText):
-            token_ids = await self.text(
-                given.text,
-                add_special_tokens=given.add_special_tokens,
-                keep_last=keep_last,
-                param=given.param,
-            )
+            token_ids = await self._token_ids(given, keep_last)
             return EncodedPrompt(tuple(token_ids), given.text)
         if keep_last is not None:
             return EncodedPrompt(given.token_ids[-keep_last:] if keep_last else (), given.text)
@@ -118,11 +114,12 @@ class PromptEncoder:
         given = await self._read(prompt)
         if isinstance(given, EncodedPrompt):
             return list(given.token_ids)
-        special = given.add_special_tokens if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is not None:
+            given = replace(given, add_special_tokens=add_special_tokens)
         count = self._fewest_tokens(given.text)
         if count <= max_tokens:
             self._check_length(given, MAX_CHARS_PER_LISTED_TOKEN * max_tokens)
-            encoding = await self._encode(given.text, special)
+            encoding = await self._encode(given)
             if len(encoding) <= max_tokens:
                 return encoding.ids
             count = len(encoding)
@@ -144,17 +141,7 @@ class PromptEncoder:
         With `keep_last` only so many tokens from the end are returned, and no text is too long: of one that
         surely has more tokens than the model takes, only an end with at least that many is read.
         """
-        limit = self._max_model_len - 1
-        if keep_last is not None:
-            text = self._readable_end(text, max(keep_last, limit) + CUT_TOKENS)
-            encoding = await self._encode(text, add_special_tokens)
-            return _last_ids(encoding, keep_last)
-        if self._fewest_tokens(text) > limit:
-            raise prompt_too_long(f"more than {limit}", self._max_model_len, param)
-        encoding = await self._encode(text, add_special_tokens)
-        if len(encoding) > limit:
-            raise prompt_too_long(len(encoding), self._max_model_len, param)
-        return encoding.ids
+        return await self._token_ids(PromptText(text, add_special_tokens, param), keep_last)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object, **named: object) -> T:
         """Run work on long texts. Who leaves keeps his thread until it is done, so that the limit holds."""
@@ -180,13 +167,26 @@ class PromptEncoder:
             return render_chat(given, self._tokenizer)
         return await self.in_thread(render_chat, given, self._tokenizer)
 
-    async def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        tokenizer = needed(self._tokenizer)
-        if len(text) < SHORT_TEXT_CHARS:  # who gives the lock away waits to get it again
-            return tokenizer.encoding(text, add_special_tokens=add_special_tokens)
-        encode = partial(tokenizer.encode_unlocked, text, add_special_tokens=add_special_tokens)
-        threads = self._middle if len(text) < LONG_TEXT_CHARS else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, encode)
+    async def _token_ids(self, given: PromptText, keep_last: int | None) -> list[int]:
+        limit = self._max_model_len - 1
+        if keep_last is not None:
+            encoding = await self._encode(self._readable_end(given, max(keep_last, limit) + CUT_TOKENS))
+            return _last_ids(encoding, keep_last)
+        if self._fewest_tokens(given.text) > limit:
+            raise prompt_too_long(f"more than {limit}", self._max_model_len, given.param)
+        encoding = await self._encode(given)
+        if len(encoding) > limit:
+            raise prompt_too_long(len(encoding), self._max_model_len, given.param)
+        return encoding.ids
+
+    async def _encode(self, given: PromptText) -> tokenizers.Encoding:
+        tokenizer, num_chars = needed(self._tokenizer), len(given.guarded or given.text)
+        if num_chars < SHORT_TEXT_CHARS:  # who gives the lock away waits to get it again
+            return given.encode(tokenizer.encoding)
+        threads = self._middle if num_chars < LONG_TEXT_CHARS else self._threads
+        return await asyncio.get_running_loop().run_in_executor(
+            threads, given.encode, tokenizer.encode_unlocked
+        )
 
     def _check_length(self, given: PromptText, most_chars: int) -> None:
         if len(given.text) > most_chars:
@@ -200,9 +200,12 @@ class PromptEncoder:
         coverage = needed(self._tokenizer).coverage
         return 0 if coverage is None else coverage.fewest_tokens(text)
 
-    def _readable_end(self, text: str, num_tokens: int) -> str:
+    def _readable_end(self, given: PromptText, num_tokens: int) -> PromptText:
         coverage = needed(self._tokenizer).coverage
-        return text if coverage is None else coverage.tail(text, num_tokens)
+        if coverage is None:
+            return given
+        guarded = None if given.guarded is None else coverage.tail(given.guarded, num_tokens)
+        return replace(given, text=coverage.tail(given.text, num_tokens), guarded=guarded)
 
 
 def _last_ids(encoding: tokenizers.Encoding, count: int) -> list[int]:

@@ -3,6 +3,9 @@
 A replica or a gateway sets this up for itself and hands it on to the processes that it starts (`in_force`),
 each of which adds what it is. In JSON every line has `time`, `level`, `logger` and whose it is (`process`,
 `replica`, `engine`, `rank`); `request_id` where it is about a request. Knows nothing of what is logged.
+
+Whatever a message or an exception holds, it cannot forge a line or reach the terminal: what is not printable
+is escaped, lines behind a record's first are indented, and a record is cut at MAX_RECORD characters.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
+
+from ..cluster.errors import clipped, printable
+
+MAX_RECORD = 16_000  # characters of a message, and of a traceback
 
 LogFormat = Literal["text", "json"]
 
@@ -65,10 +72,29 @@ class JsonFormatter(logging.Formatter):
         if isinstance(record.msg, Event):
             line |= {"event": record.msg.name, **record.msg.fields}
         else:
-            line["message"] = record.getMessage()
+            line["message"] = clipped(record.getMessage(), MAX_RECORD)
         if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+            line["error"] = _ends_of(self.formatException(record.exc_info))
+        return printable(json.dumps(line, ensure_ascii=False, default=str))
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger and message; lines behind the first are indented."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *others = _ends_of(super().format(record)).split("\n")
+        return "\n".join([printable(first), *(f"    {printable(each)}" for each in others)])
+
+
+def _ends_of(text: str) -> str:
+    """The text; of a long one its beginning and its end, which names the exception."""
+    if len(text) <= MAX_RECORD:
+        return text
+    half = MAX_RECORD // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters are left out)\n{text[-half:]}"
 
 
 class _Handler(logging.StreamHandler[Any]):
@@ -77,8 +103,7 @@ class _Handler(logging.StreamHandler[Any]):
     def __init__(self, settings: LogSettings) -> None:
         super().__init__(sys.__stderr__)
         self.settings = settings
-        text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        self.setFormatter(JsonFormatter(settings.origin) if settings.format == "json" else text)
+        self.setFormatter(JsonFormatter(settings.origin) if settings.format == "json" else TextFormatter())
 
 
 def log_to_stderr(settings: LogSettings) -> None:

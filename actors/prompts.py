@@ -8,11 +8,11 @@ they come as JSON; that the vocabulary has them, by `cluster/limits.py`. Also he
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, RequestError, shown
@@ -20,6 +20,8 @@ from ..cluster.request import MAX_SEED, SamplingParams
 from .chat.template import Message
 from .checkpoints import tokenizer_folder
 from .tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,23 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """A text to be encoded; `param` is the field that it came in."""
+    """A text to be encoded.
+
+    Attributes:
+        param: the field that it came in.
+        guarded: encoded in place of the text, where users wrote special tokens in it (`Tokenizer.render`).
+    """
 
     text: str
     add_special_tokens: bool = True
     param: str = "prompt"
+    guarded: str | None = None
+
+    def encode(self, encode: Callable[..., T]) -> T:
+        """Call a tokenizer's method that encodes."""
+        if self.guarded is None:
+            return encode(self.text, add_special_tokens=self.add_special_tokens)
+        return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
 
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedPrompt
@@ -90,7 +104,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> EncodedPrompt:
         given = render_chat(given, tokenizer)
     if isinstance(given, EncodedPrompt):
         return given
-    token_ids = needed(tokenizer, given.param).encode(given.text, add_special_tokens=given.add_special_tokens)
+    token_ids = given.encode(needed(tokenizer, given.param).encode)
     return EncodedPrompt(tuple(token_ids), given.text)
 
 
@@ -116,7 +130,7 @@ def read_prompt(prompt: Prompt) -> PromptText | Chat | EncodedPrompt:
 
 def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
     """The text of a conversation; its special tokens come from the template alone."""
-    text = needed(tokenizer, "messages").apply_chat_template(
+    text, guarded = needed(tokenizer, "messages").render(
         chat.messages,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
@@ -125,7 +139,7 @@ def render_chat(chat: Chat, tokenizer: Tokenizer | None) -> PromptText:
         documents=chat.documents,
         source=chat.template,
     )
-    return PromptText(text, add_special_tokens=False, param="messages")
+    return PromptText(text, add_special_tokens=False, param="messages", guarded=guarded)
 
 
 def needed(tokenizer: Tokenizer | None, param: str = "prompt") -> Tokenizer:
@@ -158,6 +172,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         chat_template=None if config.chat_template is None else _read_template(config.chat_template),
         template_kwargs=config.default_chat_template_kwargs,
         trust_templates=config.trust_request_chat_template,
+        split_special_tokens=config.split_special_tokens,
     )
 
 

@@ -14,6 +14,7 @@ format that has something there is refused. Called by `grammars.py`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from .json_schemas import MAX_GRAMMAR_CHARS, check_size, written_schema
 MAX_PARTS = 256  # of a list
 MAX_DEPTH = 16  # of formats in formats
 _ANY_TEXT = r"/(.|\n)*/"
+_REGEX_PIECES = re.compile(r"\\(.?)|/|\n", re.S)  # an escape, or what Lark would read as its own
 _TAG_FIELDS = ("begin", "content", "end")
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "const_string": ("value",),
@@ -108,7 +110,7 @@ class _Writer:
                 schema = written_schema(form.get("json_schema", {}), f"{field}.json_schema")
                 return _ended(f"%json {schema}", ends)
             case "regex":
-                return _ended(_regex(_text(form, "pattern", field)), ends)
+                return _ended(_regex(_text(form, "pattern", field), f"{field}.pattern"), ends)
             case "any_text":
                 return self._free(self._text_without(form, field), self._must_end(ends, field))
             case "sequence":
@@ -266,9 +268,16 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex(pattern: str) -> str:
-    """Between the slashes of Lark."""
-    return "/" + pattern.replace("/", r"\/").replace("\n", r"\n") + "/"
+def _regex(pattern: str, field: str) -> str:
+    """Return the pattern between the slashes of Lark: a slash means a slash, escaped or not."""
+
+    def written(piece: re.Match[str]) -> str:
+        char = piece[0] if piece[1] is None else piece[1]
+        if not char:
+            raise RequestError(f"{field}: it ends in a backslash that escapes nothing.", param=field)
+        return {"/": r"\/", "\n": r"\n"}.get(char, piece[0])
+
+    return f"/{_REGEX_PIECES.sub(written, pattern)}/"
 
 
 def _object(value: object, field: str) -> Json:

@@ -19,8 +19,11 @@ from ..cluster.errors import CheckpointError, RequestError
 from ..drafter.compute.config_json import read_json
 from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
+from .special_tokens import SpecialTokenGuard
 from .tiktoken_model import sorts_tools, tiktoken_backend
 from .token_coverage import token_coverage
+
+_FOREIGN = ("variables", "tools", "documents")  # arguments of a rendering, beside messages
 
 
 class Tokenizer:
@@ -41,6 +44,7 @@ class Tokenizer:
         *,
         sorts_tools: bool = False,
         trust_templates: bool = False,
+        split_special_tokens: bool = False,
     ) -> None:
         self._backend = backend
         self._trust_templates = trust_templates
@@ -51,6 +55,7 @@ class Tokenizer:
             self.template = ChatTemplate(
                 chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools
             )
+        self._guard = SpecialTokenGuard(backend, chat_template or "") if split_special_tokens else None
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -61,6 +66,7 @@ class Tokenizer:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         trust_templates: bool = False,
+        split_special_tokens: bool = False,
     ) -> Tokenizer:
         """Read the tokenizer, `tokenizer_config.json` and the chat template from a checkpoint folder.
 
@@ -68,6 +74,7 @@ class Tokenizer:
             chat_template: Jinja in place of the checkpoint's.
             template_kwargs: variables for conversations that do not bring them.
             trust_templates: conversations may bring their own Jinja.
+            split_special_tokens: those that messages contain are text (`special_tokens.py`).
         """
         backend = _read_backend(folder)
         settings = read_json(folder, "tokenizer_config.json", param="tokenizer", required=False)
@@ -82,6 +89,7 @@ class Tokenizer:
                 template_kwargs,
                 sorts_tools=sorts_tools(folder),
                 trust_templates=trust_templates,
+                split_special_tokens=split_special_tokens,
             )
         except RequestError as error:  # of the template
             remedy = "" if chat_template is not None else " Give another one: chat_template, --chat-template."
@@ -91,19 +99,34 @@ class Tokenizer:
         """The whole tokenizer as the `tokenizers` library writes it."""
         return self._backend.to_str()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.encoding(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, guarded: bool = False) -> list[int]:
+        """Return token ids.
 
-    def encoding(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        Args:
+            guarded: the text is the second one of `render`.
+        """
+        return self.encoding(text, add_special_tokens=add_special_tokens, guarded=guarded).ids
+
+    def encoding(
+        self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
+    ) -> tokenizers.Encoding:
         """The same before a list is made of it."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return self._encoder(guarded).encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
+    def encode_unlocked(
+        self, text: str, *, add_special_tokens: bool = True, guarded: bool = False
+    ) -> tokenizers.Encoding:
         """The same for a thread: other threads run meanwhile (`encode` holds Python's lock to its end).
 
         The encoding knows its length at once, before a list of millions of integers is made of it.
         """
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return self._encoder(guarded).encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encoder(self, guarded: bool) -> tokenizers.Tokenizer:
+        if not guarded:
+            return self._backend
+        assert self._guard is not None, "only a guard makes such texts"
+        return self._guard.backend
 
     def decode_unlocked(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """As `decode`, for a thread."""
@@ -127,7 +150,15 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any
     ) -> str:
-        """Render messages to the prompt text.
+        """Render messages to the prompt text; see `render`."""
+        return self.render(messages, source=source, **options)[0]
+
+    # Any: the arguments of `ChatTemplate.render`.
+    def render(
+        self, messages: Sequence[Message], *, source: str | None = None, **options: Any
+    ) -> tuple[str, str | None]:
+        """Return the prompt's text; and a second one to be encoded as `guarded`, where messages contain
+        special tokens that are to be text.
 
         Args:
             source: Jinja in place of the model's own template.
@@ -148,7 +179,10 @@ class Tokenizer:
                 param="messages",
             )
         template = self.template if source is None else self.template.another(source)
-        return template.render(messages, **options)
+        if self._guard is None:
+            return template.render(messages, **options), None
+        options |= {name: self._guard.mark(options[name]) for name in _FOREIGN if options.get(name)}
+        return self._guard.read(template.render(self._guard.mark_messages(messages), **options))
 
     def template_uses(self, variable: str) -> bool:
         """Whether the chat template names a variable; one that it does not name has no effect."""

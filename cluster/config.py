@@ -129,6 +129,9 @@ class EngineConfig:
         default_chat_template_kwargs: variables for that template, where a request does not set them.
         trust_request_chat_template: requests may bring a template of their own. It is code: its steps are
             bounded, what it makes of them in memory is not.
+        split_special_tokens: special tokens that messages, tools and documents contain are encoded as text,
+            so that no user closes a message or opens another: only the chat template's are control tokens.
+            Prompts that are no conversations stay as they are. Costs a second tokenizer in memory.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
         load_format: "auto" reads the checkpoints' weights. "dummy" makes random ones, of target and drafter,
             where they run: the same on all ranks and in every start. No file of weights is looked for, and
@@ -178,6 +181,7 @@ class EngineConfig:
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
+    split_special_tokens: bool = False
     skip_tokenizer_init: bool = False
     load_format: LoadFormat = "auto"
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON

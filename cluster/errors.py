@@ -24,14 +24,29 @@
 
 A message names the field, the value and the remedy; for an unknown name that is the nearest known one
 (`did_you_mean`). What only we can get wrong is an `assert`.
+
+Foreign text enters a message through one of three functions: `shown` (a value, as JSON), `shown_name` (a
+name, without quotes) and `shown_url` (a path or URL, without its secrets). All are bounded and escape what a
+terminal or a log file would act on. `MantaError` bounds and escapes whatever it is given, so that no message
+of the tree is long or breaks a line of a log.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sized
 from typing import ClassVar
+
+MAX_MESSAGE = 4000  # characters of an error's message; lists of known names are the longest
+MAX_NAME = 256  # characters of a name, or of a field's path
+
+_NOT_ASCII = re.compile(r"[^ -~]")  # or a control character
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*("|$)', re.S)
+# key:secret@ in front of a bucket or host. A secret that is not percent-encoded may hold slashes and @.
+_SECRET = re.compile(r"^([^/@:]*):.*@", re.S)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}")  # pathlib makes one slash of two
 
 
 class MantaError(Exception):
@@ -47,13 +62,18 @@ class MantaError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        message = clipped("\n".join(map(printable, clipped(message, MAX_MESSAGE).split("\n"))), MAX_MESSAGE)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else shown_name(param)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders; keyword-only fields need help to be pickled."""
         return _rebuild, (type(self), self.message, self.param)
+
+
+# Any value; of what is no JSON the text.
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 def _rebuild(cls: type[MantaError], message: str, param: str | None) -> MantaError:
@@ -178,9 +198,63 @@ class UnreachableError(MantaError):
 
 
 def shown(value: object, most: int = 100) -> str:
-    """A value in a message, as its sender wrote it: JSON, and of a long one the first `most` characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    """Return a foreign value for a message: JSON in one line, and of a long one `most` characters."""
+    if isinstance(value, str):
+        text, size = json.dumps(value[: most + 1], ensure_ascii=False), f"{len(value)} characters"
+        is_whole = len(value) <= most
+    else:
+        text, size = "", f"{len(value)} elements" if isinstance(value, Sized) else "more"
+        is_whole = True
+        for piece in _JSON.iterencode(value):
+            text += piece
+            if len(text) > most:
+                is_whole = False
+                break
+    text = printable(text[: most + 1])
+    return text if is_whole and len(text) <= most else f"{text[:most]}... ({size})"
+
+
+def shown_name(name: object, most: int = MAX_NAME) -> str:
+    """Return a foreign name for a message, without quotes: a field's path, a file's name."""
+    return clipped(printable(clipped(str(name), most)), most)
+
+
+def shown_url(where: object) -> str:
+    """Return a path or URL for a message: without password, query and fragment, which may be secret."""
+    text = str(where)
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return shown_name(text, MAX_MESSAGE // 4)
+    if scheme[1].lower() == "file":
+        return shown_name(text, MAX_MESSAGE // 4)
+    address = re.split(r"[?#]", _SECRET.sub(r"\1@", text[len(scheme[0]) :]), maxsplit=1)[0]
+    return shown_name(f"{scheme[1]}://{address}", MAX_MESSAGE // 4)
+
+
+def without_values(message: str) -> str:
+    """Return a message of this tree for a log: without what stands in quotes, where `shown` puts values."""
+    return _QUOTED.sub('"..."', message)
+
+
+def printable(text: str) -> str:
+    """Return the text in one line, with JSON's escapes for what is not printable.
+
+    That is control characters (line breaks and terminal sequences among them), characters that change the
+    direction of text, other separators than the space, and lone surrogates.
+    """
+    return text if text.isprintable() else _NOT_ASCII.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    char = found[0]
+    if char.isprintable():
+        return char
+    return "\\u007f" if char == "\x7f" else json.dumps(char)[1:-1]
+
+
+def clipped(text: str, most: int) -> str:
+    """Return the text, of a long one its first `most` characters and a mark."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", else_say: str | None = None) -> str:
@@ -190,7 +264,7 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", else_say:
         prefix: before a name, where names are parts of a dotted path.
         else_say: in place of a list that would be too long, where no known name is near.
     """
-    names = list(known)
+    names, name = list(known), name[:MAX_NAME]
     if near := difflib.get_close_matches(name, names, n=1):
         return f"Did you mean {prefix}{near[0]}?"
     return else_say if else_say is not None else f"Known: {', '.join(names)}."

@@ -19,7 +19,7 @@ from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 from ..actors.http.keys import ENVIRONMENT
-from ..cluster.errors import ConfigError, MantaError, UnreachableError
+from ..cluster.errors import ConfigError, MantaError, UnreachableError, shown_url
 
 Json = Mapping[str, Any]  # Any: JSON
 LONG_S = 600.0
@@ -164,7 +164,7 @@ def split_url(url: str) -> SplitResult:
     except ValueError:  # the port is no number
         known = False
     if not known:
-        raise ConfigError(f"server={url!r} is not a URL like http://127.0.0.1:8000.", param="server")
+        raise ConfigError(f"server={shown_url(url)} is not a URL like http://127.0.0.1:8000.", param="server")
     return parts
 
 
@@ -182,7 +182,7 @@ def await_ready(url: str, timeout_s: float, look: Callable[[], None] = lambda: N
         while not client.is_ready():
             look()
             if time.monotonic() - begin_s > timeout_s:
-                raise UnreachableError(f"{url} was not ready within {timeout_s:.0f} s.")
+                raise UnreachableError(f"{shown_url(url)} was not ready within {timeout_s:.0f} s.")
             time.sleep(POLL_S)
     return time.monotonic() - begin_s
 

@@ -102,6 +102,11 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
         "--trust-request-chat-template/--no-trust-request-chat-template",
         help="Take templates from requests; they are code, and can use up memory.",
     ),
+    "split_special_tokens": _engine(
+        bool,
+        "--split-special-tokens/--no-split-special-tokens",
+        help="Encode special tokens that messages contain as text, so that no user can forge a role.",
+    ),
     "load_format": _engine(
         LoadFormat, "--load-format", help="dummy: random weights of the right shapes; none are read."
     ),

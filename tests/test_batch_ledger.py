@@ -346,6 +346,11 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
             "rows.jsonl: modified 1970-01-01 00:00:01 UTC before, 1970-01-01 00:01:01 UTC now",
         ),
         (
+            [{"name": "rows.jsonl", "size": 1203, "modified": 1.0, "sha256": "b" * 64}],
+            "rows.jsonl: other content of the same size (SHA-256 aaaaaaaaaaaa... before, "
+            "bbbbbbbbbbbb... now)",
+        ),
+        (
             [{"name": f"{i}.jsonl", "size": 1, "modified": 1.0} for i in range(4)],
             "0.jsonl: new; 1.jsonl: new; 2.jsonl: new; 2 other files",
         ),
@@ -354,9 +359,30 @@ def test_a_job_of_other_settings_is_refused_naming_what_changed(output: Storage)
 def test_an_input_that_changed_is_refused_naming_how(
     now: list[dict[str, Any]], words: str, output: Storage
 ) -> None:
-    answer(output, paper(3), [0])
+    before = [{"name": "rows.jsonl", "size": 1203, "modified": 1.0}]
+    if "sha256" in now[0]:
+        before[0]["sha256"] = "a" * 64
+    answer(output, paper(3, input=before), [0])
     with pytest.raises(ConfigError, match=re.escape(f"{words}. Run it as it was")):
         Ledger.open(output, paper(3, input=now))
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"modified": 1.0, "sha256": "a"}, {"modified": 9.0, "sha256": "a"}),  # copied, or touched
+        ({"modified": 1.0}, {"modified": 1.0, "sha256": "a"}),  # begun by an earlier version
+        ({"modified": 1.0, "sampled": "a"}, {"modified": 1.0, "sampled": "a"}),
+    ],
+)
+def test_an_input_of_the_same_content_is_gone_on_with(
+    before: dict[str, Any], now: dict[str, Any], output: Storage
+) -> None:
+    named = {"name": "rows.jsonl", "size": 1203}
+    answer(output, paper(3, input=[{**named, **before}]), [0])
+    ledger = Ledger.open(output, paper(3, input=[{**named, **now}]))
+    assert ledger.left == ((1, 3),)
+    ledger.close()
 
 
 def test_an_output_of_another_form_is_refused_also_by_force(output: Storage) -> None:

@@ -287,6 +287,20 @@ def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
     assert open_source([tmp_path]).identity() == [first | {"modified": 1.0}, second]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_other_content_of_the_same_size_and_time_has_another_identity(tmp_path: Path, format: str) -> None:
+    found: list[Any] = []
+    for text in ("one", "two", "one"):
+        source = write(tmp_path, format, [["same", text]])
+        for file in source.files:
+            os.utime(file.path, (1, 1))
+        source = open_source([tmp_path])
+        found.append(source.identity(survey(source, layout_of(source)).digests))
+    (first, other, again) = found
+    assert first == again and len(first[0]["sha256"]) == 64
+    assert first[0]["size"] == other[0]["size"] and first[0]["sha256"] != other[0]["sha256"]
+
+
 def test_one_reader_serves_many_threads_and_keeps_few_files_open(tmp_path: Path) -> None:
     source = write(tmp_path, "jsonl", [[f"{f}-{i}" for i in range(50)] for f in range(8)])
     layout = layout_of(source)

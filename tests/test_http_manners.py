@@ -105,7 +105,7 @@ def test_a_value_that_is_shown_is_shortened() -> None:
     assert shown({"a": [True, None, ("x",)]}) == '{"a": [true, null, ["x"]]}'
     with pytest.raises(RequestError) as caught:
         SamplingParams(bad_words=("", *["word"] * 1000))
-    assert len(caught.value.message) < 250 and "characters)" in caught.value.message
+    assert len(caught.value.message) < 250 and "(1001 elements)" in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

@@ -32,6 +32,11 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "const_string": (const('say "no"\n'), ['say "no"\n'], ["", 'say "no"']),
     "json_schema": (schema(NUMBERS), ["1", "22"], ["2", "x"]),
     "regex": ({"type": "regex", "pattern": "a/[0-9]+"}, ["a/7", "a/07"], ["a/", "b"]),
+    "regex with escapes": (
+        {"type": "regex", "pattern": r"a\/b[\/.]\\/\." + "\\\n"},
+        ["a/b/\\/.\n", "a/b.\\/.\n"],
+        ["a\\/b/\\/.\n", "a/b/\\\\/.\n", "a/b/\\/.\\n"],
+    ),
     "any_text": (ANY, ["", "what\never </f>"], []),
     "any_text but": ({**ANY, "excludes": ["no", "never"]}, ["", "n o"], ["no", "or never."]),
     "sequence": (
@@ -175,6 +180,7 @@ def deep(depth: int) -> dict[str, Any]:
         ({**TRIGGERED, "triggers": ["["]}, ".tags.0.begin", "starts with none"),
         ({**TRIGGERED, "at_least_one": 1}, ".at_least_one", "true or false"),
         ({**SEPARATED, "separator": None}, ".separator", "a text"),
+        ({"type": "regex", "pattern": "a\\\\\\"}, ".pattern", "backslash"),
         (deep(MAX_DEPTH), ".elements.0" * MAX_DEPTH, "deep"),
     ],
 )

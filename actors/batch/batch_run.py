@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, ParamSpec, TypeVar
 
-from ...cluster.errors import EngineDeadError, OutputError
+from ...cluster.errors import EngineDeadError, OutputError, shown_name
 from ...cluster.row_ranges import RowRanges, count, minus, of_rows, split_off, union
 from ...cluster.trials import ATTEMPTS, Trials
 from ..telemetry import BatchLines
@@ -170,7 +170,7 @@ class BatchRun:
     async def _answer(self, row: Row) -> None:
         result = await self._answerer.answer(row)
         if error := result.get("error"):
-            logger.info("request %s/%s failed: %s", self.batch.id, result["id"], error["type"])
+            logger.info("request %s/%s failed: %s", self.batch.id, shown_name(result["id"]), error["type"])
         self._results.append(result)  # to the list that stands there now: others are with the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ...cluster.caller import Caller
-from ...cluster.errors import NotFoundError, RequestError
+from ...cluster.errors import NotFoundError, RequestError, shown
 from ...cluster.trials import Trials
 from .file_store import JsonObject, Owned, Page, ordered_id, page, read_paper
 from .storage import Storage
@@ -145,7 +145,7 @@ class BatchStore:
         """The batch as its users see it. Raises NotFoundError where the caller may see none of that id."""
         batch = self.find(batch_id)
         if batch is None or not caller.may_see(batch.owner):
-            raise NotFoundError(f"There is no batch {batch_id[:200]!r} here.", param="batch_id")
+            raise NotFoundError(f"There is no batch {shown(batch_id)} here.", param="batch_id")
         return batch
 
     def find(self, batch_id: str) -> Batch | None:

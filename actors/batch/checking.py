@@ -14,9 +14,11 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from ...cluster.errors import shown
 from .rows import CHAT_URL, COMPLETION_URL
 
 ENDPOINTS = (CHAT_URL, COMPLETION_URL)
+MAX_CUSTOM_ID_CHARS = 1024
 MAX_ERRORS = 50  # that are listed; a file without an end of mistakes is no longer read
 
 LineError = dict[str, Any]  # Any: JSON; OpenAI's BatchError
@@ -81,22 +83,25 @@ def _check(
     if not isinstance(custom_id, str) or not custom_id:
         said = "custom_id is missing: give each line a string of its own."
         return _error("missing_required_parameter", said, number, "custom_id")
+    if len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        said = f"custom_id has {len(custom_id)} characters; at most {MAX_CUSTOM_ID_CHARS} are kept."
+        return _error("invalid_custom_id", said, number, "custom_id")
     if custom_id in seen:
-        said = f"custom_id={custom_id[:200]!r} is another line's too: each needs one of its own."
+        said = f"custom_id={shown(custom_id)} is another line's too: each needs one of its own."
         return _error("duplicate_custom_id", said, number, "custom_id")
     seen.add(custom_id)
     if record.get("method") != "POST":
-        said = f"method={record.get('method')!r} must be 'POST'."
+        said = f'method={shown(record.get("method"))} must be "POST".'
         return _error("invalid_method", said, number, "method")
     if record.get("url") != endpoint:
-        said = f"url={record.get('url')!r} is not the batch's endpoint, {endpoint}."
+        said = f"url={shown(record.get('url'))} is not the batch's endpoint, {endpoint}."
         return _error("mismatched_endpoint", said, number, "url")
     if not isinstance(body, Mapping):
         said = "body is missing: give the request as a JSON object."
         return _error("missing_required_parameter", said, number, "body")
     model = body.get("model", models[0])
     if model not in models:
-        said = f"The model {str(model)[:200]!r} is not served here. Served: {', '.join(models)}."
+        said = f"The model {shown(model)} is not served here. Served: {', '.join(models)}."
         return _error("model_not_found", said, number, "body.model")
     found.model = found.model or model
     return None

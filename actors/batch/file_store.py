@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import pyarrow as pa
 
 from ...cluster.caller import Caller
-from ...cluster.errors import NotFoundError, QuotaError, RequestError
+from ...cluster.errors import NotFoundError, QuotaError, RequestError, shown
 from ..files import inner_name
 from .parts import PART_NAME
 from .storage import Storage
@@ -175,7 +175,7 @@ class FileStore:
         """Return a file. Raises NotFoundError where the caller may see none of that id."""
         file = self._read(file_id)
         if file is None or not caller.may_see(file.owner):
-            raise NotFoundError(f"There is no file {file_id[:200]!r} here.", param="file_id")
+            raise NotFoundError(f"There is no file {shown(file_id)} here.", param="file_id")
         return file
 
     def list(
@@ -288,7 +288,7 @@ def listed_ids(storage: Storage, folder: str, *, newest_first: bool) -> list[str
 def page(ids: Sequence[str], after: str | None, limit: int, read: Callable[[str], T | None]) -> Page[T]:
     """What comes after an id: at most `limit` of what `read` finds; None is passed over."""
     if after is not None and after not in ids:
-        raise RequestError(f"after={after[:200]!r} is no id of this list.", param="after")
+        raise RequestError(f"after={shown(after)} is no id of this list.", param="after")
     left = ids[ids.index(after) + 1 :] if after is not None else ids
     found: list[T] = []
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:

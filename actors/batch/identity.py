@@ -40,6 +40,8 @@ def settings_identity(config: EngineConfig) -> Mapping[str, object]:
         found["chat_template"] = hashlib.sha256(Path(config.chat_template).read_bytes()).hexdigest()
     if config.default_chat_template_kwargs:
         found["default_chat_template_kwargs"] = dict(config.default_chat_template_kwargs)
+    if config.split_special_tokens:
+        found["split_special_tokens"] = True
     if config.hf_overrides:
         found["hf_overrides"] = dict(config.hf_overrides)
     if config.load_format != "auto":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.caller import SERVER
-from ...cluster.errors import DatasetError, NotFoundError
+from ...cluster.errors import DatasetError, NotFoundError, without_values
 from .batch_store import Batch, BatchStore
 from .checking import check_lines, errors_list, plain_error
 from .file_store import FileStore, JsonObject, StoredFile
@@ -137,7 +137,7 @@ class Opener:
         found = survey(source, LAYOUT)
         paper = JobPaper(
             made_from=self._made_from,
-            input=[{"name": file.id, "size": file.bytes}],  # the storage may have been moved
+            input=[{"name": file.id, "size": file.bytes, **found.digests[0]}],  # the storage may have moved
             input_format=source.format,
             form=FORM,
             num_rows=found.num_rows,
@@ -159,7 +159,7 @@ class Opener:
     def _fail(self, batch: Batch, errors: JsonObject) -> Batch:
         failed = batch.moved("failed", errors=errors)
         self._batches.save(failed)
-        logger.info("%s has failed: %s", batch.id, errors["data"][0]["message"])
+        logger.info("%s has failed: %s", batch.id, without_values(errors["data"][0]["message"]))
         return failed
 
 

@@ -27,7 +27,7 @@ class JobPaper:
 
     Attributes:
         made_from: what answers depend on, by name: model and revision, tokenizer, sampling, template, seed.
-        input: of every file: name, size, modified (`Source.identity`).
+        input: of every file: name, size, modified, and a hash of its content (`Source.identity`).
         input_format: of these files.
         form: of the output.
         num_rows: of the input.
@@ -128,9 +128,15 @@ def _file_change(name: str, before: Mapping[str, Any] | None, now: Mapping[str, 
         return f"{name}: gone"
     if before["size"] != now["size"]:
         return f"{name}: {before['size']:,} bytes before, {now['size']:,} now"
+    for kind in {"sha256", "sampled"} & before.keys() & now.keys():
+        old, new = before[kind], now[kind]
+        if old != new:
+            return f"{name}: other content of the same size (SHA-256 {old[:12]}... before, {new[:12]}... now)"
+        if kind == "sha256":
+            return None  # whenever it was written
     if before.get("modified") != now.get("modified"):
         return f"{name}: modified {_time(before.get('modified'))} before, {_time(now.get('modified'))} now"
-    return f"{name}: other content of the same size"
+    return None  # an earlier version noted no hash
 
 
 def _time(modified: Any) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from ...cluster.caller import Caller
-from ...cluster.errors import EngineDeadError, InUseError, RequestError
+from ...cluster.errors import EngineDeadError, InUseError, RequestError, shown
 from ...cluster.label_values import Account
 from ..asker import Asker, asker_of
 from ..chat.model import ChatModel
@@ -109,7 +109,7 @@ class BatchService:
         file = self.files.get(input_file_id, caller)
         if file.purpose != "batch":
             raise RequestError(
-                f"The file {file.id} has the purpose {file.purpose!r}; upload the input with 'batch'.",
+                f'The file {file.id} has the purpose {shown(file.purpose)}; upload the input with "batch".',
                 param="input_file_id",
             )
         self.files.check_room(caller.owner, "input_file_id")

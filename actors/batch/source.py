@@ -52,9 +52,17 @@ class Source:
         """Whether records come as unparsed lines of JSON (`Layout.lines`)."""
         return self.format in ("jsonl", "openai")
 
-    def identity(self) -> list[dict[str, Any]]:  # Any: JSON
-        """By what a later run sees that the input is the same."""
-        return [{"name": file.path, "size": file.size, "modified": file.modified_s} for file in self.files]
+    def identity(self, digests: Sequence[Mapping[str, str]] = ()) -> list[dict[str, Any]]:  # Any: JSON
+        """By what a later run sees that the input is the same.
+
+        Args:
+            digests: of each file (`Survey.digests`).
+        """
+        files = itertools.zip_longest(self.files, digests, fillvalue={})
+        return [
+            {"name": file.path, "size": file.size, "modified": file.modified_s, **digest}
+            for file, digest in files
+        ]
 
 
 def open_source(where: Sequence[str | Path], wanted: InputFormat | None = None) -> Source:

@@ -27,12 +27,12 @@ from urllib.parse import quote
 import pyarrow as pa
 from pyarrow import fs
 
-from ...cluster.errors import ConfigError
+from ...cluster.errors import ConfigError, shown_url
 from ..files import PRIVATE_FOLDER, TEMPORARY, inner_name, make_folder, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
-SECRET = re.compile(r":[^/@]*@")  # s3://key:secret@bucket
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
+_REPEATED = re.compile(r"'?[A-Za-z0-9+.-]+://[^']*'?")  # Arrow repeats what it was given, with its secrets
 NUM_REQUESTS = 16  # at once: object stores answer many as fast as one
 
 
@@ -76,15 +76,17 @@ class Storage:
             return cls(where, fs.LocalFileSystem(), str(root), private, follows_links)
         if found[1] not in SCHEMES:
             raise ConfigError(
-                f"{field}: {where} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a path.",
+                f"{field}: {shown_url(where)} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a "
+                "path.",
                 param=field,
             )
         address, _, query = where[len(found[0]) :].partition("?")
-        shown = f"{found[1]}://{SECRET.sub('@', address)}"
+        shown = shown_url(where)
         try:
             filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise ConfigError(f"{field}: {shown} cannot be used: {error}.", param=field) from None
+            why = _REPEATED.sub("the URL", str(error))
+            raise ConfigError(f"{field}: {shown} cannot be used: {why}.", param=field) from None
         return cls(shown, filesystem, root.rstrip("/"), private, follows_links)
 
     @property

@@ -2,6 +2,8 @@
 
     files -> records -> 64 bits of each id, every 64th offset -> duplicates (`numbering.py`) -> Survey
 
+What is read is hashed, so that a later run knows the same input again whatever its files' times are.
+
 Memory is 8 bytes a row. No row fails a survey, however malformed: it becomes an error row where it is
 answered. What fails it is a file that cannot be read to its end. Runs in the driver, beside the start of the
 engines.
@@ -10,9 +12,10 @@ engines.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -43,6 +46,7 @@ from .text_records import (
 )
 
 MARK_EVERY = 64  # records of a file of text from one known offset to the next
+FOOTER_BYTES = 2**16  # of a Parquet file: its schema, and the sizes and bounds of its columns
 ROWS_PER_READ = 8192  # of Parquet
 Duplicates = Literal["refuse", "number"]
 
@@ -55,11 +59,14 @@ class Survey:
         num_rows: of all files.
         columns: names and types of the columns that are handed on (`Layout.columns`).
         numbered: rows whose id is an earlier row's, with what is put behind it.
+        digests: of each file: `sha256` of its content; or `sampled`, of a Parquet file in an object store,
+            where reading more than the footer and the ids would read all data twice.
     """
 
     num_rows: int
     columns: pa.Schema
     numbered: Numbering
+    digests: tuple[Mapping[str, str], ...]
     _begins: tuple[int, ...]  # number of the first row of each file
     _marks: tuple[np.ndarray, ...]  # int64, per file of text: offsets of its records 0, 64, 128, ...
     _hashes: np.ndarray  # uint64, per row
@@ -122,7 +129,15 @@ def survey(
     if not len(hashes):
         raise DatasetError(f"input: {', '.join(map(str, source.files[:3]))} holds no rows.", param="input")
     columns = _checked(scan.columns())
-    found = Survey(len(hashes), columns, NOTHING_NUMBERED, tuple(scan.begins), tuple(scan.marks), hashes)
+    found = Survey(
+        len(hashes),
+        columns,
+        NOTHING_NUMBERED,
+        tuple(scan.digests),
+        tuple(scan.begins),
+        tuple(scan.marks),
+        hashes,
+    )
     reader = RowReader(source, layout)
     try:
         numbered = number_duplicates(
@@ -145,6 +160,7 @@ class _Scan:
         self.hashes: array[int] = array("Q")
         self.begins: list[int] = []
         self.marks: list[np.ndarray] = []
+        self.digests: list[Mapping[str, str]] = []
         self._format: InputFormat = source.format
         self._layout = layout
         self._stop = stop
@@ -166,8 +182,8 @@ class _Scan:
 
     def _add_text(self, file: SourceFile, format: TextFormat) -> None:
         marks: array[int] = array("q")
-        hashes = self.hashes
-        raws = raw_records(split_lines(chunks(file)), format)
+        hashes, digest = self.hashes, hashlib.sha256()
+        raws = raw_records(split_lines(_hashed(chunks(file), digest)), format)
         try:
             header = None
             if format == "csv":
@@ -185,6 +201,7 @@ class _Scan:
         except BadTextError as error:
             raise bad_text(file, error) from None
         self.marks.append(np.frombuffer(marks, dtype=np.int64) if marks else np.zeros(0, np.int64))
+        self.digests.append({"sha256": digest.hexdigest()})
 
     def _hash_of_line(self, raw: Raw) -> int:
         assert isinstance(raw, bytes)
@@ -223,6 +240,19 @@ class _Scan:
                     self._hash_contents(parquet, nameless)
             except (OSError, ValueError, pa.ArrowException) as error:
                 raise DatasetError(f"input: {file} cannot be read: {error}.", param="input") from None
+        self.digests.append(self._parquet_digest(file))
+
+    def _parquet_digest(self, file: SourceFile) -> Mapping[str, str]:
+        digest = hashlib.sha256()
+        if file.storage.local:
+            for _ in _hashed(chunks(file), digest):
+                self._look_up()
+            return {"sha256": digest.hexdigest()}
+        with file.open() as reader:
+            reader.seek(max(file.size - FOOTER_BYTES, 0))
+            digest.update(reader.read())
+        digest.update(memoryview(self.hashes)[self.begins[-1] :])
+        return {"sampled": digest.hexdigest()}
 
     def _add_ids(self, parquet: pq.ParquetFile, columns: list[str]) -> np.ndarray:
         """Returns the rows of the file that have none, int64."""
@@ -253,6 +283,12 @@ class _Scan:
     def _look_up(self) -> None:
         if self._stop():
             raise CancelledError
+
+
+def _hashed(pieces: Iterator[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
 
 
 def _checked(columns: pa.Schema) -> pa.Schema:

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 import minijinja
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, shown
 from .typescript import declare, sort_keys
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
+MAX_SHOWN = 300  # characters of what a template's error says
 MAX_TEMPLATE_STEPS = 2_000_000
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
@@ -72,7 +73,8 @@ class ChatTemplate:
             self._environment = _environment(_GENERATION.sub(r"{#\1 \2#}", source))
         except minijinja.TemplateError as error:
             raise RequestError(
-                f"chat_template: it is no Jinja template: {error.message}.", param="chat_template"
+                f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
+                param="chat_template",
             ) from None
 
     def another(self, source: str) -> ChatTemplate:
@@ -122,9 +124,7 @@ class ChatTemplate:
                 **{**self._special_tokens, **declared, **self._defaults, **variables},
             )
         except minijinja.TemplateError as error:
-            raise RequestError(
-                f"messages: the chat template refused them: {error.message}.", param="messages"
-            ) from error
+            raise _refusal("refused them", error.message) from error
         if len(text) > MAX_PROMPT_CHARS:
             raise RequestError(
                 f"messages: the chat template makes {len(text)} characters of them; at most "
@@ -155,16 +155,21 @@ def _environment(source: str) -> minijinja.Environment:
 
 # Templates call these with whatever they are given.
 def _raise_exception(message: object) -> None:
-    raise RequestError(str(message), param="messages")
+    raise _refusal("refused them", message)
 
 
 def _strftime_now(form: object) -> str:
     try:
         return datetime.now().strftime(form)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise RequestError(
-            f"messages: the chat template cannot tell the time as {form!r}: {error}.", param="messages"
-        ) from None
+        raise _refusal(f"cannot tell the time as {shown(form)}", error) from None
+
+
+def _refusal(what: str, why: object) -> RequestError:
+    """What went wrong is quoted, for it may repeat what messages say."""
+    return RequestError(
+        f"messages: the chat template {what}: {shown(str(why), MAX_SHOWN)}.", param="messages"
+    )
 
 
 def _tojson(
@@ -181,9 +186,7 @@ def _tojson(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(
-            f"messages: the chat template cannot write something as JSON: {error}.", param="messages"
-        ) from None
+        raise _refusal("cannot write something as JSON", error) from None
 
 
 def _cut_after_final_message(text: str, messages: Sequence[Message]) -> str:

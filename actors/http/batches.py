@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...cluster.errors import RequestError, shown
+from ...cluster.errors import RequestError, shown, shown_name
 from ..batch.checking import ENDPOINTS
 from ..batch.service import BatchService
 from .files import listed, needed, stored
@@ -58,6 +58,7 @@ class BatchRequest(BaseModel):
                 param="endpoint",
             )
         for name in self.model_extra or {}:
+            name = shown_name(name)
             raise RequestError(f"{name} is not supported by this server. Leave it out.", param=name)
 
 

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown
+from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown, shown_name
 from .refusals import note
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def from_validation(errors: Any) -> RequestError:  # Any: pydantic's error dicti
         return RequestError("The body must be a JSON object (Content-Type: application/json).")
     if first["type"] == "json_invalid":
         return RequestError("The body is not valid JSON.")
-    path = ".".join(str(part) for part in first["loc"] if part != "body" and not _is_type(part))
+    path = shown_name(".".join(str(part) for part in first["loc"] if part != "body" and not _is_type(part)))
     more = f" ({len(errors) - 1} more fields are wrong.)" if len(errors) > 1 else ""
     return RequestError(f"{path}: {_in_json(first)}.{more}", param=path or None)
 

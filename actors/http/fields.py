@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...cluster.errors import RequestError, did_you_mean
+from ...cluster.errors import RequestError, did_you_mean, shown_name
 from ...cluster.grammar import WAYS
 from .settings import UnknownParams
 
@@ -60,5 +60,6 @@ def check_extra_fields(extra: Mapping[str, Any], known: Iterable[str], policy: U
     unknown = [name for name in extra if not (name in REFUSED or name in NEVER or name in SILENT)]
     if unknown and policy == "reject":
         hint = did_you_mean(unknown[0], [*known, *REFUSED, *NEVER, *SILENT], else_say="Leave it out.")
-        raise RequestError(f"{unknown[0]} is not a known field. {hint}", param=unknown[0])
+        name = shown_name(unknown[0])
+        raise RequestError(f"{name} is not a known field. {hint}", param=name)
     return unknown

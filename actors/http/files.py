@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import StreamingResponse
 
-from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown
+from ...cluster.errors import NotOfferedError, RequestError, StorageError, shown, shown_name
 from ..batch.file_store import FileStore, Page, StoredFile
 from ..batch.service import BatchService
 from .gate import FORM_BYTES
@@ -25,6 +25,7 @@ from .keys import caller_of
 from .wire import JsonObject, json_response
 
 MAX_FILES_LISTED = 10_000
+MAX_FILENAME_CHARS = 255
 KNOWN_FIELDS = {"file", "purpose"}
 
 P = ParamSpec("P")
@@ -78,7 +79,8 @@ def file_routes(service: BatchService | None) -> APIRouter:
         async with http.form(max_files=1, max_fields=16, max_part_size=FORM_BYTES) as form:
             file = _checked(form)
             owner = caller_of(http.scope).owner
-            kept = await stored(_keep, files, file.filename or "batch.jsonl", file.file, owner)
+            name = (file.filename or "batch.jsonl")[:MAX_FILENAME_CHARS]
+            kept = await stored(_keep, files, name, file.file, owner)
         return json_response(kept.as_openai())
 
     @router.get("/v1/files")
@@ -145,6 +147,7 @@ def _checked(form: FormData) -> UploadFile:
         raise RequestError(f'purpose={shown(purpose)} is not served: only "batch" is.', param="purpose")
     for name in form:
         if name not in KNOWN_FIELDS:
+            name = shown_name(name)
             raise RequestError(
                 f"{name} is not supported: files are kept until they are deleted. Leave it out.", param=name
             )

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from ...cluster.errors import MantaError
+from ...cluster.errors import MantaError, printable, without_values
 from ..process_log import Event
 from .keys import OPEN_PATHS
 
 logger = logging.getLogger("manta.requests")
 
-_QUOTED = re.compile(r'"(?:\\.|[^"\\])*("|$)', re.S)
+_PLAIN_PATH = re.compile(r"[\w.-]{1,100}", re.A)  # what declared fields look like
 MAX_REASON = 300
 MAX_PARAM = 100
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -65,7 +65,9 @@ def note(scope: Scope, error: MantaError | str) -> None:
     """Remember why the request is refused."""
     ours = None if isinstance(error, str) else error
     message, param = (error, None) if isinstance(error, str) else (error.message, error.param)
-    reason = _QUOTED.sub('"..."', message)[:MAX_REASON]
+    if param and not _PLAIN_PATH.fullmatch(param):  # its name is the client's
+        message = message.replace(param, "...")
+    reason = printable(without_values(message)[:MAX_REASON])
     scope.setdefault("state", {})["refusal"] = _Noted(param and param[:MAX_PARAM], reason, ours)
 
 

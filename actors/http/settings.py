@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
-from ...cluster.errors import ConfigError, did_you_mean, shown
+from ...cluster.errors import ConfigError, did_you_mean, shown, shown_url
 from ...cluster.label_values import ANY, is_label
 from ..process_log import LogFormat
 
@@ -136,7 +136,7 @@ class ServerSettings:
     admin_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
     prefix_cache_isolation: Isolation | None = None
-    batch_storage: str | None = None
+    batch_storage: str | None = field(default=None, repr=False)  # a URL may hold secrets
     receipts: str | None = None
     max_batch_file_bytes: int = 200 * 10**6
     max_stored_bytes: int = 10 * 10**9
@@ -146,7 +146,7 @@ class ServerSettings:
     scaling: ScalingRules = field(default_factory=ScalingRules)
     ui: bool = True
     log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = None
+    otlp_traces_endpoint: str | None = field(default=None, repr=False)
     lossless_audit: float = 0.0
     capture: str | None = None
     capture_fraction: float = 1.0
@@ -349,7 +349,7 @@ def _check_place(where: str) -> None:
     """A relative path would be another one in each replica's process."""
     if "://" not in where and not Path(where).is_absolute():
         raise ConfigError(
-            f"batch_storage={where!r} must be an absolute path that all replicas see, or a URL.",
+            f"batch_storage={shown_url(where)} must be an absolute path that all replicas see, or a URL.",
             param="batch_storage",
         )
 
@@ -357,8 +357,8 @@ def _check_place(where: str) -> None:
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise ConfigError(
-            f"otlp_traces_endpoint={url!r} must be a URL like http://collector:4318/v1/traces (OTLP over "
-            "HTTP; gRPC is not spoken).",
+            f"otlp_traces_endpoint={shown_url(url)} must be a URL like http://collector:4318/v1/traces (OTLP "
+            "over HTTP; gRPC is not spoken).",
             param="otlp_traces_endpoint",
         )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ...cluster.errors import RequestError
+from ...cluster.errors import RequestError, shown
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 MAX_TOOLS = 512
@@ -64,7 +64,7 @@ class ToolOptions(BaseModel):
         for at, name in enumerate(names):
             if name in names[:at]:
                 raise RequestError(
-                    f"tools.{at}.function.name: {name} is the name of another tool, too.",
+                    f"tools.{at}.function.name: {shown(name)} is the name of another tool, too.",
                     param=f"tools.{at}.function.name",
                 )
         choice = self.tool_choice
@@ -72,7 +72,8 @@ class ToolOptions(BaseModel):
             raise RequestError("tool_choice needs tools: send some, or leave it out.", param="tool_choice")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise RequestError(
-                f"tool_choice.function.name: {choice.function.name} is no tool. Tools: {', '.join(names)}.",
+                f"tool_choice.function.name: {shown(choice.function.name)} is no tool. Tools: "
+                f"{', '.join(map(shown, names))}.",
                 param="tool_choice.function.name",
             )
         return self

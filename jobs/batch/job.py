@@ -29,7 +29,7 @@ from ...actors.batch.storage import Storage
 from ...actors.executor import make_executor
 from ...actors.targets.loading.plan import plan_load
 from ...cluster.config import EngineConfig
-from ...cluster.errors import DatasetError, OutputError
+from ...cluster.errors import DatasetError, OutputError, shown_url
 from ...cluster.executor import Executor
 from ...cluster.row_ranges import count, minus, union
 from ..stop import Stopped, StopSignals
@@ -107,7 +107,7 @@ def check_answered(figures: RowFigures, options: BatchOptions) -> None:
     if figures.failed and figures.failed == figures.rows:
         raise DatasetError(
             f"All {figures.rows} rows failed, the first with: {figures.first_error} The rows' errors and "
-            f"inputs are in {options.output}.",
+            f"inputs are in {shown_url(options.output)}.",
             param="input",
         )
 
@@ -178,7 +178,8 @@ class _Driver:
         ledger = job.ledger
         waiting = (ledger.durable(writer) for writer in ledger.orphans)
         kept = count(union(ledger.answered, ledger.failed, *waiting))
-        words = f"{kept} of {job.num_rows} rows are in {self._options.output}; the same command goes on there"
+        words = f"{kept} of {job.num_rows} rows are in {shown_url(self._options.output)}; "
+        words += "the same command goes on there"
         if self._options.overwrite:
             words += " without --overwrite"
         if isinstance(error, Stopped):
@@ -251,8 +252,8 @@ def _finish(job: Job, view: _View, options: BatchOptions) -> Report:
         ledger.figures,
         view.done.live,
         {
-            "output": options.output,
-            "input": list(options.input),
+            "output": shown_url(options.output),
+            "input": [shown_url(each) for each in options.input],
             "fingerprint": paper.fingerprint,
             **paper.made_from,
             **paper.about,

@@ -69,7 +69,7 @@ class Opening:
             setup.source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set
         )
         form = OutputForm(options.format(setup.source), found.columns, options.preserve_order)
-        paper = job_paper(setup, options, form, found.num_rows)
+        paper = job_paper(setup, options, form, found)
         ledger = Ledger.open(
             setup.output,
             paper,

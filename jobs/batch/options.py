@@ -41,8 +41,8 @@ class BatchOptions:
         price_per_gpu_hour: in any currency, for the report; not applied to cores.
     """
 
-    input: tuple[str, ...]
-    output: str
+    input: tuple[str, ...] = field(repr=False)  # URLs may hold secrets
+    output: str = field(repr=False)
     input_format: InputFormat | None = None
     output_format: OutputFormat | None = None
     overwrite: bool = False

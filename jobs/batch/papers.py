@@ -14,6 +14,7 @@ from ...actors.batch.identity import checkpoint_identity, settings_identity
 from ...actors.batch.paper import JobPaper
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.rows import Layout
+from ...actors.batch.survey import Survey
 from ...actors.checkpoints import target_folder, tokenizer_folder
 from ...cluster.config import EngineConfig
 from ...cluster.row_ranges import RowRanges, of_rows
@@ -24,12 +25,13 @@ SHARDS = 64  # of a job that preserves order, unless they would be very small or
 SMALLEST_SHARD, LARGEST_SHARD = 64, 4096
 
 
-def job_paper(setup: EngineSetup, options: BatchOptions, form: OutputForm, num_rows: int) -> JobPaper:
-    """The paper of a job over an input of so many rows."""
+def job_paper(setup: EngineSetup, options: BatchOptions, form: OutputForm, found: Survey) -> JobPaper:
+    """The paper of a job over an input."""
+    num_rows = found.num_rows
     source, layout, spec = setup.source, setup.layout, setup.config.speculative_config
     return JobPaper(
         made_from=_made_from(setup.config, layout),
-        input=source.identity(),
+        input=source.identity(found.digests),
         input_format=source.format,
         form=form,
         num_rows=num_rows,

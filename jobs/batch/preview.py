@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...actors.batch.source import check_columns, open_source
 from ...cluster.config import EngineConfig
+from ...cluster.errors import shown_url
 from .options import BatchOptions
 
 
@@ -28,7 +29,7 @@ def preview(config: EngineConfig, options: BatchOptions, *, dry_run: bool) -> in
             "engines": options.concurrency,
             "sampling": dict(options.sampling) or "the checkpoint's defaults",
         }
-        print_dry_run(plan, options.output, settings)
+        print_dry_run(plan, shown_url(options.output), settings)
         return 0
     from .validate import print_validation, validate
 

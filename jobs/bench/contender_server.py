@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ...cluster.errors import ConfigError, MantaError, UnreachableError
+from ...cluster.errors import ConfigError, MantaError, UnreachableError, shown_url
 from ..client import Answer, Json, ServerClient, split_url
 from .contenders import Prompts, Runner, Way
 from .passes import Pass
@@ -75,7 +75,8 @@ class OpenAIServer:
                 answer = self._ask(client, "/v1/completions", self._body(prompts[i], max_tokens))
                 if answer.status != 200:
                     raise MantaError(
-                        f"server: {self._url} answered {answer.status}: {answer.error}", param="server"
+                        f"server: {shown_url(self._url)} answered {answer.status}: {answer.error}",
+                        param="server",
                     )
                 answers[i] = answer.body
 
@@ -90,8 +91,8 @@ class OpenAIServer:
             return str(answer.body["data"][0]["id"])
         except (LookupError, TypeError):
             raise ConfigError(
-                f"server={self._url} lists no model at /v1/models (status {answer.status}). Name one with "
-                "--server-model, or correct --server.",
+                f"server={shown_url(self._url)} lists no model at /v1/models (status {answer.status}). Name "
+                "one with --server-model, or correct --server.",
                 param="server_model",
             ) from None
 
@@ -104,9 +105,9 @@ class OpenAIServer:
                 if answer.status == 200 and "usage" in answer.body:
                     return extras
         raise ConfigError(
-            f"server={self._url} does not complete token ids as {self._model!r}: status {answer.status}, "
-            f"{answer.error} It must serve the same target with OpenAI's /v1/completions, under the name "
-            "that --server-model gives.",
+            f"server={shown_url(self._url)} does not complete token ids as {self._model!r}: status "
+            f"{answer.status}, {answer.error} It must serve the same target with OpenAI's /v1/completions, "
+            "under the name that --server-model gives.",
             param="server_model" if answer.status == 404 else "server",
         )
 

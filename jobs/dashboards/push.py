@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from ...cluster.errors import ConfigError, UnreachableError
+from ...cluster.errors import ConfigError, UnreachableError, shown_url
 
 if TYPE_CHECKING:
     from grafana_api.grafana_face import GrafanaFace
@@ -59,8 +59,13 @@ class Grafana:
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"grafana={url!r} is no address. Give it as http://host:3000.", param="grafana")
-        self._url, self._api = url, _client(parts.scheme, parts.hostname, parts.port, parts.path, token)
+            raise ConfigError(
+                f"grafana={shown_url(url)} is no address. Give it as http://host:3000.", param="grafana"
+            )
+        self._url, self._api = (
+            shown_url(url),
+            _client(parts.scheme, parts.hostname, parts.port, parts.path, token),
+        )
 
     def difference(self, wanted: Json, source_uid: str | None = None) -> Difference:
         """What a push of this dashboard would change.

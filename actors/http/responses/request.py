@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ....cluster.errors import RequestError
+from ....cluster.errors import RequestError, shown
 from ..chat_request import ChatRequest
 from ..conversing import Heeds
 from ..numbers import Integer
@@ -94,7 +94,7 @@ def _known_tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise RequestError(
-            f"tools: a tool of type {kind[:60]!r} is run by OpenAI's servers; this one takes tools of type "
+            f"tools: a tool of type {shown(kind)} is run by OpenAI's servers; this one takes tools of type "
             '"function", which the client runs.',
             param="tools",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from ....cluster.errors import NotFoundError
+from ....cluster.errors import NotFoundError, shown
 from ..chat import prepare_chat
 from ..conversing import Heeds, answer
 from ..frontend import Frontend
@@ -40,7 +40,7 @@ def response_routes(frontend: Frontend) -> APIRouter:
     async def find_response(response_id: str) -> Response:
         """Says that nothing is stored."""
         raise NotFoundError(
-            f"There is no response {response_id[:80]}: this server keeps none. What it answers to POST "
+            f"There is no response {shown(response_id)}: this server keeps none. What it answers to POST "
             "/v1/responses is all; a client that closes its connection cancels it.",
             param="response_id",
         )

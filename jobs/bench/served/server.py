@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....cluster.acceptance import mean_acceptance_length
-from ....cluster.errors import ConfigError, MantaError
+from ....cluster.errors import ConfigError, MantaError, shown_url
 from ...client import HEALTH_TIMEOUT_S, Json, ServerClient
 from ..load.asks import Ask, is_chat
 from ..streams import Stream, StreamClient
@@ -75,8 +75,8 @@ def find_server(url: str, model: str | None, api_key: str | None) -> Target:
             return target
     why = dict(said.error) or said.end
     raise ConfigError(
-        f"url={url} does not stream a completion as {name!r}: status {said.status}, {why}. Start it first, "
-        "or correct --url, --server-model or OPENAI_API_KEY.",
+        f"url={shown_url(url)} does not stream a completion as {name!r}: status {said.status}, {why}. Start "
+        "it first, or correct --url, --server-model or OPENAI_API_KEY.",
         param="url",
     )
 
