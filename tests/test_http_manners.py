@@ -246,14 +246,14 @@ def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.05)
             return {"type": "http.request", "body": piece, "more_body": True}
 
-        limited = BodyLimit(10**6, "").applied(receive, lambda: None)
-        while count < 10:
-            try:
-                await limited()
-            except HTTPException as late:
-                assert late.status_code == 408
-                break
-            count += 1
+        with BodyLimit(10**6, "").applied(receive, lambda: None) as limited:
+            while count < 10:
+                try:
+                    await limited()
+                except HTTPException as late:
+                    assert late.status_code == 408
+                    break
+                count += 1
         return count
 
     assert asyncio.run(read(b"x")) < 4

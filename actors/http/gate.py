@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.errors import TooManyRequestsError
 from ..process_log import about_request
-from .bodies import BodyLimit
+from .bodies import BUDGET_BODIES, BodyBudget, BodyLimit
 from .errors import INTERNAL, json_error
 from .keys import OPEN_PATHS, Keys
 from .protocol import REQUEST_ID
@@ -100,6 +100,7 @@ class Gate:
         self._num_whole = 0
         self._keys = Keys(settings)
         self._limit = BodyLimit.of(settings, "max_request_bytes")
+        self._bodies = BodyBudget(BUDGET_BODIES * settings.max_request_bytes)
         self._upload_limit = self._limit
         if settings.batch_storage is not None:
             self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
@@ -115,9 +116,11 @@ class Gate:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
         refusal = self._refusal(scope, Headers(scope=scope), limit)
+        budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
         with ExitStack() as place:
             arrived = partial(self._take_place, place)
-            await (refusal or self._app)(scope, limit.applied(receive, arrived), send)
+            limited = place.enter_context(limit.applied(receive, arrived, budget))
+            await (refusal or self._app)(scope, limited, send)
 
     def _take_place(self, place: ExitStack) -> None:
         """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""
