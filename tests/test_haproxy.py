@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -361,12 +362,18 @@ def test_what_haproxy_cannot_do_it_says_in_openais_shape(front: Front, replicas:
     assert json.loads(body)["error"]["type"] == "ServiceUnavailableError"
 
 
+def open_files(pid: int) -> Iterator[str]:
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            yield os.readlink(link)  # noqa: PTH115
+
+
 def test_nothing_listens_beyond_this_machine_and_nothing_is_open_to_others(
     front: Front, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
-    links = [os.readlink(link) for link in Path(f"/proc/{front.haproxy_pid()}/fd").iterdir()]  # noqa: PTH115
+    links = list(open_files(front.haproxy_pid()))
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     addresses = {row[1] for row in listening if row[3] == "0A" and row[9] in inodes}

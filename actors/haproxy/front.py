@@ -64,6 +64,7 @@ _FRONTEND = re.compile(r"^frontend http_frontend\n(\s*bind )(.*):(\d+)$", re.M)
 _DEFAULTS = re.compile(r"^defaults\n", re.M)
 _SERVER = re.compile(r"^    server (\S+) (\S+):(\d+) (.*)$", re.M)
 _BACKEND = re.compile(r"^backend (http-\S+)$", re.M)
+_REUSE = re.compile(r"^(\s*http-reuse) always$", re.M)
 _NOT_FOUND = re.compile(r"^    http-request return status 404 .*$", re.M)
 # What orchestrators, load balancers and Prometheus ask.
 PROBES = ("/health", "/ping", "/metrics", "/-/healthz", "/-/routes")
@@ -126,7 +127,11 @@ def rewritten(text: str, places: Places, connections: Connections) -> Front:
     text = _changed(_MOST, rf"\g<1>{connections.total}", text)
     text = _changed(_IDLE_TIME, rf"\g<1>{IDLE_TIME}", text)
     text = _with_defaults(text, places)
-    if not _BACKEND.search(text):
+    if _BACKEND.search(text):
+        # A used connection to a replica that breaks would be closed without a word to the client,
+        # who may think that the request was never sent. So a client's first request has one of its own.
+        text = _changed(_REUSE, r"\1 safe", text)
+    else:
         text = _changed(_NOT_FOUND, f"    {_returning(NOT_READY)}", text)
     if _ROUTES not in text:
         raise ValueError(f"Serve's HAProxy configuration has no line {_ROUTES.strip()!r}")
