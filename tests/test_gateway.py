@@ -443,7 +443,7 @@ def dead(stand: GatewayStand) -> list[str]:
     return [replica.name for replica in stand.replicas if not replica.engine.is_alive]
 
 
-def long_stream(url: str, i: int, num_tokens: int = 150) -> httpx.Response:
+def long_stream(url: str, i: int, num_tokens: int = 100) -> httpx.Response:
     body = {"model": "tiny", "prompt": f"{i} an innocent prompt", "seed": i, "temperature": i % 2}
     more = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
     more["stream_options"] = {"include_usage": True}
@@ -460,16 +460,16 @@ def metric(stand: GatewayStand, name: str) -> float:
 
 @pytest.mark.parametrize(
     ("num_tokens", "more"),
-    [(0, {}), (0, {"stream": True}), (12, {"stream": True}), (12, {}), (12, {"stream": True, "n": 2})],
-    ids=["whole", "stream", "stream, late", "whole, late", "several, late"],
+    [(0, {}), (12, {"stream": True}), (12, {"stream": True, "n": 2})],
+    ids=["whole", "stream, late", "several, late"],
 )
 def test_a_request_that_kills_has_two_replicas_and_its_neighbors_lose_nothing(
     config: EngineConfig, num_tokens: int, more: dict[str, Any]
 ) -> None:
     body = {"model": "tiny", "prompt": POISON, "max_tokens": 60, "ignore_eos": True, "temperature": 0, **more}
-    stand, _ = poisoned(config, 4, num_tokens=num_tokens)
+    stand, _ = poisoned(config, 3, num_tokens=num_tokens)
     with stand, ThreadPoolExecutor(8) as pool:
-        undisturbed = [long_stream(stand.url, i) for i in range(6)]
+        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i), range(6)))
         streams = [pool.submit(long_stream, stand.url, i) for i in range(6)]
         until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 6)
         answers = [httpx.post(f"{stand.url}/v1/completions", json=body, timeout=120) for _ in range(3)]
@@ -502,15 +502,15 @@ def _errors(response: httpx.Response) -> dict[str, Any]:
 def test_streams_survive_the_deaths_of_two_replicas_that_something_else_killed(config: EngineConfig) -> None:
     stand, kills = poisoned(replace(config, max_num_seqs=16, num_pages=1024), 3)
     with stand, ThreadPoolExecutor(32) as pool:
-        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 400), range(24)))
-        streams = [pool.submit(long_stream, stand.url, i, 400) for i in range(24)]
-        until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 24)
+        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 250), range(12)))
+        streams = [pool.submit(long_stream, stand.url, i, 250) for i in range(12)]
+        until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 12)
         kills[0].set()
         until(lambda: dead(stand) == ["r0"] and metric(stand, "isolated_requests") >= 1)
         until(lambda: not any(member.tests_suspect for member in stand.fleet.members))
         kills[1].set()
         disturbed = [stream.result() for stream in streams]
-        assert metric(stand, "isolated_requests") >= 8
+        assert metric(stand, "isolated_requests") >= 4
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert content(before) == content(after)
 
