@@ -20,7 +20,7 @@ from typing import Protocol, TypedDict, Unpack, runtime_checkable
 from ..cluster.canary import Trial, Verdict
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats
-from ..cluster.errors import EngineDeadError, MantaError
+from ..cluster.errors import EngineDeadError, EngineGoneError, MantaError
 from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.label_values import Account
 from ..cluster.lives import Life
@@ -325,7 +325,10 @@ class AsyncEngine:
         whole: bool = False,
     ) -> Iterator[Stream]:
         """A request that runs while somebody reads."""
-        self.check_health()
+        try:
+            self.check_health()
+        except MantaError as error:
+            raise EngineGoneError(error.message) from error
         self._streams.check_new(request_id)
         seeded = self._seeds.seeded(params)
         drafts, trial = options.get("max_draft_tokens") != 0, self.trial

@@ -43,7 +43,7 @@ life_logger = logging.getLogger("manta.life")
 
 DEPLOYMENT = "manta"
 REPLICA_CPUS = 1.0
-MAX_CONNECTIONS = 4096  # that HAProxy takes
+MAX_CONNECTIONS = 8192  # that HAProxy takes (haproxy/connections.py)
 RESERVED_REQUESTS = 16  # beside those of an engine: what models there are, files, tokens
 QUEUED_BATCHES = 5  # that may wait for a full engine, where it has no limit of its own
 # A replica that is to go ends its streams within `shutdown_timeout`; Serve kills one that has not gone then.
@@ -132,6 +132,11 @@ class Replica:
         life = ReplicaLife(self._engine, self._traffic, place, self._settings.shutdown_timeout)
         self._watching = asyncio.create_task(life.watch())
         place.on_sigterm(lambda: asyncio.run_coroutine_threadsafe(life.obey_sigterm(), loop))
+
+    @property
+    def lives(self) -> bool:
+        """Whether the engine lives."""
+        return self._engine.is_alive
 
     @property
     def serves(self) -> bool:

@@ -5,8 +5,9 @@ HAProxy, and around Serve's own proxy, where the environment of their processes 
 (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, as `manta serve` sets it). In front of Serve's queue it answers
 what operators ask, so that probes wait for no request. What Serve itself says in plain text, it says as
 OpenAI's clients read it; a request has one id, also where Serve would give it a second one; and a refusal of
-a replica that is dead or to go has the status that HAProxy asks for (`RETRY_HEADER`), for which it tries
-another replica. Neither decides anything.
+a replica that is to go, or was dead when the request came, has the status that HAProxy asks for
+(`RETRY_HEADER`), for which it tries another replica. A request under which the engine died is not tried
+again: it may be what killed it. Neither decides anything.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class _Translated:
         self._client = (scope, receive, send)
         self._retry = Headers(scope=scope).get(RETRY_HEADER, "")
         self._replica = replica
+        self._lived = self._lives()
         self._send = send
         self._replaced = False
 
@@ -129,14 +131,18 @@ class _Translated:
                 self._replaced = True
                 status, said = SAID.get(message["status"], (500, "Internal server error."))
                 await json_error(status, said, retryable=status == 503)(*self._client)
-            elif message["status"] == 503 and self._retry.isdecimal() and not self._serves():
+            elif message["status"] == 503 and self._retry.isdecimal() and self._is_untouched():
                 message = {**message, "status": int(self._retry)}
         if not self._replaced:
             await self._send(message)
 
-    def _serves(self) -> bool:
-        """Another one's replica (a gateway's) is none that could be dead."""
-        return getattr(self._replica, "serves", True)
+    def _is_untouched(self) -> bool:
+        """Whether the replica does not serve, and its engine did not die under this request."""
+        serves = getattr(self._replica, "serves", True)  # a gateway's replica has no engine that could die
+        return not serves and (self._lives() or not self._lived)
+
+    def _lives(self) -> bool:
+        return getattr(self._replica, "lives", True)
 
 
 def _is_serves(start: Message) -> bool:

@@ -7,6 +7,7 @@
     │   ├── NotFoundError         404  what the request names is not here: a file, a batch
     │   │   └── ModelNotFoundError     ...the model is not served here
     │   └── UnprocessableError    422  valid, but can never be served (needs more pages than exist)
+    │       └── PoisonousRequestError  ...replicas died each time they served it
     ├── ConfigError               500  a setting is wrong; raised before anything is loaded
     │   ├── InUseError            500  another job writes the output
     │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
@@ -19,6 +20,7 @@
     │   └── NoReplicaError        503  no replica of the model is there; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
     ├── EngineDeadError           503  a worker died under the request; retry
+    │   └── EngineGoneError            ...before the request had reached it
     ├── StorageError              503  where files and batches are kept cannot be used now; mend it, or retry
     └── UnreachableError          503  a server that a command asks does not answer; start it, or retry
 
@@ -119,6 +121,10 @@ class UnprocessableError(RequestError):
     kind = "UnprocessableEntityError"
 
 
+class PoisonousRequestError(UnprocessableError):
+    """Replicas died each time they served the request; it is refused for a while."""
+
+
 class ConfigError(MantaError):
     """A setting is wrong; raised before anything is loaded."""
 
@@ -179,6 +185,10 @@ class EngineDeadError(MantaError):
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
+
+
+class EngineGoneError(EngineDeadError):
+    """A worker died before the request reached it."""
 
 
 class StorageError(MantaError):

@@ -32,6 +32,20 @@ GATEWAY_CATALOGUE: tuple[Metric, ...] = (
         ("gateway", "model_name"),
     ),
     Metric(
+        "manta:gateway_isolated_requests",
+        "counter",
+        "requests",
+        "Times a request under which a replica died went to another one as the only suspect there.",
+        ("gateway", "model_name"),
+    ),
+    Metric(
+        "manta:gateway_poisonous_requests",
+        "counter",
+        "requests",
+        "Requests that ended with 422 because replicas died each time they served them.",
+        ("gateway", "model_name"),
+    ),
+    Metric(
         "manta:gateway_replica_up",
         "gauge",
         "replicas",

@@ -128,6 +128,15 @@ def serve(
     plain_proxy: Annotated[
         bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
     ] = False,
+    probe_port: Annotated[
+        int | None,
+        typer.Option(
+            "--probe-port",
+            min=1,
+            max=65535,
+            help="TCP port for probes and /metrics alone, with connections that no client can take.",
+        ),
+    ] = None,
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
     settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **settings, **server}
@@ -135,7 +144,7 @@ def serve(
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server
 
-            options = ServeOptions(host=host, port=port, plain_proxy=plain_proxy)
+            options = ServeOptions(host=host, port=port, plain_proxy=plain_proxy, probe_port=probe_port)
             with start_server(settings, options, signals=signals) as running:
                 running.serve_until_stopped()
     except Stopped as stopped:

@@ -55,6 +55,7 @@ class ServeOptions:
         host: address to listen on; 0.0.0.0 for all.
         port: TCP port; it must be free.
         plain_proxy: Serve's own proxy instead of HAProxy (several times the cost per token).
+        probe_port: TCP port on which HAProxy answers probes and /metrics alone, whatever clients do.
         name: of the Serve application.
         num_cpus: that a Ray started here may give out; None counts the machine's.
         ready_timeout_s: loading longer than that is a failure.
@@ -63,6 +64,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     plain_proxy: bool = False
+    probe_port: int | None = None
     name: str = "manta"
     num_cpus: int | None = None
     ready_timeout_s: float = 1800.0
@@ -210,6 +212,7 @@ def start_server(
     existing, environment = ray_address(), None
     if not existing:
         check_port(options.host, options.port)
+        _check_probe_port(options)
         for model in models:
             for line in models_told(*model):
                 report(line)
@@ -218,7 +221,7 @@ def start_server(
             check_storage(settings.batch_storage)
         if settings.receipts is not None:
             check_writable(Path(settings.receipts), "receipts")
-        environment = ServeEnvironment(plain_proxy=options.plain_proxy)
+        environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
     report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
     owns_ray = _ray(options, environment)
     server = Server(options, settings, environment, owns_ray=owns_ray, report=report)
@@ -246,6 +249,18 @@ def _ray(options: ServeOptions, environment: ServeEnvironment | None) -> bool:
             environment.restore()
         raise
     return owns_ray
+
+
+def _check_probe_port(options: ServeOptions) -> None:
+    if options.probe_port is None:
+        return
+    if options.plain_proxy or options.probe_port == options.port:
+        raise ConfigError(
+            f"probe_port={options.probe_port} is a port of HAProxy's besides --port: choose another number, "
+            "and leave out --plain-proxy.",
+            param="probe_port",
+        )
+    check_port(options.host, options.probe_port, "probe_port")
 
 
 def _deploy(

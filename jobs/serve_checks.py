@@ -13,8 +13,8 @@ from ..cluster.errors import ConfigError
 _ESTABLISHED = "01"  # in the kernel's tables
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError unless host:port can be listened on."""
+def check_port(host: str, port: int, param: str = "port") -> None:
+    """Raise ConfigError unless host:port can be listened on; `param` names the setting."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -22,9 +22,9 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"port={port} on {host} cannot be used ({error}). Stop what listens there, or choose another "
-                "with --port.",
-                param="port",
+                f"{param}={port} on {host} cannot be used ({error}). Stop what listens there, or choose "
+                f"another with --{param.replace('_', '-')}.",
+                param=param,
             ) from None
 
 

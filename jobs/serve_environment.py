@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ..actors.haproxy.connections import MOST_CONNECTIONS, PROBE_PORT, Connections
 from ..actors.haproxy.folder import HAProxyFolder
 from ..actors.haproxy.front import RETRY_ON
 from ..actors.machine import owned_cores
@@ -58,16 +59,24 @@ class ServeEnvironment:
 
     Args:
         plain_proxy: Serve's own proxy instead of HAProxy.
+        probe_port: of HAProxy's frontend for probes alone; None: it has none.
+
+    Raises:
+        ConfigError: a limit of HAProxy's connections in the environment is no number that can be.
 
     Attributes:
         haproxy: its files, if it is used.
     """
 
-    def __init__(self, *, plain_proxy: bool) -> None:
+    def __init__(self, *, plain_proxy: bool, probe_port: int | None = None) -> None:
+        if not plain_proxy:
+            Connections.of(MOST_CONNECTIONS, os.environ)  # refuses what cannot be before Ray starts
         self.haproxy = None if plain_proxy else HAProxyFolder()
         wanted = OF_ALL | (
             _with_haproxy(self.haproxy) if self.haproxy else {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
         )
+        if probe_port is not None:
+            wanted[PROBE_PORT] = str(probe_port)
         wanted = {name: value for name, value in wanted.items() if name not in os.environ}
         self._before = {name: os.environ.get(name) for name in wanted}
         os.environ.update(wanted)

@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from manta.actors import serve_place
+from manta.actors.haproxy.front import RETRY_HEADER
 from manta.actors.serve_place import CALLBACK, OVERLOADED, Door, door_is_there
 from manta.jobs.serve_environment import OF_ALL
 from starlette.datastructures import Headers
@@ -52,6 +54,35 @@ def test_a_full_queue_of_serves_is_said_as_the_engines_own_would_be() -> None:
     assert status == error["code"] == 503 and error["message"] == OVERLOADED
     assert headers["retry-after"] and headers["content-type"] == "application/json"
     assert headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("lived", "lives", "draining", "status"),
+    [(True, True, True, 425), (False, False, True, 425), (True, False, True, 503), (True, True, False, 503)],
+    ids=["it is to go", "it was dead", "it died under the request", "it is full"],
+)
+def test_another_replica_gets_a_request_only_if_the_engine_has_not_died_under_it(
+    monkeypatch: pytest.MonkeyPatch, lived: bool, lives: bool, draining: bool, status: int
+) -> None:
+    class Replica:
+        lives = lived
+        serves = lived
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        Replica.lives, Replica.serves = lives, lives and not draining
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(serve_place, "_replica", lambda: Replica)
+    asked = [(RETRY_HEADER.encode(), b"425")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": asked}
+    asyncio.run(Door(app)(scope, None, send))  # type: ignore[arg-type]  # nothing is received
+    assert sent[0]["status"] == status
 
 
 def test_of_two_ids_the_applications_own_is_told_and_none_that_fits_no_header() -> None:

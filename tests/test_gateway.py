@@ -7,9 +7,12 @@ import json
 import logging
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from manta.actors.http.origin import Origin, told
 from manta.actors.http.settings import ServerSettings
 from manta.actors.http.sse import KEEP_ALIVE
 from manta.actors.outputs import Begun
+from manta.actors.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import EngineDeadError, NoReplicaError, OverloadedError
 from manta.cluster.executor import Executor
@@ -310,7 +314,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineConfig, name: str) -> None:
     body = {
         "model": "tiny",
-        "max_tokens": 90,
+        "max_tokens": 150,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
@@ -318,11 +322,11 @@ def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineCo
         **BODIES[name],
     }
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    with dying(config, 3, 6, 2) as stand:
+    with dying(config, 3, 22) as stand:  # the second one when the stream has outlived its first death
         disturbed = httpx.post(stand.url + path, json=body, timeout=60)
         undisturbed = httpx.post(stand.url + path, json=body, timeout=60)
         text = httpx.get(f"{stand.url}/metrics").text
-    assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 3.0' in text
+    assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 2.0' in text
     assert len({(event["id"], event["created"]) for event in events(disturbed)}) == 1
     assert content(disturbed) == content(undisturbed)
     assert events(disturbed)[0]["choices"][0].get("delta", {"role": "assistant"})["role"] == "assistant"
@@ -331,11 +335,11 @@ def test_a_stream_is_the_same_however_many_engines_die_under_it(config: EngineCo
 def test_reasoning_and_calls_go_on_where_they_were_cut(tmp_path: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}], "temperature": 0}
     body |= {"stream": True, "tools": TOOLS, "structured_outputs": {"choice": [SAID]}}
-    with dying(chat_config(tmp_path, HERMES), 3, 4) as stand:
+    with dying(chat_config(tmp_path, HERMES), 4) as stand:
         disturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=60)
         undisturbed = httpx.post(f"{stand.url}/v1/chat/completions", json=body, timeout=60)
         text = httpx.get(f"{stand.url}/metrics").text
-    assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 2.0' in text
+    assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 1.0' in text
     whole = said(disturbed)
     assert whole == said(undisturbed)
     assert whole["content"] == "I look." and whole["reasoning"] == "The user wants weather."
@@ -389,6 +393,126 @@ def test_a_whole_answer_is_asked_for_again_and_several_streams_end_with_an_error
     assert whole.status_code == 200 and whole.json()["choices"] == again.json()["choices"]
     last = events(several)[-1]["error"]
     assert last["code"] == 503 and "Retry" in last["message"]
+
+
+POISON = "poison: kills"
+
+
+class Poisoned(PassingExecutor):
+    """A real executor that dies of a request whose prompt is POISON, and whenever it is told to.
+
+    Args:
+        token_ids: with which such a prompt begins.
+        num_tokens: that the request gets before.
+        killed: dies at the next step once it is set.
+    """
+
+    def __init__(
+        self, config: EngineConfig, token_ids: list[int], num_tokens: int, killed: threading.Event
+    ) -> None:
+        super().__init__(make_executor(config))
+        self._token_ids, self._num_tokens, self._killed = token_ids, num_tokens, killed
+        self._slots: dict[int, int] = {}  # of poison: tokens at which it kills
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        for request in plan.admitted:
+            self._slots.pop(request.slot, None)
+            begin = request.token_ids[: len(self._token_ids)].tolist()
+            if begin == self._token_ids:
+                self._slots[request.slot] = len(self._token_ids) + self._num_tokens
+        for slot, computed in zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True):
+            if computed >= self._slots.get(slot, 1 << 30) - 1:
+                raise EngineDeadError("worker 1 (pid 4711) was killed by signal 11")
+        if self._killed.is_set():
+            raise EngineDeadError("worker 1 (pid 4711) was killed by signal 9")
+        super().submit(plan)
+
+
+Kills = list[threading.Event]
+
+
+def poisoned(config: EngineConfig, count: int, *, num_tokens: int = 0) -> tuple[GatewayStand, Kills]:
+    """Replicas that die of POISON, and what kills each of them from outside."""
+    token_ids = Tokenizer.load(Path(config.model)).encode(POISON)
+    kills = [threading.Event() for _ in range(count)]
+    makers = [partial(Poisoned, token_ids=token_ids, num_tokens=num_tokens, killed=kill) for kill in kills]
+    return GatewayStand([(config, served("tiny"))] * count, makers=makers), kills
+
+
+def dead(stand: GatewayStand) -> list[str]:
+    return [replica.name for replica in stand.replicas if not replica.engine.is_alive]
+
+
+def long_stream(url: str, i: int, num_tokens: int = 100) -> httpx.Response:
+    body = {"model": "tiny", "prompt": f"{i} an innocent prompt", "seed": i, "temperature": i % 2}
+    more = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    more["stream_options"] = {"include_usage": True}
+    return httpx.post(f"{url}/v1/completions", json=body | more, timeout=120)
+
+
+def metric(stand: GatewayStand, name: str) -> float:
+    text = httpx.get(f"{stand.url}/metrics", timeout=60).text
+    (value,) = [
+        line.split()[-1] for line in text.splitlines() if line.startswith(f"manta:gateway_{name}_total")
+    ]
+    return float(value)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "more"),
+    [(0, {}), (12, {"stream": True}), (12, {"stream": True, "n": 2})],
+    ids=["whole", "stream, late", "several, late"],
+)
+def test_a_request_that_kills_has_two_replicas_and_its_neighbors_lose_nothing(
+    config: EngineConfig, num_tokens: int, more: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", "prompt": POISON, "max_tokens": 60, "ignore_eos": True, "temperature": 0, **more}
+    stand, _ = poisoned(config, 3, num_tokens=num_tokens)
+    with stand, ThreadPoolExecutor(8) as pool:
+        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i), range(6)))
+        streams = [pool.submit(long_stream, stand.url, i) for i in range(6)]
+        until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 6)
+        answers = [httpx.post(f"{stand.url}/v1/completions", json=body, timeout=120) for _ in range(3)]
+        disturbed = [stream.result() for stream in streams]
+        assert len(dead(stand)) == 2
+        told = [_errors(answer) for answer in answers]
+        if "n" in more:  # it had begun, and cannot go on: its client asks again
+            assert [error["code"] for error in told] == [503, 503, 422]
+        else:
+            assert [error["code"] for error in told] == [422] * 3
+        assert told[-1]["type"] == "UnprocessableEntityError" and "retry-after" not in answers[-1].headers
+        assert answers[-1].status_code == 422, "it is not tried at all"
+        renamed = {**body, "user": "another", "request_id": "another"}
+        assert httpx.post(f"{stand.url}/v1/completions", json=renamed, timeout=60).status_code == 422
+        other = httpx.post(f"{stand.url}/v1/completions", json={**body, "prompt": "x"}, timeout=60)
+        assert other.status_code == 200
+        assert len(dead(stand)) == 2
+        assert metric(stand, "poisonous_requests") == 1
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert content(before) == content(after)
+
+
+def _errors(response: httpx.Response) -> dict[str, Any]:
+    """The error that a response is, or that ends it."""
+    if response.status_code != 200:
+        return response.json()["error"]
+    return events(response)[-1]["error"]
+
+
+def test_streams_survive_the_deaths_of_two_replicas_that_something_else_killed(config: EngineConfig) -> None:
+    stand, kills = poisoned(replace(config, max_num_seqs=16, num_pages=1024), 3)
+    with stand, ThreadPoolExecutor(32) as pool:
+        undisturbed = list(pool.map(lambda i: long_stream(stand.url, i, 250), range(12)))
+        streams = [pool.submit(long_stream, stand.url, i, 250) for i in range(12)]
+        until(lambda: sum(replica.engine.stats().running for replica in stand.replicas) == 12)
+        kills[0].set()
+        until(lambda: dead(stand) == ["r0"] and metric(stand, "isolated_requests") >= 1)
+        until(lambda: not any(member.tests_suspect for member in stand.fleet.members))
+        kills[1].set()
+        disturbed = [stream.result() for stream in streams]
+        assert metric(stand, "isolated_requests") >= 4
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert content(before) == content(after)
 
 
 def test_a_gateway_without_replicas_and_one_that_is_full_say_so(config: EngineConfig) -> None:

@@ -13,14 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from manta.actors.haproxy.connections import MOST, PER_SOURCE, PROBE_PORT, Connections
 from manta.actors.haproxy.folder import HAProxyFolder
-from manta.actors.haproxy.front import Places, rewritten
+from manta.actors.haproxy.front import RETRY_ON, Places, rewritten
 from manta.actors.haproxy.scrape import joined
 from manta.actors.haproxy.supervisor import ask_haproxy
+from manta.cluster.errors import ConfigError
 from manta.jobs import serve_environment
 from manta.jobs.serve_checks import free_port
 from prometheus_client.parser import text_string_to_metric_families
@@ -92,7 +95,7 @@ def serves_configuration(
         metrics_port=free_port(),
         stats_port=free_port(),
         http_options=HTTPOptions(host="127.0.0.1", port=port),
-        retry_on="conn-failure empty-response 425",
+        retry_on=RETRY_ON,
         nbthread=1,
         timeout_http_request_s=head_time_s,
     )
@@ -105,8 +108,11 @@ def serves_configuration(
 class Front:
     """A server's HAProxy: as Serve's manager starts it."""
 
-    def __init__(self, folder: HAProxyFolder, head_time_s: int | None = None) -> None:
+    def __init__(
+        self, folder: HAProxyFolder, head_time_s: int | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self.folder = folder
+        self._environment = {**os.environ, **(environment or {})}
         self._head_time_s = head_time_s
         self.port = free_port()
         self._node = folder.path / "node"
@@ -119,7 +125,7 @@ class Front:
         if self.processes:
             command += ["-sf", str(self.processes[-1].pid), "-x", str(self._node / "admin.sock")]
         with (self.folder.path / "log").open("ab") as log:
-            self.processes.append(subprocess.Popen(command, stderr=log))
+            self.processes.append(subprocess.Popen(command, stderr=log, env=self._environment))
         until(lambda: self.told_pid() == self.processes[-1].pid)
 
     def told_pid(self) -> int:
@@ -134,8 +140,8 @@ class Front:
         children = Path(f"/proc/{self.processes[-1].pid}/task/{self.processes[-1].pid}/children")
         return int(children.read_text().split()[0])
 
-    def ask(self, path: str, method: str = "GET") -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+    def ask(self, path: str, method: str = "GET", port: int | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=10)
         try:
             connection.request(method, path, b"{}" if method == "POST" else None)
             response = connection.getresponse()
@@ -260,6 +266,75 @@ def test_requests_that_do_not_come_are_closed_and_hold_nobody_up(replicas: list[
         front.end()
 
 
+def test_a_request_under_which_a_replica_died_is_not_sent_to_another(
+    front: Front, replicas: list[Replica]
+) -> None:
+    front.start(replicas)
+    until(lambda: front.ask("/health")[0] == 200)
+    for replica in replicas:
+        replica.status = 0  # dies before it answers
+    for path in ("/v1/completions", "/v1/batches", "/tokenize"):
+        before = sum(replica.asked for replica in replicas)
+        status, body = front.ask(path, "POST")
+        assert status == 503 and json.loads(body)["error"]["code"] == 503
+        assert sum(replica.asked for replica in replicas) == before + 1
+
+
+def kept_alive(connection: socket.socket) -> bool:
+    """Whether a connection that asks for a probe may ask again."""
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return not response.will_close
+
+
+def test_idle_connections_lock_nobody_out(replicas: list[Replica]) -> None:
+    """Of 40 connections one address has 30."""
+    probes = free_port()
+    limits = {MOST: "40", PER_SOURCE: "30", PROBE_PORT: str(probes)}
+    front = Front(HAProxyFolder(), head_time_s=2, environment=limits)
+
+    def idle(source: str) -> socket.socket:
+        address = ("127.0.0.1", front.port)
+        return socket.create_connection(address, timeout=10, source_address=(source, 0))
+
+    try:
+        front.start(replicas)
+        until(lambda: front.ask("/health")[0] == 200)
+        held = [idle("127.0.0.2") for _ in range(20)]
+        assert all(kept_alive(connection) for connection in held[:10])
+        held += [idle("127.0.0.2") for _ in range(30)]  # more than one address has
+        held += [idle("127.0.0.3") for _ in range(9)]
+        status, body = front.ask("/v1/models")  # the 40th
+        assert status == 200
+        held += [idle("127.0.0.3") for _ in range(10)]
+        status, body = front.ask("/v1/models")
+        assert status == 503 and "connections" in json.loads(body)["error"]["message"]
+        for path in ("/health", "/metrics"):
+            assert front.ask(path)[0] == front.ask(path, port=probes)[0] == 200
+        assert front.ask("/v1/models", port=probes)[0] == 404
+        with idle("127.0.0.4") as connection:
+            assert not kept_alive(connection), "where more than half are in use"
+        took_s = until(lambda: front.ask("/v1/models")[0] == 200, within_s=10.0)
+        assert took_s < 10.0, "those that never asked were closed"
+        for connection in held:
+            connection.close()
+    finally:
+        front.end()
+
+
+def test_connections_are_as_many_as_files_allow() -> None:
+    for files in (64, 256, 1024, 20_000, 1 << 20):
+        limits = Connections.of(files, {})
+        assert (1 <= limits.per_source <= limits.most and 2 * limits.total < files) or files == 64
+    assert Connections.of(1 << 20, {}).most == 8192
+    assert Connections.of(1 << 20, {MOST: "100", PER_SOURCE: "7"}) == Connections(100, 7, 64)
+    for wrong in ("0", "-1", "many", "1e3"):
+        with pytest.raises(ConfigError, match=PER_SOURCE):
+            Connections.of(1024, {PER_SOURCE: wrong})
+
+
 def test_a_request_has_one_id_whoever_answers_it(front: Front, replicas: list[Replica]) -> None:
     def id_of(asked: str) -> str:
         head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {asked}\r\n\r\n"
@@ -287,12 +362,18 @@ def test_what_haproxy_cannot_do_it_says_in_openais_shape(front: Front, replicas:
     assert json.loads(body)["error"]["type"] == "ServiceUnavailableError"
 
 
+def open_files(pid: int) -> Iterator[str]:
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            yield os.readlink(link)  # noqa: PTH115
+
+
 def test_nothing_listens_beyond_this_machine_and_nothing_is_open_to_others(
     front: Front, replicas: list[Replica]
 ) -> None:
     front.start(replicas)
     until(lambda: front.ask("/health")[0] == 200)
-    links = [os.readlink(link) for link in Path(f"/proc/{front.haproxy_pid()}/fd").iterdir()]  # noqa: PTH115
+    links = list(open_files(front.haproxy_pid()))
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     addresses = {row[1] for row in listening if row[3] == "0A" and row[9] in inodes}
@@ -344,7 +425,7 @@ def test_folders_of_servers_that_were_killed_with_all_of_theirs_are_removed_by_t
 def test_another_configuration_than_serves_is_refused(tmp_path: Path) -> None:
     places = Places(tmp_path, tmp_path, tmp_path, tmp_path)
     with pytest.raises(ValueError, match="stats socket"):
-        rewritten("global\n", places)
+        rewritten("global\n", places, Connections(1, 1, 1))
 
 
 def test_joined_metrics_have_each_family_once_and_no_series_twice() -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import select
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from manta.actors.http import bodies
-from manta.actors.http.bodies import BodyLimit
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.http import bodies, gate
+from manta.actors.http.bodies import BodyBudget, BodyLimit
 from manta.actors.http.documentation import MEANINGS
 from manta.actors.http.gate import MAX_HEADER_BYTES
 from manta.actors.http.settings import ServerSettings
@@ -246,18 +249,74 @@ def test_the_time_for_a_body_grows_with_what_has_come(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.05)
             return {"type": "http.request", "body": piece, "more_body": True}
 
-        limited = BodyLimit(10**6, "").applied(receive, lambda: None)
-        while count < 10:
-            try:
-                await limited()
-            except HTTPException as late:
-                assert late.status_code == 408
-                break
-            count += 1
+        with BodyLimit(10**6, "").applied(receive, lambda: None) as limited:
+            while count < 10:
+                try:
+                    await limited()
+                except HTTPException as late:
+                    assert late.status_code == 408
+                    break
+                count += 1
         return count
 
     assert asyncio.run(read(b"x")) < 4
     assert asyncio.run(read(b"x" * 4096)) == 10
+
+
+def test_long_bodies_that_do_not_end_give_way_to_quick_and_short_ones(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "GRACE_S", 30.0)
+    most = 2 << 20
+    settings = ServerSettings(served_model_name=NAME, max_request_bytes=most)
+    kept: list[BodyBudget] = []
+    monkeypatch.setattr(gate, "BodyBudget", lambda most: kept.append(BodyBudget(most)) or kept[-1])
+    with LiveServer(config, settings) as server, ExitStack() as stack:
+        head = HEAD + f"Content-Length: {most}\r\n\r\n".encode()
+        long = [stack.enter_context(sent(server, head)) for _ in range(20)]
+        for connection in long:
+            with suppress(ConnectionError):  # it was dropped while it was sent
+                connection.sendall(b'"' * (most - 100))
+        (budget,) = kept
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        until(lambda: len(readable(long)) >= 11)  # 20 x 2 MiB do not fit into 16 MiB
+        assert 0 < budget.num_bytes <= budget.max_bytes == 8 * most
+        short = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x"})
+        whole = http.post(COMPLETIONS, json={**GREEDY, "prompt": "x" * (most - 200)})
+        assert short.status_code == 200 and whole.status_code == 400, (
+            "its prompt is too long, its body is not"
+        )
+        answers = [received(connection) for connection in readable(long)]
+        told = [answer for answer in answers if answer]  # what was on its way may be lost with the connection
+        assert told and all(answer.startswith(b"HTTP/1.1 503") for answer in told)
+        assert all(b"retry-after" in answer.lower() for answer in told)
+        stack.close()
+        until(lambda: budget.num_bytes == 0)
+
+
+def received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(65536)
+    except ConnectionError:
+        return b""
+
+
+def readable(connections: list[socket.socket]) -> list[socket.socket]:
+    return select.select(connections, [], [], 0.0)[0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300_000), st.booleans()), max_size=60))
+def test_a_budget_holds_and_is_given_back(pieces: list[tuple[int, int, bool]]) -> None:
+    budget = BodyBudget(500_000)
+    with ExitStack() as stack:
+        open_bodies = [stack.enter_context(budget.body()) for _ in range(6)]
+        for which, num_bytes, ends in pieces:
+            budget.receive(open_bodies[which], num_bytes)
+            assert 0 <= budget.num_bytes <= budget.max_bytes
+            if ends:
+                budget.release(open_bodies[which])
+                open_bodies[which] = stack.enter_context(budget.body())
+    assert budget.num_bytes == 0
 
 
 def test_the_front_takes_so_many_requests_and_refuses_more_in_openais_shape(config: EngineConfig) -> None:

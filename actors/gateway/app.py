@@ -36,6 +36,7 @@ from .figures import GatewayFigures
 from .fleet import Fleet, Member, ServedModel
 from .forward import Forwarded
 from .generation import BROKEN, Generation, Parts
+from .isolation import Isolation
 from .upstream import Upstream, caller_header
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -73,7 +74,7 @@ def create_gateway(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
-        parts = Parts(fleet, Upstream(), figures, traffic)
+        parts = Parts(fleet, Upstream(), figures, traffic, Isolation(fleet, figures))
         watching = asyncio.create_task(fleet.watch_forever())
         yield
         watching.cancel()

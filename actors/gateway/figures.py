@@ -30,6 +30,8 @@ class GatewayFigures(Collector):
         self._routed: Counter[tuple[str, ...]] = Counter()
         self._resumed: Counter[tuple[str, ...]] = Counter()
         self._retried: Counter[tuple[str, ...]] = Counter()
+        self._isolated: Counter[tuple[str, ...]] = Counter()
+        self._poisonous: Counter[tuple[str, ...]] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -47,6 +49,14 @@ class GatewayFigures(Collector):
         """A request of which nothing had come out goes to another replica."""
         self._retried[model,] += 1
 
+    def isolated(self, model: str) -> None:
+        """A request under which a replica died goes to another one as the only suspect there."""
+        self._isolated[model,] += 1
+
+    def poisonous(self, model: str) -> None:
+        """A request ends because replicas died each time they served it."""
+        self._poisonous[model,] += 1
+
     def render(self) -> str:
         return generate_latest(self._registry).decode()
 
@@ -56,6 +66,8 @@ class GatewayFigures(Collector):
             "manta:gateway_requests": self._routed,
             "manta:gateway_resumed_streams": self._resumed,
             "manta:gateway_retried_requests": self._retried,
+            "manta:gateway_isolated_requests": self._isolated,
+            "manta:gateway_poisonous_requests": self._poisonous,
             "manta:gateway_replica_up": self._ups(),
         }
         for metric in GATEWAY_CATALOGUE:

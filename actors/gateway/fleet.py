@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...cluster.errors import ModelNotFoundError, NoReplicaError, OverloadedError, UnreachableError, shown
-from ...cluster.routing import Choice, Router
+from ...cluster.routing import LOAD_FACTOR, LOAD_SLACK, Choice, Router
 from .records import BEAT_S, SILENT_S, DirectoryPort, ReplicaRecord
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Member:
         here: requests of this gateway that are there now.
         others: those of other gateways, by its last beat.
         broken: its socket failed and it has not been heard of since.
+        tests_suspect: it serves a request under which another replica died (`isolation.py`).
     """
 
     record: ReplicaRecord
@@ -57,6 +58,7 @@ class Member:
     here: int = 0
     others: int = 0
     broken: bool = False
+    tests_suspect: bool = False
     _peaks: tuple[int, int] = (0, 0)  # most of ours, between the last two beats and since
     _attempts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
@@ -174,15 +176,30 @@ class Fleet:
             NoReplicaError: none is there.
         """
         there = self.check(model)
-        able = {
-            member.name: member.load
-            for member in there
-            if member.load < member.record.max_requests and member.name not in without
-        }
-        if not able:
-            raise OverloadedError(f"All {len(there)} replicas of {model.names[0]} are full. Retry.")
+        able = {member.name: _weight(member) for member in self._able(model, there, without)}
         choice = self._routers[model.names[0]].choose(able, chain, session)
         return self._members[choice.replica], choice
+
+    def choose_for_suspect(
+        self, model: ServedModel, chain: Sequence[int] = (), *, without: Iterable[str] = ()
+    ) -> Member | None:
+        """Return a replica that tests no suspect; None while as many test one as may.
+
+        Half of the model's replicas may, and at least one: the others serve whatever the suspects do.
+        Raises as `choose`.
+        """
+        there = self.check(model)
+        able = {m.name: m.load for m in self._able(model, there, without) if not m.tests_suspect}
+        if not able or sum(member.tests_suspect for member in there) >= max(1, len(there) // 2):
+            return None
+        return self._members[self._routers[model.names[0]].choose(able, chain).replica]
+
+    @staticmethod
+    def _able(model: ServedModel, there: Sequence[Member], without: Iterable[str]) -> list[Member]:
+        found = [m for m in there if m.load < m.record.max_requests and m.name not in without]
+        if not found:
+            raise OverloadedError(f"All {len(there)} replicas of {model.names[0]} are full. Retry.")
+        return found
 
     async def rouse(self, model: ServedModel) -> None:
         """Wait for a replica of a model that sleeps; not for one that nobody can start, and not for ever."""
@@ -246,3 +263,10 @@ class Fleet:
                 if not member.here:
                     del self._members[name]
                     self._routers[member.record.names[0]].forget(name)
+
+
+def _weight(member: Member) -> float:
+    """The load by which a replica is chosen. One that tests a suspect may die of it: others go first."""
+    if not member.tests_suspect:
+        return member.load
+    return LOAD_FACTOR * member.load + LOAD_SLACK + 1.0

@@ -1,7 +1,8 @@
 """Requests that any replica of a model can answer, as they come and go: files, batches, tokens, documents.
 
-Small ones are read and may be asked again elsewhere as long as no replica has taken them; uploads pass
-through once.
+Small ones are read and may be asked again elsewhere as long as no replica has taken them, and safe methods
+once more after a replica has died; uploads pass through once. A request under which a replica died is a
+suspect, like those that generate (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ...cluster.errors import EngineDeadError
 from ..http.refusals import logged_elsewhere
 from .asked import read_asked
 from .fleet import Member, ServedModel
-from .generation import BROKEN, Parts
+from .generation import BROKEN, LOOK_S, UNTAKEN, Parts, died_with_requests
+from .isolation import Case
 from .upstream import Body, path_of, request_headers, response_headers
 
 SMALL_BYTES = 1 << 20
@@ -38,12 +40,31 @@ class Forwarded(Response):
         body = await self._small_body()
         model = await self._model(body)
         refused: set[str] = set()
+        case = None if body is None else Case(self._parts.isolation, self._case_name, body)
         while True:
             await self._parts.fleet.rouse(model)
-            member, _ = self._parts.fleet.choose(model, without=refused)
+            member = await self._next_replica(model, case, refused)
             refused.add(member.name)
-            if await self._attempt(member, self._upload() if body is None else body, send):
+            if case is None:
+                answered = await self._attempt(member, self._upload(), send, None)
+            else:
+                with case.attempt(member):
+                    answered = await self._attempt(member, body or b"", send, case)
+            if answered:
                 return
+
+    @property
+    def _case_name(self) -> str:
+        return f"{self._http.method} {path_of(self._http)}"
+
+    async def _next_replica(self, model: ServedModel, case: Case | None, refused: set[str]) -> Member:
+        if case is None:
+            return self._parts.fleet.choose(model, without=refused)[0]
+        await case.identify()
+        with self._parts.isolation.turn(model, case) as turn:
+            while (member := turn.take([], None, without=refused)) is None:
+                await turn.wait(LOOK_S)
+        return member
 
     @property
     def _is_json(self) -> bool:
@@ -72,7 +93,7 @@ class Forwarded(Response):
         name = (await read_asked(self._http, body)).model if self._is_json and body else None
         return self._parts.fleet.find(name)
 
-    async def _attempt(self, member: Member, body: Body, send: Send) -> bool:
+    async def _attempt(self, member: Member, body: Body, send: Send, case: Case | None) -> bool:
         """Ask a replica; False if it has certainly not taken the request."""
         http, begun = self._http, False
         headers = request_headers(http)
@@ -83,13 +104,18 @@ class Forwarded(Response):
                     begun = True
                     logged_elsewhere(http.scope)
                     await _pass(response, send)
+                    if case is not None:
+                        case.complete()
                     return True
         except BROKEN as error:
             if self._client_failure is not None and not begun:
                 raise self._client_failure from None
             self._parts.fleet.mark_broken(member)
-            untaken = isinstance(error, aiohttp.ClientConnectorError) or http.method in _SAFE
-            if begun or not untaken:
+            if case is not None and await died_with_requests(member, error):
+                await case.record_death(member, http.scope["state"]["request_id"])
+                if not begun:
+                    case.check()
+            if begun or not (isinstance(error, UNTAKEN) or http.method in _SAFE):
                 raise EngineDeadError("The replica died under this request. Retry.") from error
             return False
 

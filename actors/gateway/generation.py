@@ -1,9 +1,9 @@
 """One generation request on its way through replicas, until the client has its answer.
 
     choose ─▶ attempt ─┬─ whole, or a stream to its end ─▶ done
-       ▲               ├─ 503: full, draining or dead ───┐
-       │               └─ the connection broke ──────────┤
-       └── with what was generated, if it was told ◀─────┘
+       ▲               ├─ 503: full or draining ─────────┐
+       │               └─ the engine or process died ────┤ the request is a suspect: its next attempt waits
+       └── with what was generated, if it was told ◀─────┘ for a turn, and is the last one if it kills
 
 Nothing of an answer is ever sent twice. What is not told (several completions) goes elsewhere as long as
 nothing has come out; after that it ends with an error event.
@@ -22,10 +22,17 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request import MAX_SEED
-from ..http.errors import ClientGoneError, error_response, log_if_ours
+from ..http.errors import (
+    ClientGoneError,
+    ends_with_engine_death,
+    error_response,
+    is_engine_death,
+    log_if_ours,
+)
 from ..http.origin import ORIGIN_HEADER, TOLD_HEADER, Origin
 from ..http.refusals import logged_elsewhere
 from ..http.sse import DONE, KEEP_ALIVE, Ending, unless_gone
@@ -34,6 +41,7 @@ from ..http.wire import JsonObject
 from .asked import Asked
 from .figures import GatewayFigures
 from .fleet import Fleet, Member
+from .isolation import Case, Isolation
 from .resume import ToldStream
 from .upstream import Upstream, path_of, request_headers, response_headers
 
@@ -42,10 +50,14 @@ logger = logging.getLogger(__name__)
 # A stream that has begun waits so long for a replica that can go on with it, and looks so often.
 PATIENCE_S = 60.0
 LOOK_S = 0.2
-KEEP_ALIVE_S = 5.0
-# Replicas that may die under a request without one more token: then the request may be what kills them.
-MAX_DEATHS = 3
+KEEP_ALIVE_S = 15.0
+# The end of a stream that another API frames: it holds the event of a failure.
+LAST_WORDS_BYTES = 1024
+# Of a look whether a replica that has been silent still listens.
+LISTEN_S = 1.0
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+# The replica has not had the request.
+UNTAKEN = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class Parts:
     upstream: Upstream
     figures: GatewayFigures
     traffic: Traffic
+    isolation: Isolation
 
 
 class Generation(Response):
@@ -83,7 +96,7 @@ class Generation(Response):
         self._told = ToldStream()
         self._refused: set[str] = set()  # by these replicas
         self._refusal: Response | None = None  # the last one
-        self._deaths = 0  # since the last token
+        self._case = Case(parts.isolation, http.url.path, body)
         self._begun = False  # the client has the head of its response
         self._raw = False  # ... and more of it than is known here
         self._send: Send | None = None
@@ -102,6 +115,8 @@ class Generation(Response):
 
     async def _run(self) -> None:
         while True:
+            await self._case.identify()
+            self._case.check()
             if not self._begun:  # also when the last one has refused, because it was to go
                 await self._parts.fleet.rouse(self._model)
             member = await self._next_replica()
@@ -116,33 +131,40 @@ class Generation(Response):
 
     async def _next_replica(self) -> Member | None:
         """Who is asked next; None if all that are there have refused. A stream that has begun waits."""
-        model, asked, fleet = self._model, self._asked, self._parts.fleet
-        begin_s = told_s = time.monotonic()
-        while True:
-            try:
-                member, choice = fleet.choose(model, asked.chain, asked.session, without=self._refused)
-            except OverloadedError:
-                now_s = time.monotonic()
-                if not self._begun and self._refusal is not None:
-                    return None
-                leaving = self._parts.traffic.draining
-                if not self._begun or leaving or now_s - begin_s > PATIENCE_S:
-                    raise
-                self._refused.clear()
-                await asyncio.sleep(LOOK_S)
-                if now_s - told_s > KEEP_ALIVE_S:
-                    told_s = now_s
+        asked, told_s = self._asked, time.monotonic()
+        there_s = told_s  # when a replica could last have taken it, turns aside
+        with self._parts.isolation.turn(self._model, self._case) as turn:
+            while True:
+                try:
+                    member = turn.take(asked.chain, asked.session, without=self._refused)
+                except OverloadedError:
+                    if not self._begun and self._refusal is not None:
+                        return None
+                    leaving = self._parts.traffic.draining
+                    if not self._begun or leaving or time.monotonic() - there_s > PATIENCE_S:
+                        raise
+                    self._refused.clear()
+                    await asyncio.sleep(LOOK_S)
+                else:
+                    if member is not None:
+                        break
+                    await turn.wait(LOOK_S)
+                    there_s = time.monotonic()
+                if self._begun and time.monotonic() - told_s > KEEP_ALIVE_S:
+                    told_s = time.monotonic()
                     await self._write(KEEP_ALIVE)
-                continue
-            self._parts.figures.routed(model.names[0], choice)
-            if self._origin.attempt:
-                count = self._parts.figures.resumed if self._begun else self._parts.figures.retried
-                count(model.names[0])
-            return member
+        if self._origin.attempt:
+            count = self._parts.figures.resumed if self._begun else self._parts.figures.retried
+            count(self._model.names[0])
+        return member
 
     async def _attempt(self, member: Member) -> bool:
+        with self._case.attempt(member):
+            return await self._ask(member)
+
+    async def _ask(self, member: Member) -> bool:
         """Ask a replica. False if another is to be asked; raises what ends the request."""
-        begun, request_id = self._told.begun, self._http.scope["state"]["request_id"]
+        request_id = self._http.scope["state"]["request_id"]
         headers = [*request_headers(self._http), (ORIGIN_HEADER, self._origin.header())]
         body, path = self._origin.prefix() + self._body, path_of(self._http)
         try:
@@ -158,44 +180,57 @@ class Generation(Response):
                 return True
             logger.warning("request %s: replica %s broke off: %r", request_id, member.name, error)
             self._parts.fleet.mark_broken(member)
-            return self._died(progress=len(self._told.begun.token_ids) > len(begun.token_ids))
-
-    def _died(self, *, progress: bool) -> bool:
-        """The replica died under the request: another is asked, unless that is in vain."""
-        self._deaths = 1 if progress else self._deaths + 1
-        if self._raw or self._deaths >= MAX_DEATHS:
+            if await died_with_requests(member, error):
+                await self._record_death(member)
+                self._case.check()
+        if self._raw:
             raise EngineDeadError("The replica that served this request has died. Retry.")
         return False
+
+    async def _record_death(self, member: Member) -> None:
+        await self._case.record_death(member, self._http.scope["state"]["request_id"])
 
     async def _relay(self, member: Member, response: aiohttp.ClientResponse) -> bool:
         """Hand an answer to the client, as `_attempt`."""
         if response.status == 503:
-            self._refuse(member, await _whole(response))
+            refusal = await _whole(response)
+            await self._refuse(member, refusal, _error_of(refusal))
             return False
         if response.content_type != "text/event-stream":
             await self._answer(await _whole(response))
+            self._case.complete()
             return True
         if TOLD_HEADER not in response.headers:
-            await self._relay_raw(response)
-            return True
+            return await self._relay_raw(member, response)
         return await self._relay_told(member, response)
 
-    async def _relay_raw(self, response: aiohttp.ClientResponse) -> None:
+    async def _relay_raw(self, member: Member, response: aiohttp.ClientResponse) -> bool:
+        end = b""
         async for data in response.content.iter_any():
             await self._begin(response)
             self._raw = True
             await self._write(data)
+            end = (end + data)[-LAST_WORDS_BYTES:]
         await self._finish(b"")
+        if ends_with_engine_death(end) and member.record.state != "draining":
+            self._parts.fleet.mark_broken(member)
+            await self._record_death(member)
+        else:
+            self._case.complete()
+        return True
 
     async def _relay_told(self, member: Member, response: aiohttp.ClientResponse) -> bool:
         told = self._told
+        before = told.num_tokens
         async for data in response.content.iter_any():
             if piece := told.feed(data):
+                self._case.tell(told.num_tokens - before)
                 await self._begin(response)
                 await self._write(piece)
             if told.error is not None:
                 return await self._end_or_refuse(member, told.error)
             if told.ended:
+                self._case.complete()
                 await self._begin(response)
                 await self._finish(DONE)
                 await response.read()  # so that the connection can be used again
@@ -205,15 +240,20 @@ class Generation(Response):
     async def _end_or_refuse(self, member: Member, error: JsonObject) -> bool:
         """A replica has ended the stream: another goes on if a retry helps, else the client is told."""
         if error.get("code") == 503:
-            self._refuse(member, error_response(EngineDeadError(error["message"])))
+            await self._refuse(member, error_response(EngineDeadError(error["message"])), error)
             return False
         body = orjson.dumps({"error": error})
         await self._answer(Response(body, error["code"], media_type="application/json"))
         return True
 
-    def _refuse(self, member: Member, refusal: Response) -> None:
+    async def _refuse(self, member: Member, refusal: Response, error: JsonObject) -> None:
+        """A replica does not serve the request, or no longer: it is full, is to go, or its engine died."""
         self._refused.add(member.name)
         self._refusal = refusal
+        if is_engine_death(error) and member.record.state != "draining":
+            self._parts.fleet.mark_broken(member)
+            await self._record_death(member)
+            self._case.check()
 
     # To the client.
 
@@ -241,6 +281,36 @@ class Generation(Response):
 
     async def _finish(self, data: bytes) -> None:
         await self._write(data, more=False)
+
+
+async def died_with_requests(member: Member, error: BaseException) -> bool:
+    """Whether a broken connection says that the replica's process died, or hangs, with the requests it had.
+
+    Not of a replica that was to go, or that never had the request. One that has only been silent may be on a
+    node that was lost: then its socket answers no more; if it does, the process hangs.
+    """
+    if isinstance(error, UNTAKEN) or member.record.state == "draining":
+        return False
+    return not isinstance(error, TimeoutError) or await _listens(URL(member.record.url))
+
+
+async def _listens(url: URL) -> bool:
+    try:
+        async with asyncio.timeout(LISTEN_S):
+            _, writer = await asyncio.open_connection(url.host, url.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _error_of(refusal: Response) -> JsonObject:
+    """The error object in a body; empty if there is none."""
+    try:
+        error = orjson.loads(bytes(refusal.body))["error"]
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return {}
+    return error if isinstance(error, dict) else {}
 
 
 async def _whole(response: aiohttp.ClientResponse) -> Response:

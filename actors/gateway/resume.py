@@ -36,6 +36,10 @@ class ToldStream:
         self._held = b""
 
     @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    @property
     def begun(self) -> Begun:
         """What the next replica begins with."""
         return Begun(tuple(self._token_ids), self._num_chars)

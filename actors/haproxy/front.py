@@ -6,8 +6,11 @@
 * What HAProxy itself refuses, it refuses as OpenAI's clients read it, with the request's id, and Retry-After
   where a retry helps. (Of what is no HTTP, or ends in the middle of a head, it knows no words but its own.)
 * A request must come: its head within some seconds, and so much of its body as HAProxy keeps.
+* Idle connections lock nobody out: they are closed after some seconds, and after each answer once half of all
+  connections are in use; one address has a part of them; and probes have some of their own, or a port.
 * A replica that is dead or to go refuses with a status of its own, for which another one is tried; nothing of
-  such a request has been done. A client sees it only if there is no other, as a 503.
+  such a request has been done. A client sees it only if there is no other, as a 503. A request under which a
+  replica dies is not sent again: it may be what killed it.
 
 Serve's lines are found by what they say; if one is not there, Ray is another version than this was made for,
 and that is an error, not a silence. Called by `supervisor.py` before every start of HAProxy.
@@ -20,10 +23,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from .connections import Connections
+
 RETRY_HEADER = "x-manta-retry-status"
 RETRY_STATUS = 425
-# For Serve's `retry-on`: no connection, one that ends without an answer, or that status.
-RETRY_ON = f"conn-failure empty-response {RETRY_STATUS}"
+# For Serve's `retry-on`: no connection, or that status. Not a connection that ends without an answer.
+RETRY_ON = f"conn-failure {RETRY_STATUS}"
 NOT_READY = "The server is loading its models. Retry."
 DRAINING = "The server is stopping. Retry elsewhere, or later."
 LOST = "The replica that had this request is gone. Retry."
@@ -31,6 +36,10 @@ REQUEST_ID = "^[!-~]{1,256}$"  # as `http/protocol.py` has it
 RETRY_AFTER_S = 1
 # Of a head, and of as much of a body as HAProxy keeps; unless Serve was given a `timeout http-request`.
 HEAD_TIME = "10s"
+# That a connection may be idle between two requests.
+IDLE_TIME = "10s"
+# All connections are in use but those that are kept for probes.
+CROWDED = "This server has as many connections as it takes. Retry."
 # What HAProxy finds by itself, and what it says then. (Where no replica has answered, who asks again gets
 # another: that is no 502 and no 504.)
 WRONG = "The request is not valid HTTP."
@@ -49,10 +58,16 @@ _STATISTICS = re.compile(r"^(\s*bind )\*(:\d+)$", re.M)
 _ERROR_FILE = re.compile(r"^(\s*errorfile) 503 .*$", re.M)
 _ERROR_FILES = re.compile(r"^\s*errorfile \d+ .*\n", re.M)
 _HEAD_TIME = re.compile(r"^\s*timeout http-request (\S+)", re.M)
+_IDLE_TIME = re.compile(r"^(\s*timeout http-keep-alive ).*$", re.M)
+_MOST = re.compile(r"^(\s*maxconn )\d+$", re.M)
+_FRONTEND = re.compile(r"^frontend http_frontend\n(\s*bind )(.*):(\d+)$", re.M)
 _DEFAULTS = re.compile(r"^defaults\n", re.M)
 _SERVER = re.compile(r"^    server (\S+) (\S+):(\d+) (.*)$", re.M)
 _BACKEND = re.compile(r"^backend (http-\S+)$", re.M)
+_REUSE = re.compile(r"^(\s*http-reuse) always$", re.M)
 _NOT_FOUND = re.compile(r"^    http-request return status 404 .*$", re.M)
+# What orchestrators, load balancers and Prometheus ask.
+PROBES = ("/health", "/ping", "/metrics", "/-/healthz", "/-/routes")
 _ROUTES = "    # Static routing based on path prefixes"
 
 
@@ -91,7 +106,7 @@ class Front:
 DRAINING_ENTRY = "draining"
 
 
-def rewritten(text: str, places: Places) -> Front:
+def rewritten(text: str, places: Places, connections: Connections) -> Front:
     """Serve's configuration, changed as the module says.
 
     Raises:
@@ -109,16 +124,23 @@ def rewritten(text: str, places: Places) -> Front:
     text = _changed(_SOCKET, rf"\1{places.admin} mode 600 \3", text)
     text = _changed(_METRICS, r"\g<1>127.0.0.1\2", text)
     text = _changed(_STATISTICS, r"\g<1>127.0.0.1\2", text)
+    text = _changed(_MOST, rf"\g<1>{connections.total}", text)
+    text = _changed(_IDLE_TIME, rf"\g<1>{IDLE_TIME}", text)
     text = _with_defaults(text, places)
-    if not _BACKEND.search(text):
+    if _BACKEND.search(text):
+        # A used connection to a replica that breaks would be closed without a word to the client,
+        # who may think that the request was never sent. So a client's first request has one of its own.
+        text = _changed(_REUSE, r"\1 safe", text)
+    else:
         text = _changed(_NOT_FOUND, f"    {_returning(NOT_READY)}", text)
     if _ROUTES not in text:
         raise ValueError(f"Serve's HAProxy configuration has no line {_ROUTES.strip()!r}")
     names = [f"{backend}/{name}" for backend, name, _, _ in servers]
     head_time = _HEAD_TIME.search(text)
     assert head_time is not None, "it has been written"
-    rules = _rules(names, places, head_time[1])
+    rules = _rules(names, places, head_time[1], connections.most)
     text = text.replace(_ROUTES, f"{rules}\n{_ROUTES}", 1) + _scrape_backend(places)
+    text = _with_limits(text, connections)
     replicas = tuple(dict.fromkeys((host, port) for _, _, host, port in servers))
     return Front(text, Path(found[2]), replicas)
 
@@ -160,7 +182,7 @@ def _backends(text: str) -> list[tuple[str, str]]:
     return [(name, rest.split("\nbackend ")[0]) for name, rest in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-def _rules(servers: list[str], places: Places, head_time: str) -> str:
+def _rules(servers: list[str], places: Places, head_time: str, most: int) -> str:
     ready = [f"acl manta_ready srv_is_up({server})" for server in servers] or ["acl manta_ready always_false"]
     lines = [
         "acl manta_probe path /health /ping",
@@ -173,6 +195,9 @@ def _rules(servers: list[str], places: Places, head_time: str) -> str:
         "acl manta_said res.hdr(x-request-id) -m found",
         "http-after-response set-header x-request-id %[var(txn.manta_id)] "
         "if !manta_said { var(txn.manta_id) -m found }",
+        f"acl manta_crowded fe_conn gt {most}",
+        f"{_returning(CROWDED)} if manta_crowded !{{ path {' '.join(PROBES)} }}",
+        f"http-after-response set-header Connection close if {{ fe_conn gt {max(1, most // 2)} }}",
         f"acl manta_draining str({DRAINING_ENTRY}) -m str -f {places.draining}",
         f"http-request set-header {RETRY_HEADER} {RETRY_STATUS}",
         # What is kept must not be made twice; all else can be sent again if all of it is here, and fits.
@@ -190,6 +215,29 @@ def _rules(servers: list[str], places: Places, head_time: str) -> str:
     if len(servers) > 1:
         lines.append("use_backend manta_scrape if manta_metrics")
     return "\n".join(f"    {line}" for line in lines)
+
+
+def _with_limits(text: str, connections: Connections) -> str:
+    """With limits of the clients' frontend, and a frontend for probes alone where they have a port."""
+    found = _FRONTEND.search(text)
+    if found is None:
+        raise ValueError("Serve's HAProxy configuration has no frontend 'http_frontend' with its 'bind'")
+    end = text.index("\nbackend ", found.end())
+    rest = text[found.end() : end]
+    own = [
+        f"maxconn {connections.most + connections.for_probes}",
+        "stick-table type ipv6 size 64k expire 60s store conn_cur",
+        "tcp-request connection track-sc0 src",
+        f"tcp-request connection reject if {{ sc0_conn_cur gt {connections.per_source} }}",
+    ]
+    clients = f"{found[0]}\n" + "".join(f"    {line}\n" for line in own).rstrip("\n") + rest
+    if connections.probe_port is None:
+        return text[: found.start()] + clients + text[end:]
+    asks = f"{{ path {' '.join(PROBES)} }}"
+    alone = [f"maxconn {connections.for_probes}", f"http-request deny deny_status 404 if !{asks}"]
+    head = f"frontend manta_probes\n{found[1]}{found[2]}:{connections.probe_port}\n"
+    probes = head + "".join(f"    {line}\n" for line in alone).rstrip("\n") + rest
+    return f"{text[: found.start()]}{clients}\n{probes}{text[end:]}"
 
 
 def _scrape_backend(places: Places) -> str:

@@ -31,6 +31,7 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, BaseServer, ThreadingUnixStreamServer
 
 from ...cluster.errors import ConfigError
+from .connections import Connections
 from .front import Front, Places, rewritten, write_error_files
 from .scrape import scrape_server
 
@@ -125,7 +126,8 @@ class Supervisor:
             self._start(_afresh(self._arguments))
 
     def _prepare(self) -> Front:
-        front = rewritten(self._config.read_text(), self._places)
+        connections = Connections.of_this_process()  # HAProxy inherits the limit of files
+        front = rewritten(self._config.read_text(), self._places, connections)
         write_error_files(self._places.errors)
         self._places.draining.touch()
         self._config.write_text(front.text)

@@ -16,7 +16,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown, shown_name
+from ...cluster.errors import (
+    EngineDeadError,
+    EngineGoneError,
+    MantaError,
+    RequestError,
+    StorageError,
+    shown,
+    shown_name,
+)
 from .refusals import note
 
 logger = logging.getLogger(__name__)
@@ -37,6 +45,7 @@ KINDS = {
     503: "ServiceUnavailableError",
 }
 ENGINE_DEAD = "The engine that served this request has stopped; it is being replaced. Retry."
+ENGINE_GONE = "The engine of this server has stopped; it is being replaced. Retry."
 INTERNAL = "Internal server error."
 MAX_SHOWN = 200  # characters of a path, or of a message that is not ours
 
@@ -57,11 +66,23 @@ def kind_of(status: int) -> str:
 
 def public_error(error: BaseException) -> MantaError:
     """What a client may know of a failure: our own error if it is meant for users, else a bland one."""
+    if isinstance(error, EngineGoneError):
+        return EngineGoneError(ENGINE_GONE)
     if isinstance(error, EngineDeadError):
         return EngineDeadError(ENGINE_DEAD)
     if isinstance(error, MantaError) and error.status != 500:
         return error
     return MantaError(INTERNAL)
+
+
+def is_engine_death(error: Mapping[str, Any]) -> bool:  # Any: JSON
+    """Whether the error object of a response says that an engine died under the request (`public_error`)."""
+    return error.get("message") == ENGINE_DEAD
+
+
+def ends_with_engine_death(end: bytes) -> bool:
+    """Whether the end of a stream, in any API's events, says the same."""
+    return ENGINE_DEAD.encode() in end
 
 
 def error_response(error: MantaError) -> Response:

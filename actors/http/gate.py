@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...cluster.errors import TooManyRequestsError
 from ...cluster.label_values import OTHER
 from ..process_log import about_request
-from .bodies import BodyLimit
+from .bodies import BUDGET_BODIES, BodyBudget, BodyLimit
 from .errors import INTERNAL, json_error
 from .keys import OPEN_PATHS, Keys
 from .protocol import REQUEST_ID
@@ -102,6 +102,7 @@ class Gate:
         self._num_whole = 0
         self._keys = Keys(settings)
         self._limit = BodyLimit.of(settings, "max_request_bytes")
+        self._bodies = BodyBudget(BUDGET_BODIES * settings.max_request_bytes)
         self._upload_limit = self._limit
         if settings.batch_storage is not None:
             self._upload_limit = BodyLimit.of(settings, "max_batch_file_bytes", beside=FORM_BYTES)
@@ -119,9 +120,11 @@ class Gate:
         headers = Headers(scope=scope)
         scope["state"].setdefault("caller", self._keys.caller(headers))  # a gateway has said it
         refusal = self._refusal(scope, headers, limit)
+        budget = self._bodies if limit is self._limit else None  # uploads are not kept in memory
         with ExitStack() as place:
             arrived = partial(self._take_place, place)
-            await (refusal or self._app)(scope, limit.applied(receive, arrived), send)
+            limited = place.enter_context(limit.applied(receive, arrived, budget))
+            await (refusal or self._app)(scope, limited, send)
 
     def _take_place(self, place: ExitStack) -> None:
         """A request's body is here: so is the request, until it is through. Raises HTTPException (503)."""

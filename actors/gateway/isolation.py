@@ -1,0 +1,254 @@
+"""Suspected requests of one gateway, and the replicas that test them one at a time.
+
+A request under which a replica died is a suspect (`cluster/death_records.py`). Suspects wait in one line per
+model and take turns: a replica serves at most one suspect, beside requests that are none, and at most half of
+a model's replicas (at least one) serve suspects at once. A turn ends when the suspect has outlived its point
+of death, has ended, or has killed the replica. Used by `generation.py` and `forward.py`, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import orjson
+
+from ...cluster.death_records import TTL_S, DeathRecords
+from ...cluster.errors import EngineDeadError, PoisonousRequestError
+from .figures import GatewayFigures
+from .fleet import Fleet, Member, ServedModel
+
+logger = logging.getLogger(__name__)
+
+# A suspect has outlived its point of death with so many new tokens; the dead replica may have computed that
+# many more than it told.
+OUTLIVED_TOKENS = 16
+# Without tokens: once it has run half as long again as on the dead replica, within these bounds.
+LEAST_TRIAL_S, MOST_TRIAL_S = 3.0, 10.0
+# A suspect waits so long for its turn.
+TURN_S = 180.0
+# Larger bodies are compared by their bytes, smaller ones as JSON.
+CANONICAL_BYTES = 1 << 16
+# Fields that change nothing of what an engine computes.
+_NAMES = frozenset({"request_id", "user", "metadata", "stream", "stream_options", "session_id"})
+
+
+class Isolation:
+    """What a gateway knows of deaths under its requests."""
+
+    def __init__(self, fleet: Fleet, figures: GatewayFigures) -> None:
+        self.records = DeathRecords()
+        self.fleet = fleet
+        self.figures = figures
+        self.testing: set[bytes] = set()  # digests of the suspects that replicas serve
+        self._lines: dict[ServedModel, list[Turn]] = {}
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def turn(self, model: ServedModel, case: Case) -> Iterator[Turn]:
+        """A place in the model's line until a replica is taken; requests that are no suspects pass it."""
+        turn = Turn(self, model, case)
+        line = self._lines.setdefault(model, [])
+        line.append(turn)
+        try:
+            yield turn
+        finally:
+            line.remove(turn)
+            if line:
+                self.notify()
+
+    def next_suspect(self, model: ServedModel) -> Turn | None:
+        """Return the most suspicious waiting request: the one that got least from the replica that died.
+
+        Of equal requests one is tested at a time: what becomes of it holds for all.
+        """
+        line = self._lines.get(model, ())
+        waiting = [t for t in line if t.case.is_suspect and t.case.digest not in self.testing]
+        return min(waiting, key=lambda turn: turn.case.told_tokens, default=None)
+
+    def notify(self) -> None:
+        """Wake all waiting suspects: a replica or a place in the line is free."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+
+class Turn:
+    """One request that looks for a replica."""
+
+    def __init__(self, isolation: Isolation, model: ServedModel, case: Case) -> None:
+        self.case = case
+        self._isolation = isolation
+        self._model = model
+        self._began_s = time.monotonic()
+
+    def take(self, chain: list[int], session: str | None, without: Iterable[str]) -> Member | None:
+        """Choose a replica; None while the request must wait for its turn. Raises as `Fleet.choose` does.
+
+        The caller starts `Case.attempt` there before it awaits anything else.
+
+        Raises:
+            PoisonousRequestError: the request has been found to kill replicas.
+            EngineDeadError: it has waited for too long.
+        """
+        self.case.check()
+        fleet, figures, name = self._isolation.fleet, self._isolation.figures, self._model.names[0]
+        if not self.case.is_suspect:
+            member, choice = fleet.choose(self._model, chain, session, without=without)
+            figures.routed(name, choice)
+            return member
+        fleet.check(self._model)
+        if self._isolation.next_suspect(self._model) is self:
+            member = fleet.choose_for_suspect(self._model, chain, without=without)
+            if member is not None:
+                figures.isolated(name)
+                return member
+        if time.monotonic() - self._began_s > TURN_S:
+            raise EngineDeadError(
+                "A replica died under this request, and no other was free to test it. Retry."
+            )
+        return None
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something has changed for suspects, or the time is over."""
+        await self._isolation.wait(timeout_s)
+
+
+class Case:
+    """What deaths of replicas say of one request.
+
+    Args:
+        isolation: of the gateway.
+        path: the route.
+        body: of the request.
+
+    Attributes:
+        digest: of the request; None while it was not needed.
+        told_tokens: that the request got in its last attempt.
+    """
+
+    def __init__(self, isolation: Isolation, path: str, body: bytes) -> None:
+        self._isolation = isolation
+        self._path = path
+        self._body = body
+        self.digest: bytes | None = None
+        self._trial: _Trial | None = None
+        self._began_s = 0.0
+        self.told_tokens = 0
+
+    async def identify(self) -> None:
+        """Compute the digest where anything is known of any request; call before `check`."""
+        if self._isolation.records:
+            await self._identify()
+
+    async def _identify(self) -> bytes:
+        if self.digest is None:
+            if len(self._body) > CANONICAL_BYTES:
+                self.digest = await asyncio.to_thread(_digest, self._path, self._body)
+            else:
+                self.digest = _digest(self._path, self._body)
+        return self.digest
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.digest is not None and self._isolation.records.standing(self.digest) == "suspect"
+
+    def check(self) -> None:
+        """Raise PoisonousRequestError if replicas died of the request lately."""
+        if self.digest is not None and self._isolation.records.standing(self.digest) == "poisonous":
+            raise PoisonousRequestError(
+                f"Replicas died while they served this request. It is refused for {TTL_S / 60:g} minutes, "
+                "and a retry is in vain. Send another request."
+            )
+
+    @contextmanager
+    def attempt(self, member: Member) -> Iterator[None]:
+        """The request is at a replica, alone of its kind if it is a suspect."""
+        self._began_s, self.told_tokens = time.monotonic(), 0
+        if not self.is_suspect:
+            yield
+            return
+        assert self.digest is not None
+        lived_s = self._isolation.records.lived_s(self.digest)
+        most_s = min(max(1.5 * lived_s, LEAST_TRIAL_S), MOST_TRIAL_S)
+        self._trial = trial = _Trial(self._isolation, member, self.digest)
+        timer = asyncio.get_running_loop().call_later(most_s, self._outlive)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            trial.end()
+            self._trial = None
+
+    def tell(self, num_tokens: int) -> None:
+        """So many tokens came in this attempt."""
+        self.told_tokens = num_tokens
+        if self._trial is not None and num_tokens >= OUTLIVED_TOKENS:
+            self._outlive()
+
+    def _outlive(self) -> None:
+        if self._trial is not None and not self._trial.ended:
+            assert self.digest is not None
+            self._isolation.records.outlive(self.digest)
+            self._trial.end()
+
+    def complete(self) -> None:
+        """The request has its whole answer."""
+        if self.digest is not None:
+            self._isolation.records.complete(self.digest)
+
+    async def record_death(self, member: Member, request_id: str) -> None:
+        """The replica's process died while the request was there; `check` says what follows from it."""
+        alone = self._trial is not None and not self._trial.ended
+        lived_s = time.monotonic() - self._began_s
+        digest = await self._identify()
+        records = self._isolation.records
+        if records.record_death(digest, member.name, alone=alone, lived_s=lived_s) == "poisonous":
+            self._isolation.figures.poisonous(member.record.names[0])
+            logger.error(
+                "request %s: replica %s died under it, and another one before; requests with the digest %s "
+                "are refused for %g s",
+                *(request_id, member.name, digest.hex()[:16], TTL_S),
+            )
+
+
+class _Trial:
+    """A replica serves a suspect, until `end`."""
+
+    def __init__(self, isolation: Isolation, member: Member, digest: bytes) -> None:
+        self._isolation = isolation
+        self._member = member
+        self._digest = digest
+        self.ended = False
+        member.tests_suspect = True
+        isolation.testing.add(digest)
+
+    def end(self) -> None:
+        """Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self._member.tests_suspect = False
+            self._isolation.testing.discard(self._digest)
+            self._isolation.notify()
+
+
+def _digest(path: str, body: bytes) -> bytes:
+    """SHA-256 of a route and a body; of short JSON without the fields that change nothing."""
+    if len(body) <= CANONICAL_BYTES:
+        try:
+            fields = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            fields = None
+        if isinstance(fields, dict):
+            kept = {name: value for name, value in fields.items() if name not in _NAMES}
+            body = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(path.encode() + b"\0" + body).digest()

@@ -1,0 +1,189 @@
+"""Clients that hold connections of a server: idle ones, and heads and bodies that do not end.
+
+Each trial opens its connections to a port on loopback, asks a probe and a small request meanwhile, closes what
+it opened and returns what it saw as a `Held`. None takes much longer than a minute. Called by hand
+(`python tests/abuse_connections.py PORT`) and by `abuse.py`:
+
+    idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
+    slow_heads(port, 500)                   likewise; all of them are closed within 15 s
+    unfinished_bodies(port, 30, 31)         of 31 MB each: probes 200, the small request answered
+    trickled_bodies(port, 50, seconds=30)   a byte a second: 408 after 20 s and 1 s more for each 32 KiB
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+SOURCES = [f"127.0.0.{i}" for i in range(2, 12)]  # a limit for each address
+ANSWER_S = 20.0
+CLOSED_S = 40.0
+SMALL = b'{"prompt": "x", "max_tokens": 1}'
+ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass
+class Held:
+    """What a server did while connections were held.
+
+    Attributes:
+        opened: connections that were accepted.
+        probe: status of `GET /health` meanwhile, 0 without an answer, and `probe_s` how long it took.
+        small: status of a small request from another address meanwhile, and `small_s`.
+        answers: statuses that the held connections got in the end; 0: closed without one.
+        open_s: how long the last of them stayed open; None: some still were after CLOSED_S.
+    """
+
+    opened: int = 0
+    probe: int = 0
+    probe_s: float = 0.0
+    small: int = 0
+    small_s: float = 0.0
+    answers: Counter[int] = field(default_factory=Counter[int])
+    open_s: float | None = None
+
+
+def idle_connections(port: int, count: int, probe_port: int | None = None) -> Held:
+    """Connections that have asked once and then say nothing, kept alive as long as the server keeps them."""
+    return _hold(port, count, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", probe_port=probe_port)
+
+
+def silent_connections(port: int, count: int, probe_port: int | None = None) -> Held:
+    """Connections that never say anything."""
+    return _hold(port, count, b"", probe_port=probe_port)
+
+
+def slow_heads(port: int, count: int, probe_port: int | None = None) -> Held:
+    """Heads without an end."""
+    return _hold(port, count, ROUTE + b"X-Never: ends", probe_port=probe_port)
+
+
+def unfinished_bodies(port: int, count: int, megabytes: int, probe_port: int | None = None) -> Held:
+    """Bodies of so many megabytes of which the last byte does not come."""
+    size = megabytes * 1_000_000
+    head = ROUTE + f"Content-Length: {size}\r\n\r\n".encode()
+    body = b'{"prompt": "' + b"x" * (size - 13)
+    return _hold(port, count, head + body, probe_port=probe_port)
+
+
+def trickled_bodies(port: int, count: int, seconds: float = 30.0, probe_port: int | None = None) -> Held:
+    """Bodies of which a byte comes each second."""
+
+    async def trickle(connection: Connection) -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s and not connection[0].at_eof():
+            connection[1].write(b" ")
+            await connection[1].drain()
+            await asyncio.sleep(1.0)
+
+    head = ROUTE + b"Content-Length: 1000000\r\n\r\n" + b" " * 70_000
+    return _hold(port, count, head, trickle, probe_port=probe_port)
+
+
+def _hold(
+    port: int,
+    count: int,
+    sent: bytes,
+    more: Callable[[Connection], Awaitable[None]] | None = None,
+    *,
+    probe_port: int | None = None,
+) -> Held:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return asyncio.run(_trial(port, count, sent, more, probe_port or port))
+
+
+async def _trial(
+    port: int,
+    count: int,
+    sent: bytes,
+    more: Callable[[Connection], Awaitable[None]] | None,
+    probe_port: int,
+) -> Held:
+    held = Held()
+    async with _opened(port, count) as connections:
+        held.opened = len(connections)
+        began_s = time.monotonic()
+        ends = [asyncio.create_task(_until_closed(each, sent, more)) for each in connections]
+        await asyncio.sleep(2.0)
+        held.probe, held.probe_s = await _ask(probe_port, b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        head = ROUTE + f"Content-Length: {len(SMALL)}\r\n".encode()
+        held.small, held.small_s = await _ask(port, head, SMALL)
+        done, left = await asyncio.wait(ends, timeout=CLOSED_S)
+        held.answers.update(task.result() for task in done)
+        held.open_s = None if left else round(time.monotonic() - began_s, 1)
+        for task in left:
+            task.cancel()
+    return held
+
+
+@asynccontextmanager
+async def _opened(port: int, count: int) -> AsyncIterator[list[Connection]]:
+    found: list[Connection] = []
+    try:
+        for i in range(count):
+            with suppress(OSError, TimeoutError):
+                source = (SOURCES[i % len(SOURCES)], 0)
+                opening = asyncio.open_connection("127.0.0.1", port, local_addr=source)
+                found.append(await asyncio.wait_for(opening, 5.0))
+        yield found
+    finally:
+        for _, writer in found:
+            writer.transport.abort()
+
+
+async def _until_closed(
+    connection: Connection, sent: bytes, more: Callable[[Connection], Awaitable[None]] | None
+) -> int:
+    """Send, and read until the server closes; the last status that it said, or 0."""
+    reader, writer = connection
+    said = b""
+    with suppress(OSError):
+        for at in range(0, len(sent), 1 << 16):
+            writer.write(sent[at : at + (1 << 16)])
+            await writer.drain()
+        if more is not None:
+            await more(connection)
+    with suppress(OSError):
+        while piece := await reader.read(1 << 16):
+            said = (said + piece)[-(1 << 16) :]
+    at = said.rfind(b"HTTP/1.1 ")
+    return int(said[at + 9 : at + 12]) if at >= 0 else 0
+
+
+async def _ask(port: int, head: bytes, body: bytes = b"") -> tuple[int, float]:
+    """Status of one request on a connection of its own, and the seconds that it took."""
+    began_s, line = time.monotonic(), b""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"Connection: close\r\n\r\n" + body)
+            line = await reader.readline()
+            writer.close()
+    status = int(line.split()[1]) if line.startswith(b"HTTP/1.1 ") else 0
+    return status, round(time.monotonic() - began_s, 2)
+
+
+def main() -> None:
+    port = int(sys.argv[1])
+    trials: dict[str, Callable[[], Held]] = {
+        "4,150 idle": lambda: idle_connections(port, 4150),
+        "500 silent": lambda: silent_connections(port, 500),
+        "500 heads": lambda: slow_heads(port, 500),
+        "30 x 31 MB": lambda: unfinished_bodies(port, 30, 31),
+        "50 trickled": lambda: trickled_bodies(port, 50),
+    }
+    for name, trial in trials.items():
+        print(f"{name}: {trial()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
