@@ -70,10 +70,9 @@ class Stall:
     @property
     def reason(self) -> str:
         """A clause for messages."""
-        said = f"a step has not ended after {self.waited_s:.0f} s; at most {self.limit_s:.0f} s were foreseen"
-        return (
-            f"{said}. Stopped (SIGSTOP, or a debugger): {', '.join(self.suspects)}" if self.suspects else said
-        )
+        said = f"a step has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
+        stopped = ", ".join(self.suspects)
+        return f"{said}; stopped by a signal or a debugger: {stopped}" if stopped else said
 
 
 class StepWatch:

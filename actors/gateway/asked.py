@@ -59,9 +59,10 @@ def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
 
 def _num_completions(fields: dict[str, Any]) -> int:
     prompt, n = fields.get("prompt"), fields.get("n")
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     each = n if isinstance(n, int) and n > 0 else 1
-    return each * (len(prompt) if several else 1)
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return each * len(prompt)
+    return each
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
