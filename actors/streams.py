@@ -167,11 +167,13 @@ class Streams:
         """End a stream whose client does not read; its slots and pages are free before the next plan."""
         limit, tracker = stream.limit, stream.tracker
         assert limit is not None, "it has been exceeded"
-        logger.warning(
-            "request %s is ended: its client has left more than %d bytes unread (max_unread_bytes)",
-            *(limit.client_id, limit.max_bytes),
-            extra={"request_id": limit.client_id},
-        )
+        if not limit.is_logged:
+            limit.is_logged = True
+            logger.warning(
+                "request %s is ended: its client has left more than %d bytes unread (max_unread_bytes)",
+                *(limit.client_id, limit.max_bytes),
+                extra={"request_id": limit.client_id},
+            )
         stream.unread.clear()
         stream.fail(SlowReaderError(TOO_SLOW.format(limit.max_bytes), param="max_unread_bytes"))
         self.processor.forget(tracker.child_ids)

@@ -27,11 +27,13 @@ class ReaderLimit:
         client_id: the request, as its client knows it.
         max_bytes: of memory, about.
         num_bytes: that are unread now.
+        is_logged: whether the log says that they are too many.
     """
 
     client_id: str
     max_bytes: int
     num_bytes: int = 0
+    is_logged: bool = False
 
     @property
     def is_exceeded(self) -> bool:

@@ -59,8 +59,7 @@ class Reader:
         self._socket.sendall(head.encode() + b"\r\n" + content)
 
     def read(self, most: int = 1 << 30) -> bytes:
-        """Read so many bytes, or until the server closes; whether that was at the answer's end, the last bytes
-        say."""
+        """Read so many bytes, or until the server closes, at the answer's end or before it."""
         found = bytearray()
         with suppress(ConnectionError):
             while len(found) < most and (piece := self._socket.recv(1 << 16)):
@@ -74,8 +73,7 @@ class Reader:
 def never_read(
     port: int, hold_s: float, each: int = 1, streams: Sequence[tuple[str, Json]] = STREAMS
 ) -> None:
-    """So many of each stream, none of which is read for a while. Then some of every second one is read, and all
-    are closed."""
+    """So many of each stream, of which nothing is read for a while, and then something of every second one."""
     readers = [Reader(port, path, body) for path, body in streams for _ in range(each)]
     time.sleep(hold_s)
     for i, reader in enumerate(readers):
