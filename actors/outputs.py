@@ -249,6 +249,10 @@ class RequestTracker:
         return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, begun)
 
     @property
+    def num_completions(self) -> int:
+        return len(self._completions)
+
+    @property
     def child_ids(self) -> list[str]:
         """The ids under which the engine knows the completions."""
         count = len(self._completions)

@@ -33,6 +33,8 @@ from ..http.errors import (
     is_engine_death,
     log_if_ours,
 )
+from ..http.key_shares import KeyShares
+from ..http.keys import caller_of
 from ..http.origin import ORIGIN_HEADER, TOLD_HEADER, Origin
 from ..http.refusals import logged_elsewhere
 from ..http.sse import DONE, KEEP_ALIVE, Ending, unless_gone
@@ -69,6 +71,7 @@ class Parts:
     figures: GatewayFigures
     traffic: Traffic
     isolation: Isolation
+    key_shares: KeyShares
 
 
 class Generation(Response):
@@ -114,6 +117,11 @@ class Generation(Response):
             await self._finish(self._ending.failed(error) + self._ending.done)
 
     async def _run(self) -> None:
+        num_replicas = len(self._parts.fleet.ready(self._model))
+        with self._parts.key_shares.take(caller_of(self._http.scope).owner, self._asked.num_completions, num_replicas):
+            await self._take_through()
+
+    async def _take_through(self) -> None:
         while True:
             await self._case.identify()
             self._case.check()

@@ -19,6 +19,7 @@ from starlette.types import Scope
 from ...cluster.errors import (
     EngineDeadError,
     EngineGoneError,
+    EngineStalledError,
     MantaError,
     RequestError,
     StorageError,
@@ -68,7 +69,7 @@ def public_error(error: BaseException) -> MantaError:
     """What a client may know of a failure: our own error if it is meant for users, else a bland one."""
     if isinstance(error, EngineGoneError):
         return EngineGoneError(ENGINE_GONE)
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError) and not isinstance(error, EngineStalledError):
         return EngineDeadError(ENGINE_DEAD)
     if isinstance(error, MantaError) and error.status != 500:
         return error
@@ -76,13 +77,14 @@ def public_error(error: BaseException) -> MantaError:
 
 
 def is_engine_death(error: Mapping[str, Any]) -> bool:  # Any: JSON
-    """Whether the error object of a response says that an engine died under the request (`public_error`)."""
-    return error.get("message") == ENGINE_DEAD
+    """Return whether a response's error object says that an engine died or stalled under the request."""
+    message = str(error.get("message"))
+    return message == ENGINE_DEAD or message.startswith(EngineStalledError.OPENING)
 
 
 def ends_with_engine_death(end: bytes) -> bool:
-    """Whether the end of a stream, in any API's events, says the same."""
-    return ENGINE_DEAD.encode() in end
+    """Return whether the end of a stream, in any API's events, says the same."""
+    return ENGINE_DEAD.encode() in end or EngineStalledError.OPENING.encode() in end
 
 
 def error_response(error: MantaError) -> Response:

@@ -63,8 +63,15 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
 
 def behind_gateway(settings: ServerSettings) -> ServerSettings:
     """The settings of a gateway's replicas: the gateway asks for keys, tells whose a request is, and answers
-    browsers; its replicas need not do so again."""
-    return replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
+    browsers, counts each key's requests and waits for slow clients; its replicas need not do so again."""
+    return replace(
+        settings,
+        api_key=None,
+        admin_api_key=None,
+        allowed_origins=(),
+        max_requests_per_key=None,
+        reader_timeout=0.0,
+    )
 
 
 def _keys_in(file: str, param: str) -> list[str]:

@@ -15,6 +15,7 @@ from ..capture.traffic import CapturedAnswers
 from ..engine import RequestOptions
 from ..outputs import RequestMetrics, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
+from ..unread import ReaderLimit
 from .errors import public_error
 from .figures import RequestFigures
 from .frontend import Frontend
@@ -56,8 +57,9 @@ class Run:
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
         engine, work = self.frontend.engine, self.work
+        limit = ReaderLimit(work.request_id, self.frontend.settings.max_unread_bytes)
         streams = [
-            engine.add(self._engine_id(i), prompt, self._params, **self._options())
+            engine.add(self._engine_id(i), prompt, self._params, limit=limit, **self._options())
             for i, prompt in enumerate(work.prompts)
         ]
         with self._logged():
@@ -127,10 +129,13 @@ class Run:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Whatever happens inside, the request is logged with the status that it ends in."""
+        """Whatever happens inside, the request is logged with the status that it ends in. Raises
+        RateLimitError if its key has too many."""
         status = 499
+        work = self.work
+        count = len(work.prompts) * work.params.n
         try:
-            with self.frontend.audit.online():
+            with self.frontend.key_shares.take(work.caller.owner, count), self.frontend.audit.online():
                 yield
             status = 200
         except MantaError as error:
