@@ -1,21 +1,21 @@
 """The text of an answer from its tokens as they come, exactly as the `tokenizers` library decodes the whole.
 
-What the text is: `decode(prompt + answer)` without the prompt's characters. A character belongs to the token
-that brings its last byte. So where the prompt ends inside a character that the answer completes, the character
-is the answer's, and where it does not, the prompt's U+FFFD is the prompt's.
+The text is `decode(prompt + answer)` without the prompt's characters. A character belongs to the token that
+brings its last byte. So where the prompt ends inside a character that the answer completes, the character is
+the answer's; where the answer does not complete it, the U+FFFD in its place is the prompt's.
 
-When it comes: as soon as no later token can change it, which depends on the tokens and not on how they are cut
-into blocks. A decoder is one of three kinds:
+Text is returned as soon as no later token can change it. When that is depends on the tokens, not on how they
+are cut into blocks. There are three kinds of decoders:
 
     lossy   ByteLevel: tokens are bytes. Text comes with each whole character; a broken one is a U+FFFD.
-    runs    all others that decode token by token; ByteFallback among them makes text of a run of byte tokens
-            only where the whole run is UTF-8, else a U+FFFD of each byte. So a run comes when it has ended.
-    whole   what the other two do not describe (CTC, suffixes that are cut off at the end): at the end.
+    runs    all others that decode token by token. ByteFallback, if it is among them, makes text of a run of
+            byte tokens only if the whole run is UTF-8, else a U+FFFD of each byte: a run comes when it ends.
+    whole   what the other two do not describe (CTC, suffixes that are cut off at the end): comes at the end.
 
-`DecodeStream` of the library is not used: it raises where bytes that came out as text turn out to be none, and
-counts on a prompt that ends with a whole character.
+The library's `DecodeStream` is not used: it raises where bytes that came out as text turn out to be none, and
+relies on a prompt that ends with a whole character.
 
-Made by `tokenizer.py`, a `TokenPieces` for each tokenizer and a detokenizer for each completion.
+`tokenizer.py` makes a `TokenPieces` for each tokenizer, and a detokenizer for each completion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, TypeAlias
 
 import tokenizers
@@ -58,7 +57,8 @@ class IncrementalDetokenizer(ABC):
 
     def step(self, token_ids: Sequence[int]) -> str:
         """Take in tokens; return the text that has become certain."""
-        pieces, hidden, texts = self._pieces, self._hidden, list[str]()
+        pieces, hidden = self._pieces, self._hidden
+        texts: list[str] = []
         for token_id in token_ids:
             if token_id in hidden or (piece := pieces[token_id]) is None:
                 continue
@@ -72,7 +72,7 @@ class IncrementalDetokenizer(ABC):
         return "".join(texts)
 
     def peek(self) -> str:
-        """What `flush` would return, where that is whole characters, else nothing. Later tokens may change it."""
+        """Return what `flush` would, if that is whole characters; later tokens may change it."""
         return ""
 
     @abstractmethod
@@ -218,7 +218,7 @@ class RunDetokenizer(IncrementalDetokenizer):
                 break
         if isinstance(first, str):
             return
-        run = list[int]()
+        run: list[int] = []
         for token_id in self._shown(reversed(self._prompt)):
             if isinstance(self._pieces[token_id], str):
                 break
@@ -243,7 +243,7 @@ class RunDetokenizer(IncrementalDetokenizer):
         return text + piece
 
     def _text_of_run(self) -> str:
-        """Without what is the prompt's: whole characters of a run that is UTF-8, else a U+FFFD of each byte."""
+        """Return the run's text without the prompt's characters."""
         decode = self._pieces.decode_behind
         if self._first is not None:
             decode = self._pieces.decode
@@ -279,8 +279,9 @@ class WholeDetokenizer(IncrementalDetokenizer):
         self._token_ids = []
         if not answer:
             return ""
-        text = self._pieces.decode([*prompt, *answer])
-        return text[len(commonprefix([text, self._pieces.decode(prompt)])) :]
+        text, before = self._pieces.decode([*prompt, *answer]), self._pieces.decode(prompt)
+        differs = (i for i, pair in enumerate(zip(text, before, strict=False)) if pair[0] != pair[1])
+        return text[next(differs, min(len(text), len(before))) :]
 
     def _begin(self, first: str | bytes) -> None: ...
 
@@ -311,7 +312,7 @@ def _goes_by_token(parts: Sequence[Part]) -> bool:
         elif kind not in ("Replace", "Strip", "Metaspace"):
             return False
         elif is_fused or has_runs:
-            cuts_parts = kind == "Strip" and not is_fused or kind == "Metaspace" and is_fused
+            cuts_parts = kind == ("Metaspace" if is_fused else "Strip")
             if cuts_parts or not _keeps_length(part):
                 return False
     return True

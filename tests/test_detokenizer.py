@@ -6,9 +6,8 @@ The oracle is `tokenizers.Tokenizer.decode` of everything at once.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, takewhile
-from os.path import commonprefix
 
 import pytest
 import tokenizers
@@ -25,7 +24,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unic
 
 CHARS = "a é\n日😀❤\ufe0f\ufffd▁"
 BROKEN = (0x80, 0xA0, 0xC3, 0xE2, 0x9D, 0xED, 0xEF, 0xF0, 0x9F, 0xFF)
-SPECIALS = ("<s>", "</s>", "<｜end▁of text｜>")
+SPECIALS = ("<s>", "</s>", "<\uff5cend▁of text\uff5c>")
 WORDS = ("▁", "▁the", "the", "▁▁x▁y", "日本", "##ing", "<0xZZ>", "")
 SPELLING = bytes_to_unicode()
 BYTES = {char: byte for byte, char in SPELLING.items()}
@@ -152,7 +151,8 @@ def expected(kind: str, prompt: list[int], answer: list[int]) -> str:
         assert len(ends) == len(text)
         return text[sum(end <= len(begin) for end in ends) :]
     if kind in KNOWN_AT_THE_END:
-        return text[len(commonprefix([text, decode(prompt)])) :]
+        before = decode(prompt)
+        return text[max(i for i in range(len(before) + 1) if text.startswith(before[:i])) :]
     run, following = run_of(kind, prompt[::-1])[::-1], run_of(kind, answer)
     if run and following:
         try:
