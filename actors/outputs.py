@@ -265,6 +265,11 @@ class RequestTracker:
         count = len(self._completions)
         return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
 
+    def fail(self) -> None:
+        """End the completions that have not ended, for an error."""
+        for completion in self._completions:
+            completion.finish_reason = completion.finish_reason or "error"
+
     @property
     def finished(self) -> bool:
         return all(c.finish_reason is not None for c in self._completions)
@@ -381,19 +386,6 @@ class OutputProcessor:
             )
         return tracker, requests
 
-    def process(self, updates: Iterable[SequenceUpdate]) -> tuple[list[RequestOutput], list[str]]:
-        """Returns the deltas to give out, and the engine ids whose text met a stop string."""
-        deltas: list[RequestOutput] = []
-        stopped: list[str] = []
-        for update in updates:
-            if (fed := self.feed(update)) is None:
-                continue
-            tracker, fresh, hit = fed
-            deltas.append(tracker.output([fresh]))
-            if hit:
-                stopped.append(update.request_id)
-        return deltas, stopped
-
     def feed(self, update: SequenceUpdate) -> tuple[RequestTracker, CompletionOutput, bool] | None:
         """Take in one update. Returns whose it is, what is new, and whether a stop string ends the sequence
         early; None for a request that was forgotten while its last step was in flight."""
@@ -405,6 +397,11 @@ class OutputProcessor:
         if hit or update.finish_reason is not None:
             del self._living[update.request_id]
         return tracker, fresh, hit
+
+    def tracker_of(self, child_id: str) -> RequestTracker | None:
+        """Return whose completion this is; None if it has ended or was forgotten."""
+        known = self._living.get(child_id)
+        return None if known is None else known[0]
 
     def forget(self, child_ids: Iterable[str]) -> None:
         for child_id in child_ids:

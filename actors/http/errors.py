@@ -16,7 +16,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown
+from ...cluster.errors import (
+    EngineDeadError,
+    MantaError,
+    OutputProcessingError,
+    RequestError,
+    StorageError,
+    shown,
+)
 from .refusals import note
 
 logger = logging.getLogger(__name__)
@@ -127,6 +134,8 @@ def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope
     request_id = scope.get("state", {}).get("request_id")
     if isinstance(error, StorageError):
         logger.error("request %s: files and batches cannot be kept: %s", request_id, error.__cause__)
+    elif isinstance(error, OutputProcessingError):
+        return  # where it happened it has been
     elif not isinstance(error, MantaError) or error.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...cluster.errors import TooManyRequestsError
+from ...cluster.errors import ENDINGS, TooManyRequestsError
 from ..process_log import about_request
 from .bodies import BodyLimit
 from .errors import INTERNAL, json_error
@@ -169,7 +169,9 @@ class _Exchange:
         about_request(self._state["request_id"])
         try:
             await self._gate.serve(self._scope, self._receive, self._forward)
-        except Exception:  # the process's edge: log once, answer properly
+        except ENDINGS:
+            raise
+        except BaseException:  # the process's edge: log once, answer properly
             logger.exception("request %s failed", self._state["request_id"])
             if self._status is None:
                 await json_error(500, INTERNAL)(self._scope, self._receive, self._forward)
