@@ -185,15 +185,11 @@ def processing_failure(
 ) -> OutputProcessingError:
     """Log what failed as an answer was made of a request's tokens. Returns what its reader is told."""
     name = client_id or request_id
-    logger.error(
-        "request %s: its answer could not be made of its tokens",
-        name,
-        exc_info=error,
-        extra={"request_id": name},
-    )
+    said = "request %s: its answer could not be made of its tokens"
+    logger.error(said, name, exc_info=error, extra={"request_id": name})
     return OutputProcessingError(
-        f"The answer could not be made of its tokens ({type(error).__name__}); the server's log has the cause "
-        f"under the request's id, {shown(name)}."
+        f"The answer could not be made of its tokens ({type(error).__name__}). The log of the process that "
+        f"served it has the cause under the request's id, {shown(name)}."
     )
 
 
