@@ -34,13 +34,14 @@ from .grammars import GrammarDoor, HoldsGrammars
 from .kept_speculation import KeptSpeculation
 from .outputs import Begun, OutputProcessor, RequestOutput
 from .prompts import EncodedPrompt, SeedSource, load_tokenizer
-from .streams import Stream, Streams
+from .streams import Stream, Streams, processing_failure
 from .tokenizer import Tokenizer
 from .unread import ReaderLimit
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+DELIVERY_TIMEOUT_S = 10.0  # without one update handed out, of those that wait, by an event loop that runs
 
 
 @runtime_checkable
@@ -153,6 +154,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch_steps, name="manta-step-watch", daemon=True).start()
+        self._watch_delivery()
 
     def _load(self) -> Executor:
         """In a thread; whom `close` did not find here, because it still loaded, ends itself."""
@@ -376,7 +378,7 @@ class AsyncEngine:
         if ticket is not None:
             options["on_trial"] = ticket.role == "candidate"
         tracker, requests = self._streams.processor.add(request_id, prompt, seeded, **options)
-        stream = Stream(tracker, options.get("background", False), whole, limit)
+        stream = Stream(tracker, options.get("background", False), whole, limit, options.get("client_id"))
         self._streams.enter(stream)
         try:
             self._tell(lambda engine: self._admit(engine, requests, stream))
@@ -385,6 +387,21 @@ class AsyncEngine:
             self._streams.leave(stream)
             if trial is not None and ticket is not None:
                 trial.end(ticket, tracker.metrics.brought)
+
+    def _watch_delivery(self, num_stuck: int = 0) -> None:
+        """Look once a second whether updates reach their readers. If none does for long, the engine is dead.
+
+        Turns of the event loop are counted, so a loop that was held up itself is no reason.
+        """
+        if self._closing or self._failure is not None:
+            return
+        num_stuck = num_stuck + 1 if self._streams.is_stuck() else 0
+        if num_stuck * LOOK_S >= DELIVERY_TIMEOUT_S:
+            logger.error("no update has reached its reader for %g s: the engine is dead", DELIVERY_TIMEOUT_S)
+            self._failure = EngineDeadError("The engine delivers nothing any more. Retry.")
+            self._streams.fail_all(self._failure)
+        assert self._loop is not None
+        self._loop.call_later(LOOK_S, self._watch_delivery, num_stuck)
 
     def _abort_all(self, child_ids: Sequence[str], reason: FinishReason) -> None:
         def command(engine: Engine) -> None:
@@ -405,6 +422,11 @@ class AsyncEngine:
             engine.add_requests(requests)
         except MantaError as error:
             self._post(stream.fail, error)
+        except Exception as error:  # a request's edge: what it asks for breaks something here
+            child_ids = [request.request_id for request in requests]
+            self._post(stream.fail, processing_failure(child_ids[0], error, client_id=stream.client_id))
+            for child_id in child_ids:
+                engine.abort(child_id, "error")
 
     def _obey(
         self,

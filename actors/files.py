@@ -57,6 +57,8 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
     except FileNotFoundError:
         make_folder(folder.parent, private=True)
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+
+
 def inner_name(name: str, pattern: re.Pattern[str] = _PARTS) -> str:
     """Return a name that was read from a file, if it names something in that file's own folder.
 

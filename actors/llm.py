@@ -15,15 +15,17 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
-from ..cluster.engine import Engine, EngineStats
+from ..cluster.engine import Engine, EngineStats, SequenceUpdate
+from ..cluster.errors import ENDINGS, OutputProcessingError
 from ..cluster.executor import ExecutorInfo
-from ..cluster.request import SamplingParams
+from ..cluster.request import FinishReason, SamplingParams
 from .chat.template import Message
 from .executor import make_executor
 from .grammars import GrammarDoor
 from .kept_speculation import KeptSpeculation
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
 from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
+from .streams import processing_failure
 from .tokenizer import Tokenizer
 
 
@@ -55,6 +57,7 @@ class LLM:
         self._grammars = GrammarDoor.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
+        self._failures: dict[str, OutputProcessingError] = {}  # by request id, until it is told
 
     @property
     def info(self) -> ExecutorInfo:
@@ -74,6 +77,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts, all at once; results in the order of the prompts.
 
+        A request whose answer cannot be made of its tokens ends with finish_reason "error", and the log has
+        the cause. The other requests are not touched.
+
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
             sampling_params: for all, or one per prompt.
@@ -88,6 +94,8 @@ class LLM:
         with tqdm(total=len(trackers), disable=not show, unit="request") as bar:
             while self._engine.has_unfinished:
                 bar.update(sum(delta.finished for delta in self._step()))
+        for tracker in trackers:
+            self._failures.pop(tracker.request_id, None)  # the output's finish_reason says it
         return [tracker.whole() for tracker in trackers]
 
     def chat(
@@ -121,12 +129,18 @@ class LLM:
         max_draft_tokens: int | None = None,
         trace: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt; yields what is new, once per verified block. Leaving early aborts it."""
+        """Continue one prompt; yields what is new, once per verified block. Leaving early aborts it.
+
+        Raises:
+            OutputProcessingError: the answer cannot be made of the tokens; the log has the cause.
+        """
         params = [sampling_params or SamplingParams()]
         (tracker,) = self._add_all([prompt], params, max_draft_tokens, trace=trace)
         try:
             while not tracker.finished:
                 yield from (delta for delta in self._step() if delta.request_id == tracker.request_id)
+                if (failure := self._failures.pop(tracker.request_id, None)) is not None:
+                    raise failure
         finally:
             if not tracker.finished:
                 self._drop([tracker])
@@ -146,10 +160,28 @@ class LLM:
         self.close()
 
     def _step(self) -> list[RequestOutput]:
-        deltas, stopped = self._processor.process(self._engine.step())
-        for request_id in stopped:
-            self._engine.abort(request_id, "stop")
-        return deltas
+        return [output for update in self._engine.step() if (output := self._output(update)) is not None]
+
+    def _output(self, update: SequenceUpdate) -> RequestOutput | None:
+        """Make what is new of a request of its tokens. Whatever fails in that ends this request alone."""
+        tracker = self._processor.tracker_of(update.request_id)
+        if tracker is None:
+            return None
+        try:
+            if (fed := self._processor.feed(update)) is None:
+                return None
+            _, fresh, stopped = fed
+            output = tracker.output([fresh])
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._failures[tracker.request_id] = processing_failure(tracker.request_id, error)
+            self._drop([tracker], "error")
+            tracker.fail()
+            return None
+        if stopped:
+            self._engine.abort(update.request_id, "stop")
+        return output
 
     def _add_all(
         self,
@@ -175,11 +207,11 @@ class LLM:
             raise
         return trackers
 
-    def _drop(self, trackers: Sequence[RequestTracker]) -> None:
+    def _drop(self, trackers: Sequence[RequestTracker], reason: FinishReason = "abort") -> None:
         child_ids = [child_id for tracker in trackers for child_id in tracker.child_ids]
         self._processor.forget(child_ids)
         for child_id in child_ids:
-            self._engine.abort(child_id)
+            self._engine.abort(child_id, reason)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -130,26 +130,41 @@ class _Text:
         self._min_tokens = params.min_tokens
         # A stop string may begin in text that is already here: never emit what could be its beginning.
         self._held = 0 if self._keep_stop else max((len(s) for s in self._stop), default=1) - 1
-        self.text = "".join(self._stream.step([token_id]) for token_id in begun.token_ids)
-        # Not what is there: how much of the same tokens comes out at once depends on how they were cut.
+        self.text = self._stream.step(begun.token_ids)
+        # Not what is there: how much of the same tokens comes out at once depends on what was held back.
         self._emitted = begun.num_chars
+        self._ahead = self._stream.peek() if self._stop else ""  # has been searched, and may yet change
 
-    def feed(self, token_ids: Sequence[int], num_before: int) -> tuple[int, str | None]:
-        """Append tokens. Returns how many of them count and the stop string that ended the text."""
+    def feed(self, token_ids: Sequence[int], num_before: int, *, ends: bool) -> tuple[int, str | None]:
+        """Append tokens. Returns how many of them count and the stop string that ended the text.
+
+        Args:
+            num_before: tokens of the completion before these.
+            ends: they are the last ones: take what the detokenizer still holds back.
+        """
         if not self._stop:
             self.text += self._stream.step(token_ids)
+            self.text += self._stream.flush() if ends else ""
             return len(token_ids), None
         for used, token_id in enumerate(token_ids, start=1):
-            fresh = self._stream.step([token_id])
-            begin = len(self.text)
-            self.text += fresh
-            if fresh and num_before + used > self._min_tokens and (hit := self._find_stop(begin)) is not None:
+            hit = self._append(self._stream.step([token_id]), num_before + used)
+            if hit is not None:
                 return used, hit
-        return len(token_ids), None
+        return len(token_ids), self._append(
+            self._stream.flush(), num_before + len(token_ids)
+        ) if ends else None
 
-    def flush(self) -> None:
-        """The tokens have ended by themselves: take what the detokenizer still holds back."""
-        self.text += self._stream.flush()
+    def _append(self, fresh: str, num_tokens: int) -> str | None:
+        """Append text of a token. Returns the stop string that it ends with, where the text is cut then."""
+        ahead = self._stream.peek()
+        if not (fresh or ahead):
+            return None
+        begin = len(self.text)
+        self.text += fresh
+        if (fresh + ahead).startswith(self._ahead):
+            begin += len(self._ahead)
+        self._ahead = ahead
+        return self._find_stop(self.text + ahead, begin) if num_tokens > self._min_tokens else None
 
     def take(self, *, final: bool) -> str:
         """The text not yet given out."""
@@ -157,17 +172,15 @@ class _Text:
         piece, self._emitted = self.text[self._emitted : end], end
         return piece
 
-    def _find_stop(self, begin: int) -> str | None:
-        """Find the first stop string that ends in text[begin:], and cut the text there."""
+    def _find_stop(self, text: str, begin: int) -> str | None:
+        """Find the first stop string that ends in text[begin:], and end the text there."""
         found = [
-            (at, stop)
-            for stop in self._stop
-            if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0
+            (at, stop) for stop in self._stop if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
         ]
         if not found:
             return None
         at, stop = min(found, key=lambda hit: hit[0])
-        self.text = self.text[: at + (len(stop) if self._keep_stop else 0)]
+        self.text = text[: at + (len(stop) if self._keep_stop else 0)]
         return stop
 
 
@@ -185,7 +198,7 @@ class _Completion:
         """Take in an update. Returns what is new, and whether a stop string ends the sequence early."""
         token_ids, hit = list(update.token_ids), None
         if self.text is not None:
-            used, hit = self.text.feed(token_ids, len(self.token_ids))
+            used, hit = self.text.feed(token_ids, len(self.token_ids), ends=update.finish_reason is not None)
             token_ids = token_ids[:used]
         self.token_ids.extend(token_ids)
         logprobs = None
@@ -196,8 +209,6 @@ class _Completion:
             self.finish_reason, self.stop_reason = "stop", hit
         else:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
-            if self.text is not None and update.finish_reason is not None:
-                self.text.flush()
         piece = self.text.take(final=self.finish_reason is not None) if self.text is not None else ""
         ended = (self.finish_reason, self.stop_reason)
         delta = CompletionOutput(self.index, piece, token_ids, *ended, logprobs)
@@ -257,6 +268,11 @@ class RequestTracker:
         """The ids under which the engine knows the completions."""
         count = len(self._completions)
         return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
+
+    def fail(self) -> None:
+        """End the completions that have not ended, for an error."""
+        for completion in self._completions:
+            completion.finish_reason = completion.finish_reason or "error"
 
     @property
     def finished(self) -> bool:
@@ -376,19 +392,6 @@ class OutputProcessor:
             )
         return tracker, requests
 
-    def process(self, updates: Iterable[SequenceUpdate]) -> tuple[list[RequestOutput], list[str]]:
-        """Returns the deltas to give out, and the engine ids whose text met a stop string."""
-        deltas: list[RequestOutput] = []
-        stopped: list[str] = []
-        for update in updates:
-            if (fed := self.feed(update)) is None:
-                continue
-            tracker, fresh, hit = fed
-            deltas.append(tracker.output([fresh]))
-            if hit:
-                stopped.append(update.request_id)
-        return deltas, stopped
-
     def feed(self, update: SequenceUpdate) -> tuple[RequestTracker, CompletionOutput, bool] | None:
         """Take in one update. Returns whose it is, what is new, and whether a stop string ends the sequence
         early; None for a request that was forgotten while its last step was in flight."""
@@ -400,6 +403,11 @@ class OutputProcessor:
         if hit or update.finish_reason is not None:
             del self._living[update.request_id]
         return tracker, fresh, hit
+
+    def tracker_of(self, child_id: str) -> RequestTracker | None:
+        """Return whose completion this is; None if it has ended or was forgotten."""
+        known = self._living.get(child_id)
+        return None if known is None else known[0]
 
     def forget(self, child_ids: Iterable[str]) -> None:
         for child_id in child_ids:

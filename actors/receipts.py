@@ -153,7 +153,6 @@ class ReceiptKeeper:
         return json.dumps(told | asdict(self._amounts[account])) + "\n"
 
 
-
 def num_devices(config: EngineConfig) -> int:
     """GPUs that an engine holds; a drafter that several engines share is nobody's."""
     spec = config.speculative_config

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..cluster.engine import SequenceUpdate
-from ..cluster.errors import MantaError, RequestError, SlowReaderError, shown
+from ..cluster.errors import ENDINGS, MantaError, OutputProcessingError, RequestError, SlowReaderError, shown
 from ..cluster.request import FinishReason
 from .outputs import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
 from .turns import Turns
@@ -34,12 +34,14 @@ class Stream:
     Attributes:
         whole: the reader waits for the end alone, and is neither woken nor given anything before.
         limit: of what its client may leave unread; None where nobody can be slow.
+        client_id: the client's name for the request, for the log.
     """
 
     tracker: RequestTracker
     background: bool = False
     whole: bool = False
     limit: ReaderLimit | None = None
+    client_id: str | None = None
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     unread: Unread = field(init=False)
@@ -50,10 +52,10 @@ class Stream:
     async def next(self) -> RequestOutput | None:
         """What is new, None at the end. Raises what ended the request early."""
         while not self.unread:
-            if self.tracker.finished:
-                return None
             if self.failure is not None:
                 raise self.failure
+            if self.tracker.finished:
+                return None
             await self.wake.wait()
             self.wake.clear()
         return self.unread.take()
@@ -67,6 +69,12 @@ class Stream:
         self.wake.set()
 
     def fail(self, failure: MantaError) -> None:
+        """End a request that has not finished."""
+        if not self.tracker.finished:
+            self.spoil(failure)
+
+    def spoil(self, failure: MantaError) -> None:
+        """End a request, also one whose tokens are all there: its answer is lost."""
         self.failure = failure
         self.wake.set()
 
@@ -88,6 +96,8 @@ class Streams:
         self._abort = abort
         self._open: dict[str, Stream] = {}
         self._updates: deque[SequenceUpdate] = deque()  # not yet handed out
+        self._has_turn = False  # the event loop will go on with them
+        self._num_handed_out = self._num_at_last_look = 0
 
     @property
     def ids(self) -> list[str]:
@@ -124,10 +134,14 @@ class Streams:
         return True
 
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
-        is_delivering = bool(self._updates)
         self._updates.extend(updates)
-        if not is_delivering:
+        if not self._has_turn:
             self._deliver_a_turn()
+
+    def is_stuck(self) -> bool:
+        """Return whether updates wait of which none has been handed out since the last call."""
+        moved, self._num_at_last_look = self._num_handed_out - self._num_at_last_look, self._num_handed_out
+        return bool(self._updates) and not moved
 
     def fail_all(self, failure: MantaError) -> None:
         """With what came before it."""
@@ -144,20 +158,35 @@ class Streams:
 
     def _deliver_a_turn(self) -> None:
         """Hand out updates for one turn; a step of hundreds of requests may bring more than one takes."""
+        self._has_turn = False
         turns = Turns()
-        while self._updates:
-            self._hand_out(self._updates.popleft())
-            if turns.is_over:
-                break
-        if self._updates:
-            asyncio.get_running_loop().call_soon(self._deliver_a_turn)
+        try:
+            while self._updates:
+                self._hand_out(self._updates.popleft())
+                if turns.is_over:
+                    break
+        finally:
+            if self._updates:
+                asyncio.get_running_loop().call_soon(self._deliver_a_turn)
+                self._has_turn = True
 
     def _hand_out(self, update: SequenceUpdate) -> None:
-        if (fed := self.processor.feed(update)) is None:
+        """Give an update to its request's reader. Whatever fails in that ends this request, and no other."""
+        self._num_handed_out += 1
+        tracker = self.processor.tracker_of(update.request_id)
+        if tracker is None:
             return
-        tracker, fresh, stopped = fed
-        stream = self._open[tracker.request_id]
-        stream.take(fresh)
+        try:
+            if (fed := self.processor.feed(update)) is None:
+                return
+            _, fresh, stopped = fed
+            stream = self._open[tracker.request_id]
+            stream.take(fresh)
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._end_failed(tracker, error)
+            return
         if stopped:
             self._abort([update.request_id], "stop")
         if stream.is_too_slow:
@@ -178,6 +207,25 @@ class Streams:
         stream.fail(SlowReaderError(TOO_SLOW.format(limit.max_bytes), param="max_unread_bytes"))
         self.processor.forget(tracker.child_ids)
         self._abort(tracker.child_ids, "abort")
+
+    def _end_failed(self, tracker: RequestTracker, error: BaseException) -> None:
+        stream = self._open[tracker.request_id]
+        stream.spoil(processing_failure(tracker.request_id, error, client_id=stream.client_id))
+        self.processor.forget(tracker.child_ids)
+        self._abort(tracker.child_ids, "error")
+
+
+def processing_failure(
+    request_id: str, error: BaseException, *, client_id: str | None = None
+) -> OutputProcessingError:
+    """Log what failed as an answer was made of a request's tokens. Returns what its reader is told."""
+    name = client_id or request_id
+    said = "request %s: its answer could not be made of its tokens"
+    logger.error(said, name, exc_info=error, extra={"request_id": name})
+    return OutputProcessingError(
+        f"The answer could not be made of its tokens ({type(error).__name__}). The log of the process that "
+        f"served it has the cause under the request's id, {shown(name)}."
+    )
 
 
 def _aborted(child_id: str) -> SequenceUpdate:

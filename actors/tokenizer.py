@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from ..cluster.errors import CheckpointError, RequestError
 from ..drafter.compute.config_json import read_json
 from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
+from .detokenizer import IncrementalDetokenizer, TokenPieces
 from .special_tokens import SpecialTokenGuard
 from .tiktoken_model import sorts_tools, tiktoken_backend
 from .token_coverage import token_coverage
@@ -56,6 +56,7 @@ class Tokenizer:
                 chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools
             )
         self._guard = SpecialTokenGuard(backend, chat_template or "") if split_special_tokens else None
+        self._pieces = TokenPieces(backend)
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -194,6 +195,10 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
+    @cached_property
+    def _specials(self) -> frozenset[int]:
+        return frozenset(self.special_token_ids.values())
+
     def detokenizer(
         self,
         prompt_token_ids: Sequence[int],
@@ -201,69 +206,15 @@ class Tokenizer:
         skip_special_tokens: bool,
         kept_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """For what follows a prompt.
+        """Return what makes text of the tokens behind a prompt.
 
         Args:
             skip_special_tokens: leave special tokens out of the text, but for `kept_token_ids`.
         """
         hidden: frozenset[int] = frozenset()
-        if skip_special_tokens and kept_token_ids:
-            skip_special_tokens = False
-            hidden = frozenset(self.special_token_ids.values()) - frozenset(kept_token_ids)
-        return IncrementalDetokenizer(self._backend, prompt_token_ids, skip_special_tokens, hidden)
-
-
-class IncrementalDetokenizer:
-    """Turns blocks of tokens into text as they come; holds back bytes of an unfinished UTF-8 character.
-
-    The text of all steps and of `flush` is the same however the tokens were cut into blocks.
-    """
-
-    # Enough left context for decoders that treat the first token of a text differently.
-    _CONTEXT_TOKENS = 6
-
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        prompt_token_ids: Sequence[int],
-        skip_special_tokens: bool,
-        hidden: frozenset[int] = frozenset(),
-    ) -> None:
-        self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
-        self._hidden = hidden  # tokens that no text is made of
-        self._context = self._shown(prompt_token_ids[-self._CONTEXT_TOKENS :])
-        self._held: list[int] = []  # tokens that have not come out as text
-        # Made at the first step: until the engine has taken the prompt, its ids may be anything.
-        self._stream: DecodeStream | None = None
-
-    def step(self, token_ids: Sequence[int]) -> str:
-        token_ids = self._shown(token_ids)
-        if not token_ids:
-            return ""
-        if self._stream is None:
-            self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
-        self._held.extend(token_ids)
-        text = self._stream.step(self._backend, token_ids) or ""
-        if text:
-            self._context = [*self._context, *self._held][-self._CONTEXT_TOKENS :]
-            self._held.clear()
-        return text
-
-    def flush(self) -> str:
-        """What is held back at the end of the tokens; an unfinished character becomes U+FFFD."""
-        if not self._held:
-            return ""
-        whole = self._decode([*self._context, *self._held])
-        before = self._decode(self._context)
-        self._held.clear()
-        return whole[len(before) :]
-
-    def _shown(self, token_ids: Sequence[int]) -> list[int]:
-        return [token_id for token_id in token_ids if token_id not in self._hidden]
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
+        if skip_special_tokens:
+            hidden = self._specials.difference(kept_token_ids)
+        return self._pieces.kind(self._pieces, prompt_token_ids, hidden)
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -69,8 +69,8 @@ def run(tokenizer: Tokenizer, text: str, blocks: int, **params: object) -> tuple
         piece = update(
             request.request_id, ids[begin : begin + blocks], finish_reason="length" if last else None
         )
-        for delta in processor.process([piece])[0]:
-            streamed += delta.outputs[0].text
+        if (fed := processor.feed(piece)) is not None:
+            streamed += fed[1].text
         if tracker.finished:
             break
     whole = tracker.whole().outputs[0]

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...cluster.caller import SERVER, Caller
-from ...cluster.errors import EngineDeadError, MantaError, shown_name
+from ...cluster.errors import ENDINGS, EngineDeadError, MantaError, shown_name
 from ...cluster.label_values import Account
 from ..asker import Asker
 from ..chat.model import ChatModel
@@ -169,7 +169,9 @@ class RowAnswerer:
             raise
         except MantaError as error:
             result = failure(row, error, self._layout, self._columns, attempts=attempts)
-        except Exception as error:  # the row's edge: whatever it is, it is this row's and no other's
+        except ENDINGS:
+            raise
+        except BaseException as error:  # the row's edge: whatever it is, it is this row's and no other's
             logger.exception("row %d (%s) failed", row.number, shown_name(name))
             wrong = MantaError(f"{type(error).__name__} in the engine: {error}.")
             result = failure(row, wrong, self._layout, self._columns, attempts=attempts)

@@ -64,9 +64,7 @@ class Storage:
     follows_links: bool = False
 
     @classmethod
-    def open(
-        cls, where: str, *, field: str, private: bool = False, follows_links: bool = False
-    ) -> Storage:
+    def open(cls, where: str, *, field: str, private: bool = False, follows_links: bool = False) -> Storage:
         """Find the file system of a path or URL. Raises ConfigError, which names `field`."""
         where = str(where)
         found = URL.match(where)

@@ -118,7 +118,9 @@ class Generation(Response):
 
     async def _run(self) -> None:
         num_replicas = len(self._parts.fleet.ready(self._model))
-        with self._parts.key_shares.take(caller_of(self._http.scope).owner, self._asked.num_completions, num_replicas):
+        with self._parts.key_shares.take(
+            caller_of(self._http.scope).owner, self._asked.num_completions, num_replicas
+        ):
             await self._take_through()
 
     async def _take_through(self) -> None:

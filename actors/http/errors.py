@@ -21,6 +21,7 @@ from ...cluster.errors import (
     EngineGoneError,
     EngineStalledError,
     MantaError,
+    OutputProcessingError,
     RequestError,
     StorageError,
     shown,
@@ -150,6 +151,8 @@ def log_if_ours(error: BaseException, scope: Any) -> None:  # Any: an ASGI scope
     request_id = scope.get("state", {}).get("request_id")
     if isinstance(error, StorageError):
         logger.error("request %s: files and batches cannot be kept: %s", request_id, error.__cause__)
+    elif isinstance(error, OutputProcessingError):
+        return  # where it happened it has been
     elif not isinstance(error, MantaError) or error.status == 500:
         logger.error("request %s failed", request_id, exc_info=error)
 

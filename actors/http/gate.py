@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...cluster.errors import TooManyRequestsError
+from ...cluster.errors import ENDINGS, TooManyRequestsError
 from ...cluster.label_values import OTHER
 from ..process_log import about_request
 from .bodies import BUDGET_BODIES, BodyBudget, BodyLimit
@@ -179,7 +179,9 @@ class _Exchange:
         about_request(self._state["request_id"])
         try:
             await self._gate.serve(self._scope, self._receive, self._forward)
-        except Exception:  # the process's edge: log once, answer properly
+        except ENDINGS:
+            raise
+        except BaseException:  # the process's edge: log once, answer properly
             if self._guard.has_cut:
                 logger.warning(
                     "request %s is cut off: its client took nothing for %g s (reader_timeout)",

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Seque
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
-from ...cluster.errors import EngineDeadError, MantaError
+from ...cluster.errors import ENDINGS, EngineDeadError, MantaError
 from ..capture.traffic import CapturedAnswers
 from ..engine import RequestOptions
 from ..outputs import RequestMetrics, RequestOutput, begun_text
@@ -143,7 +143,9 @@ class Run:
             if self.figures.first_token_s is None:
                 self.frontend.telemetry.count_rejection(error)
             raise
-        except Exception:
+        except ENDINGS:
+            raise
+        except BaseException:
             status = 500
             raise
         finally:
@@ -256,7 +258,9 @@ async def _pump(
         async with aclosing(stream):
             async for output in stream:
                 await queue.put((index, output))
-    except Exception as error:  # carried to the reader, who raises it
+    except ENDINGS:
+        raise
+    except BaseException as error:  # carried to the reader, who raises it
         await queue.put((index, error))
     else:
         await queue.put((index, None))

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ...cluster.errors import ENDINGS
 from ..turns import Turns
 from .errors import ClientGoneError, error_body, log_if_ours, public_error
 
@@ -110,7 +111,9 @@ class EventStream(Response):
                 async for chunk in self._rest:
                     await send(_body(chunk))
                     await turns.yield_if_over()  # neither sending nor the next chunk need be a wait
-            except Exception as error:  # a stream's edge: the client is told, then the stream ends properly
+            except ENDINGS:
+                raise
+            except BaseException as error:  # a stream's edge: tell the client, end properly
                 log_if_ours(error, scope)
                 await send(_body(self._ending.failed(error)))
             await send(_body(self._ending.done))

@@ -1,0 +1,356 @@
+"""The text of an answer from its tokens as they come, exactly as the `tokenizers` library decodes the whole.
+
+The text is `decode(prompt + answer)` without the prompt's characters. A character belongs to the token that
+brings its last byte. So where the prompt ends inside a character that the answer completes, the character is
+the answer's; where the answer does not complete it, the U+FFFD in its place is the prompt's.
+
+Text is returned as soon as no later token can change it. When that is depends on the tokens, not on how they
+are cut into blocks. There are three kinds of decoders:
+
+    lossy   ByteLevel: tokens are bytes. Text comes with each whole character; a broken one is a U+FFFD.
+    runs    all others that decode token by token. ByteFallback, if it is among them, makes text of a run of
+            byte tokens only if the whole run is UTF-8, else a U+FFFD of each byte: a run comes when it ends.
+    whole   what the other two do not describe (CTC, suffixes that are cut off at the end): comes at the end.
+
+The library's `DecodeStream` is not used: it raises where bytes that came out as text turn out to be none, and
+relies on a prompt that ends with a whole character.
+
+`tokenizer.py` makes a `TokenPieces` for each tokenizer, and a detokenizer for each completion.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import tokenizers
+
+Part: TypeAlias = Mapping[str, Any]  # Any: a piece of tokenizer.json.
+
+# A token by itself: its text; its bytes, where they are text only with those of others; None: nothing.
+Piece: TypeAlias = str | bytes | None
+
+_BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
+_MAX_CHAR_BYTES = 4
+_NOTHING: frozenset[int] = frozenset()
+
+
+class IncrementalDetokenizer(ABC):
+    """Turns the tokens of one completion into text.
+
+    Args:
+        pieces: of the tokenizer.
+        prompt_token_ids: not looked at before the first token, since the engine checks them meanwhile.
+        hidden: tokens that no text is made of, in the prompt and in the answer.
+    """
+
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._prompt = prompt_token_ids
+        self._hidden = hidden
+        self._has_begun = False
+        self._is_plain = False  # a token with text of its own adds that text, and nothing else happens
+
+    def step(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens; return the text that has become certain."""
+        pieces, hidden = self._pieces, self._hidden
+        texts: list[str] = []
+        for token_id in token_ids:
+            if token_id in hidden or (piece := pieces[token_id]) is None:
+                continue
+            if self._is_plain and type(piece) is str:
+                texts.append(piece)
+                continue
+            if not self._has_begun:
+                self._has_begun = True
+                self._begin(piece)
+            texts.append(self._take(token_id, piece))
+        return "".join(texts)
+
+    def peek(self) -> str:
+        """Return what `flush` would, if that is whole characters; later tokens may change it."""
+        return ""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """Return the rest of the text; there are no more tokens."""
+
+    @abstractmethod
+    def _begin(self, first: str | bytes) -> None:
+        """Look at the prompt; `first` is the piece of the first token behind it."""
+
+    @abstractmethod
+    def _take(self, token_id: int, piece: str | bytes) -> str: ...
+
+    def _shown(self, token_ids: Iterator[int]) -> Iterator[int]:
+        return (t for t in token_ids if t not in self._hidden and self._pieces[t] is not None)
+
+
+class TokenPieces(dict[int, Piece]):
+    """What each token of a tokenizer is by itself, filled as tokens are asked for.
+
+    Attributes:
+        kind: makes detokenizers; see the module.
+    """
+
+    kind: Callable[[TokenPieces, Sequence[int], frozenset[int]], IncrementalDetokenizer]
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        decoder = backend.decoder
+        parts = [] if decoder is None else _parts(json.loads(decoder.__getstate__()))
+        kinds = [part["type"] for part in parts]
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._context: list[int] = []  # a token before those that are decoded, whose text is cut off again
+        if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
+            self.kind, self._make = LossyDetokenizer, self._bytes_of
+        elif _goes_by_token(parts):
+            self.kind, self._make = RunDetokenizer, self._text_of
+            self._context = self._find_context()
+        else:
+            self.kind, self._make = WholeDetokenizer, self._text_of
+        self._num_context = len(self.decode(self._context))
+
+    def __missing__(self, token_id: int) -> Piece:
+        spelling = self._backend.id_to_token(token_id)
+        piece = self[token_id] = None if spelling is None else self._make(token_id, spelling)
+        return piece
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The library's own decoding; special tokens are shown."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def decode_behind(self, token_ids: Sequence[int]) -> str:
+        """The same behind other tokens, so that nothing is cut off as a text's beginning."""
+        return self.decode([*self._context, *token_ids])[self._num_context :]
+
+    def _bytes_of(self, token_id: int, spelling: str) -> Piece:
+        known = [_BYTES.get(char) for char in spelling]
+        data = spelling.encode() if None in known else bytes(byte for byte in known if byte is not None)
+        try:
+            return data.decode() or None
+        except UnicodeDecodeError:
+            return data
+
+    def _text_of(self, token_id: int, spelling: str) -> Piece:
+        byte = _byte_of(spelling) if self._has_byte_tokens else None
+        return self.decode_behind([token_id]) if byte is None else bytes([byte])
+
+    def _find_context(self) -> list[int]:
+        for token_id in range(self._backend.get_vocab_size()):
+            spelling = self._backend.id_to_token(token_id)
+            is_byte = self._has_byte_tokens and spelling is not None and _byte_of(spelling) is not None
+            if not is_byte and self.decode([token_id]):
+                return [token_id]
+        return []
+
+
+class LossyDetokenizer(IncrementalDetokenizer):
+    """Of tokens that are bytes."""
+
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        super().__init__(pieces, prompt_token_ids, hidden)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+    def _begin(self, first: str | bytes) -> None:
+        tail = b""
+        for token_id in self._shown(reversed(self._prompt)):
+            piece = self._pieces[token_id]
+            tail = (piece.encode() if isinstance(piece, str) else piece or b"") + tail
+            if len(tail) >= _MAX_CHAR_BYTES:
+                break
+        self._decoder.decode(tail)
+        begun, _ = self._decoder.getstate()
+        if begun and not (isinstance(first, bytes) and _goes_on(begun, first)):
+            self._decoder.reset()  # it stays unfinished: the prompt's U+FFFD
+
+    def _take(self, token_id: int, piece: str | bytes) -> str:
+        if isinstance(piece, str):  # it begins a character, whatever was before
+            self._is_plain = True
+            return self.flush() + piece
+        text = self._decoder.decode(piece)
+        self._is_plain = not self._decoder.getstate()[0]
+        return text
+
+
+class RunDetokenizer(IncrementalDetokenizer):
+    """Of tokens with texts of their own, and of runs of byte tokens.
+
+    The first tokens of a text may be decoded otherwise than behind others (a space is cut off). They are
+    decoded together until some text has come of them.
+    """
+
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        super().__init__(pieces, prompt_token_ids, hidden)
+        self._first: list[int] | None = None  # tokens of which no text has come; None: some text has
+        self._run: list[int] = []
+        self._bytes = bytearray()  # of the run
+        self._num_prompt_bytes = 0  # of them
+
+    def peek(self) -> str:
+        try:
+            return self._text_of_run() if self._bytes.decode() else ""
+        except UnicodeDecodeError:
+            return ""
+
+    def flush(self) -> str:
+        if not self._run:
+            return ""
+        text = self._text_of_run()
+        self._leave_beginning(text, self._run)
+        self._run, self._bytes, self._num_prompt_bytes = [], bytearray(), 0
+        return text
+
+    def _begin(self, first: str | bytes) -> None:
+        self._first = []
+        for token_id in self._shown(iter(self._prompt)):
+            self._first.append(token_id)
+            if self._pieces.decode(self._first):
+                self._first = None
+                break
+        if isinstance(first, str):
+            return
+        run: list[int] = []
+        for token_id in self._shown(reversed(self._prompt)):
+            if isinstance(self._pieces[token_id], str):
+                break
+            run.append(token_id)
+        if self._first is not None:
+            del self._first[len(self._first) - len(run) :]
+        self._run = run[::-1]
+        self._bytes = bytearray(b"".join(self._bytes_of(token_id) for token_id in self._run))
+        self._num_prompt_bytes = len(self._bytes)
+
+    def _take(self, token_id: int, piece: str | bytes) -> str:
+        if isinstance(piece, bytes):
+            self._run.append(token_id)
+            self._bytes += piece
+            self._is_plain = False
+            return ""
+        text = self.flush()
+        if self._first is not None:
+            piece = self._pieces.decode([*self._first, token_id])
+            self._leave_beginning(piece, [token_id])
+        self._is_plain = self._first is None
+        return text + piece
+
+    def _text_of_run(self) -> str:
+        """Return the run's text without the prompt's characters."""
+        decode = self._pieces.decode_behind
+        if self._first is not None:
+            decode = self._pieces.decode
+        text = decode([*(self._first or ()), *self._run])
+        num_prompt = self._num_prompt_bytes
+        try:
+            self._bytes.decode()
+        except UnicodeDecodeError:
+            return text[num_prompt:]
+        if self._first is not None:  # and so no text has come of the prompt
+            return text
+        return text[len(self._bytes[:num_prompt].decode(errors="ignore")) :]
+
+    def _leave_beginning(self, text: str, token_ids: Sequence[int]) -> None:
+        if self._first is not None:
+            self._first = None if text else [*self._first, *token_ids]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = self._pieces[token_id]
+        assert isinstance(piece, bytes), "a run is of byte tokens"
+        return piece
+
+
+class WholeDetokenizer(IncrementalDetokenizer):
+    """Of tokens whose text is known at the end. The prompt's part is what both texts have in common."""
+
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
+        super().__init__(pieces, prompt_token_ids, hidden)
+        self._token_ids: list[int] = []
+
+    def flush(self) -> str:
+        prompt, answer = list(self._shown(iter(self._prompt))), self._token_ids
+        self._token_ids = []
+        if not answer:
+            return ""
+        text, before = self._pieces.decode([*prompt, *answer]), self._pieces.decode(prompt)
+        differs = (i for i, pair in enumerate(zip(text, before, strict=False)) if pair[0] != pair[1])
+        return text[next(differs, min(len(text), len(before))) :]
+
+    def _begin(self, first: str | bytes) -> None: ...
+
+    def _take(self, token_id: int, piece: str | bytes) -> str:
+        self._token_ids.append(token_id)
+        return ""
+
+
+def _parts(decoder: Part) -> list[Part]:
+    """A decoder's parts, in the order in which they work."""
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [part for each in decoder["decoders"] for part in _parts(each)]
+
+
+def _goes_by_token(parts: Sequence[Part]) -> bool:
+    """Whether text is that of single tokens and of runs of byte tokens, one after the other, but for what is
+    cut off at the beginning."""
+    has_runs = is_fused = False
+    for part in parts:
+        kind = part["type"]
+        if kind == "Fuse":
+            is_fused = True
+        elif kind == "ByteFallback" and not is_fused:
+            has_runs = True
+        elif kind == "WordPiece":
+            return len(parts) == 1
+        elif kind not in ("Replace", "Strip", "Metaspace"):
+            return False
+        elif is_fused or has_runs:
+            cuts_parts = kind == ("Metaspace" if is_fused else "Strip")
+            if cuts_parts or not _keeps_length(part):
+                return False
+    return True
+
+
+def _keeps_length(part: Part) -> bool:
+    """Whether each character stays one, wherever it stands, but for what is cut off at the beginning."""
+    match part["type"]:
+        case "Metaspace":
+            return True
+        case "Strip":
+            return part["stop"] == 0
+        case "Replace":
+            return len(part["pattern"].get("String", "")) == 1 and len(part["content"]) == 1
+        case _:
+            return False
+
+
+def _byte_of(spelling: str) -> int | None:
+    """The byte that ByteFallback makes of a token."""
+    found = _BYTE_TOKEN.fullmatch(spelling)
+    return None if found is None else int(found[1], 16)
+
+
+def _goes_on(begun: bytes, piece: bytes) -> bool:
+    """Whether the first byte of `piece` belongs to the character that `begun` begins."""
+    try:
+        (begun + piece[:1]).decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
+
+
+def _byte_chars() -> dict[str, int]:
+    """ByteLevel's spelling of bytes, as GPT-2's: printable ones of Latin-1 as they are, the others behind."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_chars()

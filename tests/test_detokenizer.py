@@ -1,0 +1,313 @@
+"""Text of tokens as they come: what the library says of prompt and answer together, less the prompt.
+
+The oracle is `tokenizers.Tokenizer.decode` of everything at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.actors.outputs import NOTHING, Begun, OutputProcessor, begun_text
+from manta.actors.prompts import EncodedPrompt
+from manta.actors.tokenizer import Tokenizer
+from manta.cluster.engine import SequenceUpdate
+from manta.cluster.request import SamplingParams
+from tokenizers import AddedToken, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
+
+CHARS = "a é\n日😀❤\ufe0f\ufffd▁"
+BROKEN = (0x80, 0xA0, 0xC3, 0xE2, 0x9D, 0xED, 0xEF, 0xF0, 0x9F, 0xFF)
+SPECIALS = ("<s>", "</s>", "<\uff5cend▁of text\uff5c>")
+WORDS = ("▁", "▁the", "the", "▁▁x▁y", "日本", "##ing", "<0xZZ>", "")
+SPELLING = bytes_to_unicode()
+BYTES = {char: byte for byte, char in SPELLING.items()}
+
+LEGACY = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+WITH_RUNS = {
+    "legacy Prepend": decoders.Sequence(LEGACY),
+    "Gemma": decoders.Sequence(LEGACY[:3]),
+    "Metaspace behind ByteFallback": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "two spaces cut off": decoders.Sequence([*LEGACY[:3], decoders.Strip(" ", 2, 0)]),
+}
+WITH_WORDS = {
+    "Metaspace": decoders.Metaspace(),
+    "Metaspace that prepends nothing": decoders.Metaspace(prepend_scheme="never"),
+    "WordPiece": decoders.WordPiece(),
+    "no decoder": None,
+}
+KNOWN_AT_THE_END = {
+    "suffixes": decoders.BPEDecoder("▁"),
+}
+
+
+def of_words(decoder: decoders.Decoder | None) -> tokenizers.Tokenizer:
+    """Byte tokens, words, special tokens in the text and beside it."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, "<0x0a>"]
+    vocab = {name: i for i, name in enumerate(names)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIALS])
+    backend.add_tokens(["<think>"])
+    if decoder is not None:
+        backend.decoder = decoder
+    return backend
+
+
+def of_bytes() -> tokenizers.Tokenizer:
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator([CHARS * 2, "日本日本 the the 😀😀"], trainer)
+    backend.add_tokens(["é", "é ", "<think>"])
+    return backend
+
+
+def of_tiktoken() -> tokenizers.Tokenizer:
+    """As `tiktoken_model.py` makes it; some tokens begin or end inside a character."""
+    parts = [*(bytes([byte]) for byte in range(256)), b"\xf0\x9f", b"\x98\x80", b" t", b"\x9d\xa4 the", b"he"]
+
+    class Converter(TikTokenConverter):
+        @staticmethod
+        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+            return {part: i for i, part in enumerate(parts)}
+
+    backend = Converter("", r"\s+|\S+").converted()
+    backend.add_special_tokens(list(SPECIALS))
+    return backend
+
+
+BYTE_LEVELS = {"ByteLevel": of_bytes, "tiktoken": of_tiktoken}
+TOKENIZERS = {
+    **{kind: Tokenizer(make(), None, {}) for kind, make in BYTE_LEVELS.items()},
+    **{
+        kind: Tokenizer(of_words(decoder), None, {})
+        for kind, decoder in (WITH_RUNS | WITH_WORDS | KNOWN_AT_THE_END).items()
+    },
+}
+every_kind = pytest.mark.parametrize("kind", TOKENIZERS)
+
+
+def name_of(kind: str, token_id: int) -> str:
+    return TOKENIZERS[kind].tokens([token_id])[0] or ""
+
+
+def byte_ids(kind: str, data: bytes) -> list[int]:
+    spelt = [SPELLING[byte] if kind in BYTE_LEVELS else f"<0x{byte:02X}>" for byte in data]
+    return [TOKENIZERS[kind]._backend.token_to_id(name) for name in spelt]
+
+
+def ids_of(kind: str, *parts: str | bytes) -> list[int]:
+    """Of tokens by their names, and of bytes."""
+    found: list[int] = []
+    for part in parts:
+        token_id = None if isinstance(part, bytes) else TOKENIZERS[kind]._backend.token_to_id(part)
+        data = part.encode() if isinstance(part, str) else part
+        found += byte_ids(kind, data) if token_id is None else [token_id]
+    return found
+
+
+def token_lists(kind: str, max_size: int) -> st.SearchStrategy[list[int]]:
+    """Characters whole, cut and broken, among words, special tokens and ids that are no tokens."""
+    size = TOKENIZERS[kind].vocab_size
+    chars = st.builds(
+        lambda char, cut: byte_ids(kind, char.encode()[: -cut or None]) or [size - 1],
+        st.sampled_from(CHARS),
+        st.sampled_from((0, 0, 0, 1, 2)),
+    )
+    broken = st.sampled_from(BROKEN).map(lambda byte: byte_ids(kind, bytes([byte])))
+    words = st.integers(256, size + 1).map(lambda token_id: [token_id])
+    lists = st.lists(chars | broken | words, max_size=max_size)
+    return lists.map(lambda parts: [token_id for part in parts for token_id in part])
+
+
+@st.composite
+def cut_into_blocks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
+    ends = sorted(draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
+    return [list(ids[begin:end]) for begin, end in pairwise(ends)]
+
+
+def expected(kind: str, prompt: list[int], answer: list[int]) -> str:
+    """Of tokens that are shown: the characters whose last byte is the answer's."""
+
+    def decode(ids: list[int]) -> str:
+        return TOKENIZERS[kind].decode(ids, skip_special_tokens=False)
+
+    text = decode([*prompt, *answer])
+    if kind in BYTE_LEVELS:
+        begin, rest = ids_to_bytes(kind, prompt), ids_to_bytes(kind, answer)
+        ends = char_ends(begin + rest)
+        assert len(ends) == len(text)
+        return text[sum(end <= len(begin) for end in ends) :]
+    if kind in KNOWN_AT_THE_END:
+        before = decode(prompt)
+        return text[max(i for i in range(len(before) + 1) if text.startswith(before[:i])) :]
+    run, following = run_of(kind, prompt[::-1])[::-1], run_of(kind, answer)
+    if run and following:
+        try:
+            (run + following).decode()
+        except UnicodeDecodeError:
+            return text[len(decode(prompt[: -len(run)])) + len(run) :]
+        num_open = len(run) - len(run.decode(errors="ignore").encode())
+        prompt = prompt[: len(prompt) - num_open]
+    before = decode(prompt)
+    assert text.startswith(before)
+    return text[len(before) :]
+
+
+def run_of(kind: str, ids: list[int]) -> bytes:
+    """The byte tokens at the beginning."""
+    if kind not in WITH_RUNS:
+        return b""
+    names = takewhile(
+        lambda name: name.startswith("<0x") and name != "<0xZZ>", (name_of(kind, i) for i in ids)
+    )
+    return bytes.fromhex("".join(name[3:5] for name in names))
+
+
+def ids_to_bytes(kind: str, ids: Sequence[int]) -> bytes:
+    """ByteLevel's; a token with a character that spells no byte is its own text."""
+    names = [name_of(kind, token_id) for token_id in ids]
+    return b"".join(
+        bytes(BYTES[char] for char in name) if set(name) <= BYTES.keys() else name.encode() for name in names
+    )
+
+
+def char_ends(data: bytes) -> list[int]:
+    """Where each character of the lossy text ends."""
+    ends, at = list[int](), 0
+
+    def broken(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        valid(error.start)
+        ends.append(error.end)
+        nonlocal at
+        at = error.end
+        return "\ufffd", error.end
+
+    def valid(end: int) -> None:
+        nonlocal at
+        for char in data[at:end].decode():
+            at += len(char.encode())
+            ends.append(at)
+
+    codecs.register_error("test_detokenizer", broken)
+    data.decode(errors="test_detokenizer")
+    valid(len(data))
+    return ends
+
+
+def texts(
+    kind: str, prompt: Sequence[int], blocks: Sequence[Sequence[int]], kept: Sequence[int], *, skips: bool
+) -> list[str]:
+    """What each block brings, and the end."""
+    detokenizer = TOKENIZERS[kind].detokenizer(prompt, skip_special_tokens=skips, kept_token_ids=kept)
+    return [*(detokenizer.step(block) for block in blocks), detokenizer.flush()]
+
+
+@every_kind
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_text_is_what_decoding_all_at_once_adds_to_the_prompt(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    prompt, answer = data.draw(token_lists(kind, 5)), data.draw(token_lists(kind, 8))
+    skips = data.draw(st.booleans())
+    kept = data.draw(st.sets(st.sampled_from(sorted(tokenizer.special_token_ids.values()))))
+    hidden = set(tokenizer.special_token_ids.values()) - kept if skips else set()
+
+    def is_shown(token_id: int) -> bool:
+        return token_id not in hidden and tokenizer.tokens([token_id]) != [None]
+
+    wanted = expected(kind, [*filter(is_shown, prompt)], [*filter(is_shown, answer)])
+    blocks = data.draw(cut_into_blocks(answer))
+    in_blocks = texts(kind, prompt, blocks, sorted(kept), skips=skips)
+    one_by_one = texts(kind, prompt, [[token_id] for token_id in answer], sorted(kept), skips=skips)
+    assert "".join(in_blocks) == "".join(one_by_one) == wanted
+    assert "".join(texts(kind, prompt, [answer], sorted(kept), skips=skips)) == wanted
+    for end in range(len(blocks)):  # what has come depends on the tokens alone
+        count = sum(map(len, blocks[: end + 1]))
+        assert "".join(in_blocks[: end + 1]) == "".join(one_by_one[:count])
+
+
+@pytest.mark.parametrize("kind", ["legacy Prepend", "Gemma", "Metaspace behind ByteFallback"])
+def test_a_character_that_breaks_off_is_text_and_no_failure(kind: str) -> None:
+    prompt, answer = ids_of(kind, "the"), ids_of(kind, "❤\ufe0f".encode()[:-1], "▁the")
+    assert "".join(texts(kind, prompt, [answer], (), skips=True)) == "\ufffd" * 5 + " the"
+    prompt = ids_of(kind, "日本", "😀")
+    assert "".join(texts(kind, prompt, [ids_of(kind, "▁the")], (), skips=True)) == " the"
+
+
+@every_kind
+@settings(max_examples=30)
+@given(data=st.data())
+def test_another_replica_goes_on_with_the_same_text(kind: str, data: st.DataObject) -> None:
+    tokenizer, params = TOKENIZERS[kind], SamplingParams(stop=("e❤", "\n", "😀 "), max_tokens=None, seed=0)
+    prompt, answer = data.draw(token_lists(kind, 4)), data.draw(token_lists(kind, 8))
+    whole, num_tokens, stop, _ = completed(tokenizer, prompt, data.draw(cut_into_blocks(answer)), params)
+    count = data.draw(st.integers(0, max(num_tokens - 1, 0)))
+    text, _, _, given = completed(tokenizer, prompt, [answer[:count]], params, ends=False)
+    begun = Begun(tuple(answer[:count]), len(given))
+    assert begun_text(tokenizer, prompt, params, begun) == given == text[: len(given)]
+    rest = completed(tokenizer, prompt, data.draw(cut_into_blocks(answer[count:])), params, begun)
+    assert rest[:3] == (whole, num_tokens, stop) and given + rest[3] == whole
+
+
+def completed(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    blocks: Sequence[Sequence[int]],
+    params: SamplingParams,
+    begun: Begun = NOTHING,
+    *,
+    ends: bool = True,
+) -> tuple[str, int, object, str]:
+    """Text, number of tokens and stop reason of a completion, and the text of its stream."""
+    processor = OutputProcessor(tokenizer)
+    tracker, _ = processor.add("r", EncodedPrompt((tokenizer.vocab_size, *prompt)), params, begun=begun)
+    given = ""
+    for at, block in enumerate(blocks, start=1):
+        reason = "length" if ends and at == len(blocks) else None
+        fed = processor.feed(SequenceUpdate("r", tuple(block), reason, None, 0, 0, 0))
+        given += fed[1].text if fed is not None else ""
+    whole = tracker.whole().outputs[0]
+    return whole.text, len(whole.token_ids), whole.stop_reason, given
+
+
+@every_kind
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_stop_string_ends_the_text_at_the_same_token_whatever_the_cuts(
+    kind: str, data: st.DataObject
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    prompt, answer = data.draw(token_lists(kind, 3)), data.draw(token_lists(kind, 10))
+    stop = tuple(data.draw(st.lists(st.text(f"{CHARS}the ", min_size=1, max_size=2), min_size=1, max_size=3)))
+    params = SamplingParams(stop=stop, max_tokens=None, seed=0, min_tokens=data.draw(st.integers(0, 3)))
+    once = completed(tokenizer, prompt, [[token_id] for token_id in answer] or [[]], params)
+    assert completed(tokenizer, prompt, data.draw(cut_into_blocks(answer)) or [[]], params) == once
+    text, num_tokens, reason, given = once
+    assert text == given
+    if reason is not None:
+        uncut, *_ = completed(
+            tokenizer, prompt, [answer[:num_tokens]], SamplingParams(max_tokens=None, seed=0)
+        )
+        assert uncut.startswith(text + str(reason)), "what stopped it is in the text of the tokens that count"
+
+
+@pytest.mark.parametrize("kind", [*WITH_RUNS, *BYTE_LEVELS])
+def test_a_stop_string_of_byte_tokens_ends_the_text_with_its_last_byte(kind: str) -> None:
+    answer = ids_of(kind, b"x", "\n", b"y")
+    params = SamplingParams(stop=("\n",), max_tokens=None, seed=0)
+    text, num_tokens, reason, _ = completed(TOKENIZERS[kind], ids_of(kind, b"a"), [answer], params)
+    assert (text, num_tokens, reason) == ("x", 2, "\n")

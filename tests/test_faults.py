@@ -1,0 +1,291 @@
+"""An exception anywhere on the way from tokens to an answer ends that request, and touches no other.
+
+Each stage raises for one request of eight, over real HTTP. What the other seven get is compared with a run
+that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from chat_pairs import HERMES, chat_config, tool
+from manta import LLM, SamplingParams
+from manta.actors import engine as engine_module
+from manta.actors import outputs, process_log
+from manta.actors.batch.answering import RowAnswerer
+from manta.actors.batch.reading import Row
+from manta.actors.batch.rows import Layout
+from manta.actors.chat.reading import Answer, Reading
+from manta.actors.chat.splitter import Splitter
+from manta.actors.detokenizer import IncrementalDetokenizer, LossyDetokenizer
+from manta.actors.engine import AsyncEngine
+from manta.actors.http.chat import ChatShape
+from manta.actors.http.defaults import GenerationDefaults
+from manta.actors.http.figures import RequestFigures
+from manta.actors.http.run import Run
+from manta.actors.http.settings import ServerSettings
+from manta.actors.logprobs import OutputLogprobs
+from manta.actors.outputs import RequestTracker
+from manta.actors.request_steps import RequestSteps
+from manta.actors.streams import Stream, Streams
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine
+from manta.cluster.errors import OutputProcessingError
+from test_http_server import events, idle, wait_for
+from text_pair import LiveServer
+
+NUM_REQUESTS, POISONED = 8, 3
+MARK = "#poison#"
+TOOLS = [tool("now", zone={"type": "string"})]
+
+
+class Panic(BaseException):
+    """As `pyo3_runtime.PanicException`, which is no Exception."""
+
+
+# Where things are made of tokens: on the event loop for all requests, and in each reader's own task.
+DELIVERY = [
+    (IncrementalDetokenizer, "step", KeyError),
+    (IncrementalDetokenizer, "step", Panic),
+    (LossyDetokenizer, "flush", OverflowError),
+    (outputs._Text, "_find_stop", RecursionError),
+    (outputs._Text, "take", IndexError),
+    (OutputLogprobs, "extend", TypeError),
+    (RequestSteps, "feed", ZeroDivisionError),
+    (RequestTracker, "output", MemoryError),
+    (Stream, "take", ValueError),
+]
+READERS = [
+    (RequestFigures, "feed", KeyError),
+    (Run, "_shown", AttributeError),
+    (Answer, "feed", RecursionError),
+    (Splitter, "feed", Panic),
+    (Reading, "whole", ValueError),
+    (ChatShape, "chunks", TypeError),
+    (ChatShape, "whole", TypeError),
+    (ChatShape, "logprobs", IndexError),
+]
+STREAMS_ONLY = {"chunks"}
+WHOLE_ONLY = {"whole"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return chat_config(tmp_path_factory.mktemp("pair"), HERMES)
+
+
+@pytest.fixture(scope="module")
+def server(config: EngineConfig) -> Iterator[LiveServer]:
+    with LiveServer(config, ServerSettings()) as server:
+        yield server
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[BaseException]) -> None:
+    """Let a stage raise for requests whose prompt, or whose id, says so."""
+    fed: list[bool] = []
+
+    def feed(tracker: RequestTracker, *args: Any) -> Any:
+        fed.append(MARK in (tracker.prompt or ""))
+        try:
+            return original_feed(tracker, *args)
+        finally:
+            fed.pop()
+
+    def raise_or_go_on(self: Any, *args: Any, **options: Any) -> Any:
+        tracker = self if isinstance(self, RequestTracker) else getattr(self, "tracker", None)
+        is_marked = tracker is not None and MARK in (tracker.prompt or "")
+        if is_marked or any(fed) or (not fed and process_log._request_id.get() == "poisoned"):
+            raise error("injected")
+        return original(self, *args, **options)
+
+    original_feed, original = RequestTracker.feed, getattr(owner, name)
+    monkeypatch.setattr(RequestTracker, "feed", feed)
+    monkeypatch.setattr(owner, name, raise_or_go_on)
+
+
+def ask(server: LiveServer, index: int, *, poisoned: bool = False) -> tuple[int, Any]:
+    """The status and the answer, or its error."""
+    text = f"Say {index}." + (MARK if poisoned else "")
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": text}],
+        "tools": TOOLS,
+        "temperature": 1.0,
+        "seed": index,
+        "max_tokens": 10,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": ["\u2603\u2603"],
+        "stream": index % 2 == 1,
+    }
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        headers = {"X-Request-Id": "poisoned" if poisoned else f"healthy-{index}"}
+        with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+            if response.status_code != 200 or not body["stream"]:
+                found = json.loads(response.read())
+                return response.status_code, found.get("error") or found["choices"]
+            found = events(response)
+    if "error" in found[-1]:
+        return 200, found[-1]["error"]
+    return 200, [choice for chunk in found for choice in chunk["choices"]]
+
+
+def round_of(server: LiveServer, poisoned: int | None = None) -> list[tuple[int, Any]]:
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        return list(pool.map(lambda i: ask(server, i, poisoned=i == poisoned), range(NUM_REQUESTS)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: LiveServer) -> list[tuple[int, Any]]:
+    found = round_of(server)
+    assert all(status == 200 for status, _ in found)
+    return found
+
+
+@pytest.mark.parametrize("poisoned", [POISONED, POISONED + 1], ids=["streamed", "whole"])
+@pytest.mark.parametrize(
+    ("owner", "name", "error"), [*DELIVERY, *READERS], ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_stage_that_raises_ends_its_request_alone(
+    server: LiveServer,
+    undisturbed: list[tuple[int, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    name: str,
+    error: type[BaseException],
+    poisoned: int,
+) -> None:
+    is_streamed = poisoned % 2 == 1
+    if name in (WHOLE_ONLY if is_streamed else STREAMS_ONLY):
+        pytest.skip("no part of such an answer")
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        poison(patch, owner, name, error)
+        found = round_of(server, poisoned)
+    status, failure = found[poisoned]
+    assert failure["code"] == 500 and failure["message"] == "Internal server error."
+    assert status == 500 or is_streamed
+    assert found[:poisoned] + found[poisoned + 1 :] == undisturbed[:poisoned] + undisturbed[poisoned + 1 :]
+    causes = [record for record in caplog.records if record.exc_info and error is record.exc_info[0]]
+    assert len(causes) == 1 and "poisoned" in causes[0].getMessage()
+    wait_for(lambda: idle(server))
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").status_code == 200
+    assert ask(server, 0) == undisturbed[0]
+    wait_for(lambda: idle(server))
+
+
+def test_a_completion_of_several_takes_the_others_of_its_request_with_it(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": MARK, "n": 3, "max_tokens": 400, "ignore_eos": True, "stop": "\u2603\u2603\u2603"}
+    with monkeypatch.context() as patch, httpx.Client(base_url=server.url, timeout=30) as http:
+        poison(patch, outputs._Text, "_find_stop", KeyError)
+        assert http.post("/v1/completions", json=body).status_code == 500
+        wait_for(lambda: idle(server))
+
+
+def test_an_engine_that_delivers_nothing_is_unhealthy(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(engine_module, "DELIVERY_TIMEOUT_S", 0.1)
+    with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body | {"max_tokens": 4}).status_code == 200
+        monkeypatch.setattr(Streams, "_deliver_a_turn", lambda streams: None)
+        assert http.post("/v1/completions", json=body).status_code == 503
+        assert http.get("/health").status_code == 503
+
+
+def test_delivery_goes_on_after_what_no_guard_holds(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leftover queue is no delivery in progress."""
+    with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        failures: list[BaseException] = []
+        hand_out = Streams._hand_out
+
+        def fail_once(streams: Streams, update: Any) -> None:
+            if not failures:
+                failures.append(KeyError("injected"))
+                streams._updates.appendleft(update)
+                raise failures[0]
+            hand_out(streams, update)
+
+        monkeypatch.setattr(Streams, "_hand_out", fail_once)
+        response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
+        assert response.json()["usage"]["completion_tokens"] == 4 and failures
+
+
+def test_a_row_whose_answer_cannot_be_made_is_an_error_row(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(defaults={"max_tokens": 6, "temperature": 0.0, "ignore_eos": True})
+    rows = [Row(i, {"prompt": f"row {i}" + MARK * (i == POISONED)}) for i in range(NUM_REQUESTS)]
+
+    async def answered() -> list[dict[str, Any]]:
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            answerer = RowAnswerer(engine, layout, GenerationDefaults(), "m")
+            first = await asyncio.gather(*map(answerer.answer, rows))
+            poison(monkeypatch, IncrementalDetokenizer, "step", Panic)
+            again = await asyncio.gather(*map(answerer.answer, rows))
+            engine.check_health()
+            while engine.stats().running:
+                await asyncio.sleep(0.01)
+            return [*first, *again]
+        finally:
+            engine.close()
+
+    found = asyncio.run(answered())
+    texts = [row.get("text") for row in found]
+    assert texts[NUM_REQUESTS:] == [None if i == POISONED else text for i, text in enumerate(texts[:8])]
+    bad = found[NUM_REQUESTS + POISONED]
+    assert bad["error"]["type"] == "InternalServerError" and "Panic" in bad["error"]["message"]
+    assert MARK in bad["input"]
+
+
+def test_offline_generation_reports_the_one_that_failed(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(config.model, dtype="float32", num_pages=256, num_threads=1) as llm:
+        prompts = [f"prompt {i}" + MARK * (i == POISONED) for i in range(NUM_REQUESTS)]
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        before = [output.outputs[0].text for output in llm.generate(prompts, params)]
+        with monkeypatch.context() as patch:
+            poison(patch, IncrementalDetokenizer, "step", KeyError)
+            after = llm.generate(prompts, params)
+            with pytest.raises(OutputProcessingError, match="KeyError"):
+                list(llm.stream(prompts[POISONED], params))
+        assert [o.outputs[0].finish_reason for o in after].count("error") == 1
+        assert after[POISONED].outputs[0].finish_reason == "error"
+        others = [i for i in range(NUM_REQUESTS) if i != POISONED]
+        assert [after[i].outputs[0].text for i in others] == [before[i] for i in others]
+        assert [output.outputs[0].text for output in llm.generate(prompts, params)] == before
+        assert llm.stats().running == 0
+
+
+def test_a_request_that_breaks_the_engines_own_checks_ends_alone(
+    server: LiveServer, undisturbed: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_requests: Callable[..., None] = Engine.add_requests
+
+    def checked(engine: Engine, requests: Any) -> None:
+        if requests[0].params.max_tokens == 11:
+            raise KeyError("injected")
+        add_requests(engine, requests)
+
+    with monkeypatch.context() as patch, httpx.Client(base_url=server.url, timeout=30) as http:
+        patch.setattr(Engine, "add_requests", checked)
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 11}).status_code == 500
+        assert ask(server, 0) == undisturbed[0]
+        assert http.get("/health").status_code == 200
