@@ -34,7 +34,7 @@ def asker_of(
     caller: Caller,
     tenants: tuple[str, ...],
 ) -> tuple[Asker, str | None]:
-    """Return whom a request over HTTP counts for, and the name of the field whose tenant it does not.
+    """Return tenant and category of a request over HTTP, and the field that names a tenant in vain.
 
     Args:
         tenants: that every request may count for.

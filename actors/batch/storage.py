@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import quote
@@ -62,7 +62,7 @@ class Storage:
         if found is None or found[1] == "file":
             path = where[len(found[0]) :] if found else where
             root = Path(f"/{path.lstrip('/')}" if found else path).resolve()
-            return cls(where, fs.LocalFileSystem(), str(root), private)
+            return cls(where, fs.LocalFileSystem(), str(root), private=private)
         if found[1] not in SCHEMES:
             raise ConfigError(
                 f"{field}: {where} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a path.",
@@ -74,7 +74,7 @@ class Storage:
             filesystem, root = _open_remote(found[1], address, query)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise ConfigError(f"{field}: {shown} cannot be used: {error}.", param=field) from None
-        return cls(shown, filesystem, root.rstrip("/"), private)
+        return cls(shown, filesystem, root.rstrip("/"), private=private)
 
     @property
     def local(self) -> bool:
@@ -103,7 +103,7 @@ class Storage:
 
     def under(self, *parts: str) -> Storage:
         """A folder in this folder."""
-        return Storage(self._join(self.where, *parts), self.filesystem, self.path(*parts), self.private)
+        return replace(self, where=self._join(self.where, *parts), root=self.path(*parts))
 
     def path(self, *parts: str) -> str:
         """The path of a name, for the file system."""
