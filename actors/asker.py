@@ -17,10 +17,15 @@ from ..cluster.caller import Caller
 
 
 class Asker(NamedTuple):
-    """As far as a request says so."""
+    """Whom a request counts for.
+
+    Attributes:
+        named: the tenant that the request names, whether it counts for it or not; its key's, if it has one.
+    """
 
     tenant: str | None = None
     category: str | None = None
+    named: str | None = None
 
 
 def asker_of(
@@ -29,7 +34,7 @@ def asker_of(
     caller: Caller,
     tenants: tuple[str, ...],
 ) -> tuple[Asker, str | None]:
-    """Return whom a request over HTTP counts for, and the name of the field whose tenant it does not.
+    """Return tenant and category of a request over HTTP, and the field that names a tenant in vain.
 
     Args:
         tenants: that every request may count for.
@@ -39,13 +44,14 @@ def asker_of(
     named = in_header or told.tenant
     tenant = caller.tenant_of(named, tenants)
     unheeded = None if named in (None, tenant) else "X-Tenant" if in_header else "metadata.tenant"
-    return Asker(tenant, headers.get("x-category") or told.category), unheeded
+    category = headers.get("x-category") or told.category
+    return Asker(tenant, category, caller.tenant or named), unheeded
 
 
 def told_asker(metadata: Any) -> Asker:  # Any: JSON
     """What a body says."""
     told = metadata if isinstance(metadata, Mapping) else {}
-    return Asker(*(_text(told.get(name)) for name in Asker._fields))
+    return Asker(_text(told.get("tenant")), _text(told.get("category")))
 
 
 def _text(value: Any) -> str | None:  # Any: JSON

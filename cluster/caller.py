@@ -1,4 +1,4 @@
-"""The key behind a request: what it owns and may see, which tenant it counts for, whose prompts it shares.
+"""The key behind a request: what it owns and may see, its tenant, and which prompts it shares a cache with.
 
 Keys themselves are nowhere here: an owner is a digest of one. Made by `actors/http/keys.py` for each request,
 handed from a gateway to its replicas, and kept with what a request leaves behind (files, batches, lives).
@@ -14,7 +14,7 @@ from .label_values import ANY, OTHER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sent a request, as far as its key says so.
+    """What the key of a request may do and see.
 
     Attributes:
         owner: of what the request makes (`owner_of`); None without a key.
@@ -31,7 +31,7 @@ class Caller:
     domain: str | None = None
 
     def may_see(self, owner: str | None) -> bool:
-        """Whether something of that owner exists for this caller."""
+        """Return whether an object of that owner exists for this caller."""
         return self.sees_all or owner == self.owner
 
     def tenant_of(self, named: str | None, allowed: tuple[str, ...]) -> str | None:
@@ -53,7 +53,7 @@ class Caller:
         return cache_salt if self.domain is None else _digest("salt", self.domain, cache_salt or "")
 
 
-SERVER = Caller(sees_all=True)  # what a server does of itself
+SERVER = Caller(sees_all=True)  # of the server's own work
 
 
 def owner_of(key: str) -> str:

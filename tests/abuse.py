@@ -25,6 +25,7 @@ from typing import Any
 
 from abuse_clients import ask, be_silent, leave, nonsense, read_slowly
 from abuse_long import Measured, measure
+from abuse_tenants import SETTINGS, refuse_strangers
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.tables import print_table
 from probed_server import Found, ProbedServer
@@ -132,6 +133,11 @@ def main() -> int:
     ):
         if not fuzz(server.url, FUZZ_S):
             wrong.append("schemathesis found something: see above")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProbedServer(MODEL, SETTINGS | {"batch_storage": folder}, enable_prefix_caching=True) as server,
+    ):
+        wrong += refuse_strangers(server.url)
     if output is not None:
         figures = {"long": [asdict(m) for m in measured], "attacks": states, "wrong": wrong}
         output.write_text(json.dumps({"provenance": provenance(), **figures}, indent=1) + "\n")

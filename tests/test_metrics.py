@@ -78,7 +78,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         }
     )
     storage = str(tmp_path_factory.mktemp("batches"))
-    settings = ServerSettings(served_model_name="tiny", batch_storage=storage, max_metric_labels=2)
+    anybody: dict[str, Any] = {"tenants": "*", "categories": "*", "max_metric_labels": 2}
+    settings = ServerSettings(served_model_name="tiny", batch_storage=storage, **anybody)
     with LiveServer(config, settings, simulated) as server:
         yield server
 

@@ -229,7 +229,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 def http(config: EngineConfig, folder: Path) -> Iterator[httpx.Client]:
     """Asks with the operators' key."""
     settings = ServerSettings(
-        served_model_name="tiny", receipts=str(folder), api_key="user", admin_api_key="root"
+        served_model_name="tiny",
+        receipts=str(folder),
+        api_key="user",
+        admin_api_key="root",
+        tenants=("acme", "body"),
+        categories=("code",),
     )
     with LiveServer(config, settings, simulated) as server:
         headers = {"Authorization": "Bearer root"}

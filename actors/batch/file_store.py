@@ -216,9 +216,9 @@ class FileStore:
 
 
 class Owned:
-    """Whose the papers of a folder are, and how much each counts: remembered, since neither changes.
+    """Remembers the owner and the size of each paper in a folder; neither changes.
 
-    A list of one owner's objects, and the sum of their bytes, would else read the papers of all owners.
+    Without it a list of one owner's objects, and the sum of their bytes, would read the papers of all owners.
     """
 
     def __init__(self, storage: Storage, folder: str, prefix: str) -> None:
@@ -226,7 +226,7 @@ class Owned:
         self._known: dict[str, tuple[str | None, int]] = {}  # replaced as a whole: threads read it
 
     def ids(self, caller: Caller, *, newest_first: bool) -> list[str]:
-        """The ids that a caller may see."""
+        """Return the ids that a caller may see."""
         ids = listed_ids(self._storage, self._folder, newest_first=newest_first)
         if caller.sees_all:
             return ids
@@ -234,7 +234,7 @@ class Owned:
         return [each for each in ids if each in known and caller.may_see(known[each][0])]
 
     def num_bytes(self, owner: str) -> int:
-        """What an owner's papers count together."""
+        """Return the bytes that an owner's papers count together."""
         known = self._facts(listed_ids(self._storage, self._folder, newest_first=False))
         return sum(size for of, size in known.values() if of == owner)
 

@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ...cluster.caller import Caller
 from ...cluster.errors import EngineDeadError, InUseError, RequestError, shown
 from ...cluster.label_values import Account
-from ..asker import Asker, asker_of
+from ..asker import Asker
 from ..chat.model import ChatModel
 from ..checkpoints import target_folder, tokenizer_folder
 from ..engine import AsyncEngine
@@ -51,7 +51,6 @@ class BatchService:
         names: of the model; the first is reported.
         max_lines: of a batch.
         max_stored_bytes: that one key may keep.
-        tenants: that every batch may count for.
         chat: how the model converses.
         count_lines: told of lines that came to their end; on the event loop.
         on_row: told of each line as it is answered, also there.
@@ -70,7 +69,6 @@ class BatchService:
         *,
         max_lines: int,
         max_stored_bytes: int,
-        tenants: tuple[str, ...],
         chat: ChatModel,
         count_lines: Callable[[BatchLines], None],
         on_row: Callable[[EndedRow], None] | None = None,
@@ -79,7 +77,6 @@ class BatchService:
         storage.close_to_others(FILES, FOLDER, QUEUE, WORK)
         self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)
-        self._tenants = tenants
         made_from = _made_from(engine, generation)
         self._engine = engine
         self._generation = generation
@@ -103,7 +100,7 @@ class BatchService:
         window_s: int,
         metadata: dict[str, str] | None,
         caller: Caller,
-        headers: Mapping[str, str],
+        tenant: str | None,
     ) -> Batch:
         """A new batch. Blocking. Raises RequestError when its input is not the caller's, or no input."""
         file = self.files.get(input_file_id, caller)
@@ -113,8 +110,7 @@ class BatchService:
                 param="input_file_id",
             )
         self.files.check_room(caller.owner, "input_file_id")
-        asker, _ = asker_of(headers, metadata, caller, self._tenants)
-        return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, asker.tenant)
+        return self.batches.create(endpoint, input_file_id, window, window_s, metadata, caller, tenant)
 
     def wake(self) -> None:
         """There is something new to do: look now."""

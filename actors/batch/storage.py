@@ -71,7 +71,7 @@ class Storage:
         if found is None or found[1] == "file":
             path = where[len(found[0]) :] if found else where
             root = Path(f"/{path.lstrip('/')}" if found else path).resolve()
-            return cls(where, fs.LocalFileSystem(), str(root), private, follows_links)
+            return cls(where, fs.LocalFileSystem(), str(root), private=private, follows_links=follows_links)
         if found[1] not in SCHEMES:
             raise ConfigError(
                 f"{field}: {shown_url(where)} is a {found[1]}:// URL. Known: {', '.join(SCHEMES)}, or a "
@@ -85,7 +85,7 @@ class Storage:
         except (OSError, ValueError, pa.ArrowException) as error:
             why = _REPEATED.sub("the URL", str(error))
             raise ConfigError(f"{field}: {shown} cannot be used: {why}.", param=field) from None
-        return cls(shown, filesystem, root.rstrip("/"), private, follows_links)
+        return cls(shown, filesystem, root.rstrip("/"), private=private, follows_links=follows_links)
 
     @property
     def local(self) -> bool:

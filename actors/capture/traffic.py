@@ -66,7 +66,7 @@ class CapturedAnswers:
                 token_ids=tuple(token_ids),
                 model=self.model,
                 day=day,
-                tenant=self.asker.tenant,
+                tenant=self.asker.named,
                 category=self.asker.category,
             )
             for (index, _), token_ids in self.token_ids.items()

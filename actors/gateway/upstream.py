@@ -64,14 +64,14 @@ def path_of(http: Request) -> str:
 
 
 def request_headers(http: Request) -> list[tuple[str, str]]:
-    """What a replica gets of a client's headers; and whose the request is."""
+    """Return the headers that a replica gets: the client's, and the request's id and caller."""
     own = ("x-request-id", http.scope["state"]["request_id"])
     mine = [(name, value) for name, value in http.headers.items() if _goes_on(name) and name != own[0]]
     return [*mine, own, caller_header(http.scope)]
 
 
 def caller_header(scope: Scope) -> tuple[str, str]:
-    """Whose a request is, for its replica."""
+    """Return the header that tells a replica the caller of a request."""
     return CALLER_HEADER, told_caller(caller_of(scope))
 
 

@@ -85,8 +85,8 @@ def create_app(
     app.include_router(operation_routes(frontend, traffic))
     app.include_router(explain_routes(engine, replica))
     app.include_router(receipt_routes(settings.receipts, None if receipts is None else receipts.keep))
-    for routes in (file_routes, batch_routes):
-        app.include_router(routes(batches))
+    app.include_router(file_routes(batches))
+    app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
         app.include_router(ui_routes())
     surround(
@@ -140,7 +140,6 @@ def _batches(frontend: Frontend) -> BatchService | None:
         frontend.names,
         max_lines=settings.max_batch_lines,
         max_stored_bytes=settings.max_stored_bytes,
-        tenants=settings.tenants,
         chat=frontend.chat,
         count_lines=frontend.telemetry.count_batch_lines,
         on_row=tracing and partial(_end_row, tracing, frontend),

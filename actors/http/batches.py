@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...cluster.errors import RequestError, shown, shown_name
+from ..asker import asker_of
 from ..batch.checking import ENDPOINTS
 from ..batch.service import BatchService
 from .files import listed, needed, stored
@@ -62,8 +63,12 @@ class BatchRequest(BaseModel):
             raise RequestError(f"{name} is not supported by this server. Leave it out.", param=name)
 
 
-def batch_routes(service: BatchService | None) -> APIRouter:
-    """The routes; without a service they say what is missing."""
+def batch_routes(service: BatchService | None, tenants: tuple[str, ...]) -> APIRouter:
+    """The routes; without a service they say what is missing.
+
+    Args:
+        tenants: that every batch may count for.
+    """
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/batches")
@@ -71,6 +76,8 @@ def batch_routes(service: BatchService | None) -> APIRouter:
         """Answer a file of requests in what online requests leave."""
         batches = needed(service)
         body.check()
+        caller = caller_of(http.scope)
+        asker, unheeded = asker_of(http.headers, body.metadata, caller, tenants)
         batch = await stored(
             batches.create,
             body.endpoint,
@@ -78,11 +85,12 @@ def batch_routes(service: BatchService | None) -> APIRouter:
             body.completion_window,
             body.window_s(),
             body.metadata,
-            caller_of(http.scope),
-            http.headers,
+            caller,
+            asker.tenant,
         )
         batches.wake()
-        return json_response(batch.as_openai())
+        ignored = {} if unheeded is None else {"X-Ignored-Params": unheeded}
+        return json_response(batch.as_openai(), headers=ignored)
 
     @router.get("/v1/batches")
     async def list_batches(

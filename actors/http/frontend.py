@@ -110,7 +110,7 @@ class Frontend:
         return 0
 
     def asker(self, request: GenerationRequest, http: Request, caller: Caller) -> tuple[Asker, list[str]]:
-        """Return whom a request counts for, and what of its wish to count for another is ignored."""
+        """Return the tenant and category of a request, and the names of ignored fields."""
         metadata = (request.model_extra or {}).get("metadata")
         asker, unheeded = asker_of(http.headers, metadata, caller, self.settings.tenants)
         if unheeded is not None and self.settings.unknown_params == "reject":

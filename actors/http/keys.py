@@ -62,8 +62,11 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
 
 
 def behind_gateway(settings: ServerSettings) -> ServerSettings:
-    """The settings of a gateway's replicas: the gateway asks for keys, tells whose a request is, and answers
-    browsers, counts each key's requests and waits for slow clients; its replicas need not do so again."""
+    """Return the settings of a gateway's replicas, without what the gateway does for them.
+
+    It checks keys and origins, sends each request with its caller, counts a key's requests and waits for slow
+    clients.
+    """
     return replace(
         settings,
         api_key=None,
@@ -99,7 +102,7 @@ class Keys:
         self._isolation, self._tenants = settings.isolation, settings.tenants
 
     def _caller(self, key: str, tenant: str | None) -> Caller:
-        """What a key may; one that is alone is its operator's, and sees all."""
+        """Return what a key may do. The only key of a server is its operator's, and sees all."""
         sees_all = _digest(key) in self._admin or (not self._admin and self._is_alone)
         own = None if tenant == ANY else tenant
         return Caller(owner=owner_of(key), sees_all=sees_all, tenant=own, names_tenants=tenant == ANY)
@@ -120,13 +123,13 @@ class Keys:
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Whose a request is that may pass."""
+        """Return the caller of a request that `refusal` lets through."""
         keyless = Caller(sees_all=not self._callers)
         found = self._callers.get(_digest(_key_in(headers)), keyless)
         return found if self._isolation == "none" else replace(found, domain=self._domain(found, headers))
 
     def _domain(self, caller: Caller, headers: Mapping[str, str]) -> str:
-        """Without keys whoever reaches the port is believed, as the proxy in front of it."""
+        """Return the domain of a caller's prompts. Without keys the header is believed, as a proxy's."""
         if self._isolation == "tenant":
             believed = caller.names_tenants or not self._callers
             named = headers.get(TENANT_HEADER) if believed else None
@@ -138,17 +141,17 @@ class Keys:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Whose a request is that has passed the gate."""
+    """Return the caller of a request that has passed the gate."""
     return scope["state"]["caller"]
 
 
 def told_caller(caller: Caller) -> str:
-    """A caller as a gateway tells it to a replica, in a header (`http/origin.py`)."""
+    """Encode a caller for a header from a gateway to a replica (`http/origin.py`)."""
     return json.dumps(asdict(caller))
 
 
 def read_caller(header: str | None) -> Caller:
-    """The same, read; without a header it is a caller that owns nothing."""
+    """Decode the same. Without a header return a caller that owns nothing."""
     return Caller() if header is None else Caller(**json.loads(header))
 
 

@@ -1,0 +1,480 @@
+"""Several keys on one server: whose files, batches, prompts, lives and receipts, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_stand import GatewayStand
+from manta.actors.gateway.app import create_gateway
+from manta.actors.gateway.fleet import Fleet, ServedModel
+from manta.actors.http.app import create_app
+from manta.actors.http.keys import Keys, behind_gateway, read_caller, told_caller, with_keys
+from manta.actors.http.settings import ServerSettings
+from manta.cluster.caller import Caller, domain_of, owner_of
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from simulated_server import simulated
+from text_pair import LiveServer, make_text_pair
+
+ALICE, BOB, PROXY, ROOT = "alice-key", "bob-key", "proxy-key", "root-key"
+KEYS = (ALICE, f"{BOB} acme", f"{PROXY} *")
+LONG = "a beginning that both have in common, longer than a page of tokens and than a gateway's block: " * 2
+QUOTA = 40_000
+
+# Who may use a route, by path; a new route must be put here, and handled by the tests below.
+#   open: all.   key: every key; shows nothing that another has sent or left.   admin: operators.
+#   own: shows a key its own alone, an admin key everything.   page: the server's own text.
+WHO = {
+    **dict.fromkeys(("/health", "/ping", "/version", "/metrics", "/ui"), "open"),
+    **dict.fromkeys(("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"), "page"),
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"), "key"),
+    **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), "key"),
+    **dict.fromkeys(("/v1/models", "/v1/models/{name:path}"), "key"),
+    # Nothing is stored: 404 for every id.
+    **dict.fromkeys(("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"), "key"),
+    "/v1/responses/{response_id}/cancel": "key",
+    "/load": "admin",
+    **dict.fromkeys(("/explain", "/receipts"), "own"),
+    **dict.fromkeys(("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"), "own"),
+    **dict.fromkeys(("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"), "own"),
+    "/{path:path}": "key",  # a gateway's: a replica answers, and is told the caller
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, drafter = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig.from_dict(
+        {
+            "model": str(target),
+            "speculative_config": {"model": str(drafter)},
+            "max_num_seqs": 8,
+            "num_pages": 256,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path) -> ServerSettings:
+    return ServerSettings(
+        served_model_name="tiny",
+        api_key=KEYS,
+        admin_api_key=ROOT,
+        batch_storage=str(folder / "batches"),
+        receipts=str(folder / "receipts"),
+        tenants=("globex",),
+        categories=("code",),
+        max_stored_bytes=QUOTA,
+        replicas=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(config: EngineConfig, settings: ServerSettings) -> Iterator[LiveServer]:
+    with LiveServer(config, settings, simulated) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stand(config: EngineConfig, settings: ServerSettings) -> Iterator[GatewayStand]:
+    """The same behind a gateway, with the same storage."""
+    with GatewayStand([(config, settings)] * 2, makers=[simulated] * 2) as stand:
+        yield stand
+
+
+@pytest.fixture(params=["one engine", "a gateway and two replicas"])
+def url(request: pytest.FixtureRequest, server: LiveServer, stand: GatewayStand) -> str:
+    return server.url if request.param == "one engine" else stand.url
+
+
+Ask = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def ask(url: str) -> Iterator[Ask]:
+    """ask(key, method, path, ...)"""
+    with httpx.Client(base_url=url, timeout=60) as client:
+
+        def ask(key: str | None, method: str, path: str, **more: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return client.request(method, path, headers=headers | more.pop("headers", {}), **more)
+
+        yield ask
+
+
+def lines(prompt: str, count: int = 1) -> bytes:
+    body = {"prompt": prompt, "max_tokens": 2}
+    row = {"method": "POST", "url": "/v1/completions", "body": body}
+    return b"".join(json.dumps({"custom_id": f"r{i}", **row}).encode() + b"\n" for i in range(count))
+
+
+def upload(ask: Ask, key: str | None, content: bytes) -> httpx.Response:
+    file = {"file": ("in.jsonl", content)}
+    return ask(key, "POST", "/v1/files", files=file, data={"purpose": "batch"})
+
+
+def batch_of(ask: Ask, key: str | None, content: bytes, **more: Any) -> dict[str, Any]:
+    """A batch at its end."""
+    made = {"input_file_id": upload(ask, key, content).json()["id"], "endpoint": "/v1/completions", **more}
+    batch = ask(key, "POST", "/v1/batches", json=made).json()
+    deadline_s = time.monotonic() + 30
+    while (batch := ask(key, "GET", f"/v1/batches/{batch['id']}").json())["status"] != "completed":
+        assert time.monotonic() < deadline_s and batch["status"] != "failed", batch
+        time.sleep(0.05)
+    return batch
+
+
+def rows_of(ask: Ask, key: str | None, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    text = ask(key, "GET", f"/v1/files/{batch['output_file_id']}/content").text
+    return [json.loads(line)["response"]["body"] for line in text.splitlines()]
+
+
+def routes_of(router: Any) -> Iterator[Any]:
+    """All routes; FastAPI keeps those of an included router in that."""
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        yield from [route] if inner is None else routes_of(inner)
+
+
+def test_every_route_says_who_may_use_it(server: LiveServer, settings: ServerSettings) -> None:
+    fleet: Any = Fleet([ServedModel(("tiny",))], None)  # type: ignore[arg-type]  # it is asked nothing
+    for app in (create_app(server.engine, settings), create_gateway(fleet, settings)):
+        paths = [route.path for route in routes_of(app)]
+        assert len(paths) > 10
+        unknown = set(paths) - WHO.keys()
+        assert not unknown, "put each into WHO, and see that it shows a key no more than its own"
+
+
+def test_each_route_is_closed_to_those_it_is_not_for(
+    ask: Ask, server: LiveServer, settings: ServerSettings
+) -> None:
+    for route in routes_of(create_app(server.engine, settings)):
+        who, path = WHO[route.path], re.sub(r"\{\w+(:path)?\}", "batch_x", route.path)
+        for method in route.methods - {"HEAD"}:
+            bare, user = ask(None, method, path).status_code, ask(BOB, method, path).status_code
+            assert (bare == 401) == (who != "open"), (method, path, bare)
+            assert (user == 403) == (who == "admin") and user != 401, (method, path, user)
+            assert ask(ROOT, method, path).status_code not in (401, 403), (method, path)
+
+
+def test_an_object_is_its_owners_and_does_not_exist_for_another_key(ask: Ask) -> None:
+    name = ask(ALICE, "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 2}).headers[
+        "x-request-id"
+    ]
+    batch = batch_of(ask, ALICE, lines("x"))
+    file_id, output_id = batch["input_file_id"], batch["output_file_id"]
+    assert not {"owner", "domain", "tenant"} & batch.keys()
+    others = [("GET", f"/v1/batches/{batch['id']}", {}), ("POST", f"/v1/batches/{batch['id']}/cancel", {})]
+    for id in (file_id, output_id):
+        others += [("GET", f"/v1/files/{id}", {}), ("GET", f"/v1/files/{id}/content", {})]
+        others += [("DELETE", f"/v1/files/{id}", {}), ("GET", f"/v1/files?after={id}", {})]
+    others += [("POST", "/v1/batches", {"json": {"input_file_id": file_id, "endpoint": "/v1/completions"}})]
+    others += [("GET", f"/v1/batches?after={batch['id']}", {})]
+    others += [("GET", f"/explain?id={name}", {}), ("GET", f"/explain?id={batch['id']}/r0", {})]
+    for method, path, more in others:
+        theirs = ask(BOB, method, path, **more)
+        invented = {id: id[:-4] + "0000" for id in (file_id, output_id, batch["id"], name)}
+        for id, none in invented.items():
+            path, more = path.replace(id, none), json.loads(json.dumps(more).replace(id, none))
+        nobodys = ask(BOB, method, path, **more)
+        assert theirs.status_code == nobodys.status_code in (400, 404), (method, path, theirs.text)
+        assert re.sub(r"[0-9a-f]{8,}", "", theirs.text) == re.sub(r"[0-9a-f]{8,}", "", nobodys.text)
+
+    def listed(key: str, kind: str) -> set[str]:
+        return {each["id"] for each in ask(key, "GET", f"/v1/{kind}?limit=100").json()["data"]}
+
+    for key, sees in ((ALICE, True), (BOB, False), (PROXY, False), (ROOT, True)):
+        assert ({file_id, output_id} <= listed(key, "files")) is sees
+        assert (batch["id"] in listed(key, "batches")) is sees
+        assert ({file_id, output_id} & listed(key, "files") != set()) is sees
+    for key in (ALICE, ROOT):
+        lives = [ask(key, "GET", f"/explain?id={each}") for each in (name, f"{batch['id']}/r0")]
+        assert [life.status_code for life in lives] == [200, 200] and "owner" not in lives[0].text
+        assert ask(key, "GET", f"/v1/files/{file_id}/content").content == lines("x")
+    assert ask(ROOT, "DELETE", f"/v1/files/{file_id}").json()["deleted"]
+    assert ask(ALICE, "DELETE", f"/v1/files/{output_id}").json()["deleted"]
+
+
+def cached(answer: httpx.Response) -> int:
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+
+
+def test_no_key_learns_whether_another_has_sent_a_beginning(ask: Ask) -> None:
+    talk = [{"role": "user", "content": ""}]
+    routes: dict[str, Callable[[str], dict[str, Any]]] = {
+        "/v1/completions": lambda text: {"prompt": text, "max_tokens": 1},
+        "/v1/chat/completions": lambda text: {"messages": [talk[0] | {"content": text}], "max_tokens": 1},
+        "/v1/responses": lambda text: {"input": text, "max_output_tokens": 1},
+        "/v1/messages": lambda text: {"messages": [talk[0] | {"content": text}], "max_tokens": 1},
+    }
+    for path, body in routes.items():
+
+        def tokens(key: str, text: str, _path: str = path, _body: Any = body, **more: Any) -> int:
+            return cached(ask(key, "POST", _path, json=_body(text) | more))
+
+        text = f"{path}{time.monotonic_ns()} {LONG}"
+        assert [tokens(ALICE, text) for _ in range(2)][1] > 0, "its own, sent again"
+        assert [tokens(BOB, text), tokens(ROOT, text), tokens(PROXY, text)] == [0, 0, 0]
+        assert tokens(BOB, text) > 0, "its own by now"
+    text = f"{time.monotonic_ns()} {LONG}"
+    salted = {"prompt": text, "max_tokens": 1, "cache_salt": "mine"}
+    first, second = (cached(ask(ALICE, "POST", "/v1/completions", json=salted)) for _ in range(2))
+    assert first == 0 and second > 0
+    domain = domain_of("key", owner_of(ALICE))
+    for salt in ("mine", domain, Caller(domain=domain).salt("mine"), Caller(domain=domain).salt(None)):
+        stolen = ask(BOB, "POST", "/v1/completions", json=salted | {"cache_salt": salt})
+        assert cached(stolen) == 0, "no client chooses another's salt"
+    forged = {"X-Manta-Caller": told_caller(Caller(sees_all=True, domain=domain)), "X-Manta-Token": "x"}
+    assert cached(ask(PROXY, "POST", "/v1/completions", json=salted, headers=forged)) == 0
+    assert ask(None, "GET", "/v1/files", headers=forged).status_code == 401
+
+
+def test_rows_of_a_batch_share_with_their_owner_alone(ask: Ask) -> None:
+    text = f"{time.monotonic_ns()} {LONG}"
+    ask(ALICE, "POST", "/v1/completions", json={"prompt": text, "max_tokens": 1})
+
+    def row_of(key: str) -> int:
+        batch = batch_of(ask, key, lines(text))
+        (row,) = rows_of(ask, key, batch)
+        ids = (batch["input_file_id"], batch["output_file_id"])
+        assert all(ask(key, "DELETE", f"/v1/files/{id}").is_success for id in ids)
+        return row["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert row_of(BOB) == 0
+    found = [row_of(ALICE) for _ in range(2 if "stand" else 1)]
+    assert max(found) > 0, "either replica may have worked on it"
+
+
+def test_a_gateway_routes_by_beginnings_of_one_key(stand: GatewayStand) -> None:
+    def routed() -> dict[str, float]:
+        text = httpx.get(f"{stand.url}/metrics").text
+        found = re.findall(r'manta:gateway_requests_total\{.*reason="(\w+)".*\} (\S+)', text)
+        return {reason: float(value) for reason, value in found}
+
+    def reason(key: str, body: dict[str, Any]) -> str:
+        before = routed()
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.post(f"{stand.url}/v1/completions", json=body, headers=headers).is_success
+        (grown,) = (why for why, value in routed().items() if value > before.get(why, 0.0))
+        return grown
+
+    body = {"prompt": f"{time.monotonic_ns()} {LONG}", "max_tokens": 1}
+    wanted = ["load", "prefix", "load", "prefix"]
+    assert [reason(key, body) for key in (ALICE, ALICE, BOB, BOB)] == wanted
+    salted = body | {"cache_salt": "s"}
+    assert [reason(key, salted) for key in (ALICE, ALICE, BOB)] == ["load", "prefix", "load"]
+
+
+def tenants_in(text: str, label: str = "tenant") -> set[str]:
+    return set(re.findall(rf'dflash:spec_drafts_by_{label}_total\{{[^}}]*{label}="([^"]*)"', text))
+
+
+def test_invented_tenants_share_one_label_and_one_receipt(server: LiveServer) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def sent(key: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+            own = {"Authorization": f"Bearer {key}"} | (headers or {})
+            return client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | body, headers=own)
+
+        for i in range(70):  # more than there are places
+            told = {"metadata": {"tenant": f"body-{i}", "category": f"kind-{i}"}}
+            named = {"X-Tenant": f"t-{i}"} if i % 2 else {}
+            answer = sent(ALICE, named, **told)
+            assert answer.headers["x-ignored-params"] == ("X-Tenant" if i % 2 else "metadata.tenant")
+        assert (
+            sent(ALICE, {"X-Tenant": "globex", "X-Category": "code"}).headers.get("x-ignored-params") is None
+        )
+        assert sent(BOB, {"X-Tenant": "globex"}).headers["x-ignored-params"] == "X-Tenant"
+        assert sent(BOB).headers.get("x-ignored-params") is None
+        assert sent(ALICE, {"X-Tenant": "acme"}).headers["x-ignored-params"] == "X-Tenant"
+        assert sent(PROXY, {"X-Tenant": "initech"}).headers.get("x-ignored-params") is None
+        sent(ALICE)
+        text = client.get("/metrics").text
+        assert {"globex", "acme", "initech", "other", "none"} == tenants_in(text)
+        assert tenants_in(text, "category") == {"code", "other", "none"}
+
+        def receipts(key: str, **query: str) -> httpx.Response:
+            return client.get("/receipts", params=query, headers={"Authorization": f"Bearer {key}"})
+
+        found = receipts(ROOT).json()["data"]
+        assert {one["tenant"] for one in found} == {"globex", "acme", "initech", "other", "none"}
+        assert {one["category"] for one in found} == {"code", "other", "none"}
+        assert {one["tenant"] for one in receipts(BOB).json()["data"]} == {"acme"}
+        assert receipts(BOB, tenant="globex").json()["data"] == []
+        for key in (ALICE, PROXY):
+            assert receipts(key).status_code == 403 and "behind the key" in receipts(key).text
+
+
+def test_a_batch_counts_for_its_keys_tenant(ask: Ask) -> None:
+    batch = batch_of(ask, BOB, lines("x"), metadata={"tenant": "initech"})
+    for id in (batch["input_file_id"], batch["output_file_id"]):
+        ask(BOB, "DELETE", f"/v1/files/{id}")
+    deadline_s = time.monotonic() + 10
+    while True:  # replicas behind a gateway write every few seconds
+        found = ask(BOB, "GET", "/receipts").json()["data"]
+        if sum(one["requests"] for one in found):
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def test_methods_of_a_clients_own_are_one_label(server: LiveServer) -> None:
+    for method in ("PROPFIND", "SEARCH", "M-SEARCH"):
+        httpx.request(method, f"{server.url}/v1/models", headers={"Authorization": f"Bearer {BOB}"})
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'method="other"' in text and "PROPFIND" not in text
+
+
+def delete_all(ask: Ask, key: str) -> None:
+    for each in ask(key, "GET", "/v1/files").json()["data"]:
+        assert ask(key, "DELETE", f"/v1/files/{each['id']}").is_success
+
+
+def test_a_key_keeps_no_more_than_its_share(ask: Ask) -> None:
+    delete_all(ask, PROXY)
+    kept = [upload(ask, PROXY, b"x" * 15_000).json()["id"] for _ in range(2)]
+    full = upload(ask, PROXY, b"x" * 15_000)
+    said = full.json()["error"]
+    assert full.status_code == 413 and said["param"] == "file"
+    assert all(word in said["message"] for word in ("15000", "30000 of 40000", "max_stored_bytes", "DELETE"))
+    assert upload(ask, BOB, b"x" * 15_000).is_success, "others have their own"
+    assert [upload(ask, PROXY, b"").status_code for _ in range(3)] == [200, 200, 413], "4 KiB each"
+    assert ask(PROXY, "DELETE", f"/v1/files/{kept[0]}").is_success
+    assert upload(ask, PROXY, b"x" * 15_000).is_success
+    for key in (PROXY, BOB):
+        delete_all(ask, key)
+
+
+def test_output_counts_and_a_full_key_begins_no_batch(ask: Ask) -> None:
+    batch = batch_of(ask, PROXY, lines("x", 30))
+    files = ask(PROXY, "GET", "/v1/files").json()["data"]
+    output = next(each for each in files if each["id"] == batch["output_file_id"])
+    left = QUOTA - sum(max(each["bytes"], 4096) for each in files)
+    assert len(files) == 2 and output["bytes"] > 10_000 and left > 4096
+    assert upload(ask, PROXY, b"x" * (left + 1)).status_code == 413
+    assert upload(ask, PROXY, b"x" * left).is_success
+    again = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/completions"}
+    refused = ask(PROXY, "POST", "/v1/batches", json=again)
+    assert refused.status_code == 413 and refused.json()["error"]["param"] == "input_file_id"
+    assert ask(PROXY, "DELETE", f"/v1/files/{batch['output_file_id']}").is_success
+    assert ask(PROXY, "POST", "/v1/batches", json=again | {"endpoint": "/v1/chat/completions"}).is_success
+    deadline_s = time.monotonic() + 30
+    while ask(PROXY, "GET", "/v1/batches?limit=1").json()["data"][0]["status"] != "failed":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    delete_all(ask, PROXY)
+
+
+def test_what_is_kept_is_read_by_the_servers_user_alone(server: LiveServer, folder: Path) -> None:
+    """After the tests above: a batch's lock, segments and parts, files and receipts have all been written."""
+    found = [
+        path for name in ("batches", "receipts") for path in [folder / name, *(folder / name).rglob("*")]
+    ]
+    assert {"files", "work", "queue"} <= {path.name for path in found} and len(found) > 20
+    for path in found:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def test_what_is_from_before_is_the_operators(config: EngineConfig, tmp_path: Path) -> None:
+    storage, content = tmp_path / "batches", lines("x")
+    for name in ("files", "batches"):
+        (storage / name).mkdir(parents=True, mode=0o755)
+    before = ServerSettings(served_model_name="tiny", batch_storage=str(storage))
+
+    def asking(url: str) -> Ask:
+        def ask(key: str | None, method: str, path: str, **more: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return httpx.request(method, url + path, headers=headers, timeout=60, **more)
+
+        return ask
+
+    with LiveServer(config, before, simulated) as server:
+        ask = asking(server.url)
+        batch = batch_of(ask, None, content)
+        paper = storage / "batches" / f"{batch['id']}.json"
+        old = json.loads(paper.read_text())
+        assert old.pop("owner") is None and old.pop("domain") is None
+        paper.write_text(json.dumps({name: value for name, value in old.items() if name != "tenant"}))
+        assert stat.S_IMODE((storage / "files").stat().st_mode) == 0o700
+    after = ServerSettings(**{**_fields(before), "api_key": (ALICE, BOB), "admin_api_key": ROOT})
+    with LiveServer(config, after, simulated) as server:
+        ask = asking(server.url)
+        for key, status, count in ((ALICE, 404, 0), (ROOT, 200, 2)):
+            assert ask(key, "GET", f"/v1/batches/{batch['id']}").status_code == status
+            assert len(ask(key, "GET", "/v1/files").json()["data"]) == count
+    alone = ServerSettings(**{**_fields(before), "api_key": ALICE})
+    with LiveServer(config, alone, simulated) as server:
+        ask = asking(server.url)
+        assert len(ask(ALICE, "GET", "/v1/files").json()["data"]) == 2, "a lone key is its operator's"
+
+
+def _fields(settings: ServerSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in ("served_model_name", "batch_storage")}
+
+
+def test_isolation_is_by_key_where_there_are_several_keys() -> None:
+    assert ServerSettings().isolation == ServerSettings(api_key=ALICE).isolation == "none"
+    assert ServerSettings(api_key=(ALICE, ALICE)).isolation == "none"
+    assert ServerSettings(api_key=(ALICE, BOB)).isolation == "key"
+    assert ServerSettings(api_key=ALICE, admin_api_key=ROOT).isolation == "key"
+    assert ServerSettings(api_key=(ALICE, BOB), prefix_cache_isolation="none").isolation == "none"
+    with pytest.raises(ConfigError, match="prefix_cache_isolation"):
+        ServerSettings(prefix_cache_isolation="user")  # type: ignore[arg-type]
+
+
+def domain(settings: ServerSettings, key: str | None, tenant: str | None = None) -> str | None:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return Keys(settings).caller(headers | ({"x-tenant": tenant} if tenant else {})).domain
+
+
+def test_tenants_share_where_isolation_is_by_tenant_and_nobody_claims_another() -> None:
+    keys = (ALICE, f"{BOB} acme", "carol acme", f"{PROXY} *")
+    by_tenant = ServerSettings(api_key=keys, prefix_cache_isolation="tenant", tenants=("acme", "globex"))
+    acme = domain(by_tenant, BOB)
+    assert acme == domain(by_tenant, "carol") == domain(by_tenant, PROXY, "acme")
+    assert acme == domain(by_tenant, BOB, "globex"), "whatever it says"
+    assert domain(by_tenant, ALICE, "acme") == domain(by_tenant, ALICE) not in (acme, None)
+    assert domain(by_tenant, PROXY) != domain(by_tenant, PROXY, "any") != acme
+    by_key = ServerSettings(api_key=keys)
+    assert len({domain(by_key, key) for key in (ALICE, BOB, "carol", PROXY)}) == 4
+    assert domain(by_key, PROXY, "acme") == domain(by_key, PROXY)
+    trusted = ServerSettings(prefix_cache_isolation="tenant", tenants=("acme", "globex"))
+    assert len({domain(trusted, None, each) for each in ("acme", "globex", "else")}) == 3
+    assert domain(trusted, None, "else") == domain(trusted, None, "other") == domain(trusted, None)
+    assert domain(ServerSettings(tenants=("acme",)), None, "acme") is None
+    told = Keys(by_tenant).caller({"x-api-key": PROXY, "x-tenant": "d\u00e9j\u00e0"})
+    assert read_caller(told_caller(told)) == told and told_caller(told).isascii()
+    assert behind_gateway(by_tenant).keys("api_key") == ()
+    assert read_caller(None) == Caller() and not read_caller(None).may_see("x")
+
+
+def test_keys_have_tenants_in_files_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{ALICE}\n{BOB} \tacme\n{PROXY} *\n")
+    found = with_keys(ServerSettings(api_key="flag globex", api_key_file=str(file)), {})
+    assert found.key_tenants("api_key") == {"flag": "globex", ALICE: None, BOB: "acme", PROXY: "*"}
+    for wrong in ("key two words", "key other", "key none", "key a,b", " key", "key " + "x" * 65):
+        with pytest.raises(ConfigError) as caught:
+            ServerSettings(api_key=wrong)
+        assert caught.value.param == "api_key" and not caught.value.message.startswith("key ")
+        assert "key two" not in caught.value.message
+    for name in ("tenants", "categories"):
+        with pytest.raises(ConfigError) as caught:
+            ServerSettings(**{name: ("fine", "other")})
+        assert caught.value.param == f"{name}.1"
