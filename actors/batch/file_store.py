@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import pyarrow as pa
 
 from ...cluster.errors import NotFoundError, RequestError
-from ..files import inner_name
+from ...cluster.inner_names import inner_name
 from .parts import PART_NAME
 from .storage import Storage
 

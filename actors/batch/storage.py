@@ -28,7 +28,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from ...cluster.errors import ConfigError
-from ..files import TEMPORARY, inner_name, write_whole
+from ...cluster.inner_names import inner_name
+from ..files import TEMPORARY, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SECRET = re.compile(r":[^/@]*@")  # s3://key:secret@bucket
