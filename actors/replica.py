@@ -34,7 +34,7 @@ from .http.keys import refuse_written_keys, with_keys
 from .http.settings import ServerSettings, parse_replicas, split_models, wants_gateway
 from .http.tracing import check_tracing
 from .process_log import Event, LogSettings, log_to_stderr
-from .serve_place import door_is_there
+from .serve_place import door_is_there, restore_print
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Replica:
 
         replica = serve.get_replica_context().replica_id.unique_id
         name = settings.model_names(config.model)[0]
+        restore_print()
         log_to_stderr(LogSettings(settings.log_format).of(process="replica", replica=replica, engine=name))
         self._config = config
         self._settings = settings
@@ -169,7 +170,7 @@ class RoutedReplica(Replica):
 
         host = asyncio.create_task(asyncio.to_thread(door_host))
         # The gateway asks for keys and answers browsers; its replicas need not do so again.
-        inner = replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
+        inner = replace(settings, api_key=None, admin_api_key=None, metrics_api_key=None, allowed_origins=())
         await super().__init__(config, inner)
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 
-_PARTS = re.compile(r"[^/\0]+(/[^/\0]+)*")
+_PART = r"(?!\.{1,2}(?:/|$))[^/\0]+"
+_INNER = re.compile(rf"{_PART}(/{_PART})*")
 _SHOWN = 100  # characters of a name that is refused
 
 
-def inner_name(name: object, pattern: re.Pattern[str] = _PARTS) -> str:
+def inner_name(name: object, pattern: re.Pattern[str] = _INNER) -> str:
     """Return the name if it leads to something below its own folder.
 
     Args:
@@ -20,7 +21,6 @@ def inner_name(name: object, pattern: re.Pattern[str] = _PARTS) -> str:
     Raises:
         ValueError: it is no text, absolute, leads out of the folder, or does not match.
     """
-    if isinstance(name, str) and pattern.fullmatch(name) and _PARTS.fullmatch(name):
-        if {".", ".."}.isdisjoint(name.split("/")):
-            return name
-    raise ValueError(f"{str(name)[:_SHOWN]!r} names no file of its own folder")
+    if not isinstance(name, str) or not pattern.fullmatch(name) or not _INNER.fullmatch(name):
+        raise ValueError(f"{str(name)[:_SHOWN]!r} names no file of its own folder")
+    return name

@@ -38,6 +38,13 @@ SERVER_OPTIONS = {
         "MANTA_ADMIN_API_KEY.",
     ),
     "admin_api_key_file": _server(Path, "--admin-api-key-file", help="File with such keys, one a line."),
+    "metrics_api_key": _server(
+        list[str],
+        "--metrics-api-key",
+        help="Key for /metrics alone; may be repeated. By default the admin key opens it, or else any key. "
+        "Also in MANTA_METRICS_API_KEY.",
+    ),
+    "metrics_api_key_file": _server(Path, "--metrics-api-key-file", help="File with such keys, one a line."),
     "allowed_origins": _server(
         list[str], "--allowed-origins", help="Origin whose web pages may ask (CORS); may be repeated."
     ),

@@ -53,7 +53,7 @@ class StandReplica:
         self.name = name
         self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
         self._names = settings.model_names(config.model)
-        self._settings = replace(settings, api_key=None, admin_api_key=None)
+        self._settings = replace(settings, api_key=None, admin_api_key=None, metrics_api_key=None)
         self._directory = directory
         self._max_requests = max_requests
 

@@ -19,7 +19,14 @@ from ...cluster.errors import ConfigError
 from .settings import ServerSettings
 
 # Setting -> the variable that stands in for it.
-ENVIRONMENT = {"api_key": "MANTA_API_KEY", "admin_api_key": "MANTA_ADMIN_API_KEY"}
+ENVIRONMENT = {
+    "api_key": "MANTA_API_KEY",
+    "admin_api_key": "MANTA_ADMIN_API_KEY",
+    "metrics_api_key": "MANTA_METRICS_API_KEY",
+}
+# Asks for a key where there is one of any kind: labels name tenants and models.
+METRICS_PATH = "/metrics"
+# No request of a model: passes queues, and is neither counted nor logged. Open to all, but for the metrics.
 OPEN_PATHS = frozenset(
     {"/health", "/ping", "/metrics", "/version", "/ui"}
 )  # the page asks for the key itself
@@ -69,11 +76,14 @@ class Keys:
     def __init__(self, settings: ServerSettings) -> None:
         self._admin = [_digest(key) for key in settings.keys("admin_api_key")]
         self._any = [_digest(key) for key in settings.keys("api_key")]
+        self._metrics = [_digest(key) for key in settings.keys("metrics_api_key")]
         if self._any:
             self._any += self._admin
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """Status and message where a request may not pass; its headers' names are taken in lower case."""
+        if path == METRICS_PATH:
+            return self._metrics_refusal(headers)
         if path in OPEN_PATHS:
             return None
         given = _digest(_key_in(headers))
@@ -85,6 +95,22 @@ class Keys:
         elif not self._any or _among(given, self._any):
             return None
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
+
+    def _metrics_refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """The operators' own, with keys of its own; without those, and an admin key, any key will do."""
+        wanted = [*self._metrics, *self._admin] or self._any
+        given = _digest(_key_in(headers))
+        if not wanted or _among(given, wanted):
+            return None
+        if _among(given, self._any):
+            return 403, "Metrics are the operators' own: send the metrics key, or the admin API key."
+        return 401, "Send the metrics key, or the admin API key: `Authorization: Bearer <key>`."
+
+
+def metrics_key(settings: ServerSettings) -> str | None:
+    """A key that opens /metrics, the least that does; None where it is open."""
+    names = ("metrics_api_key", "admin_api_key", "api_key")
+    return next((key for name in names for key in settings.keys(name)), None)
 
 
 def _key_in(headers: Mapping[str, str]) -> str:

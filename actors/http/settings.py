@@ -26,6 +26,7 @@ ReasoningField = Literal["reasoning", "reasoning_content"]
 ENDPOINT_SETTINGS = frozenset(
     {
         *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
+        *("metrics_api_key", "metrics_api_key_file"),
         *("max_request_bytes", "batch_storage", "receipts", "shutdown_timeout", "ui"),
         *("log_format", "otlp_traces_endpoint"),
     }
@@ -69,6 +70,9 @@ class ServerSettings:
         api_key_file: a file with such keys, one a line. MANTA_API_KEY stands in for both.
         admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), and good
             for all others; None guards those routes as the others. MANTA_ADMIN_API_KEY stands in for both.
+        metrics_api_key, metrics_api_key_file: the same for `/metrics` alone, so that whoever scrapes needs no
+            admin key, which opens it too. None: an admin key, or else any key, opens it; without any key it
+            is open. MANTA_METRICS_API_KEY stands in for both.
         allowed_origins: browser origins that may call (CORS); none by default.
         batch_storage: absolute path or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all
             they know; every replica must reach it, and one endpoint must have it for itself. None: those
@@ -117,6 +121,8 @@ class ServerSettings:
     api_key_file: str | None = None
     admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     admin_api_key_file: str | None = None
+    metrics_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    metrics_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
     batch_storage: str | None = None
     receipts: str | None = None
@@ -137,13 +143,13 @@ class ServerSettings:
     max_metric_labels: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "admin_api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "admin_api_key", "metrics_api_key", "allowed_origins"):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.allowed_origins, str):
             object.__setattr__(self, "allowed_origins", (self.allowed_origins,))
-        for name in ("api_key", "admin_api_key"):
+        for name in ("api_key", "admin_api_key", "metrics_api_key"):
             if not all(_KEY.fullmatch(key) for key in self.keys(name)):
                 raise ConfigError(
                     f"{name}: a key must be printable ASCII without spaces, and not empty.", param=name
@@ -198,7 +204,7 @@ class ServerSettings:
         return _as_tuple(self.served_model_name) or (model,)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Those of a setting: `api_key` or `admin_api_key`."""
+        """Those of a setting: `api_key`, `admin_api_key` or `metrics_api_key`."""
         return _as_tuple(getattr(self, name))
 
 
