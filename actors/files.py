@@ -1,6 +1,7 @@
-"""Files of our own: put in place whole, opened without following links, by names that stay in their folder.
+"""Files of our own: put in place whole, and opened without following links.
 
-A folder that we write may have been prepared by another: neither names nor links in it are trusted.
+A folder that we write may have been prepared by another: no link in it is trusted, nor a name
+(`cluster/inner_names.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import stat
 import tempfile
@@ -22,7 +22,6 @@ from ..cluster.errors import ConfigError
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 TEMPORARY = ".manta-tmp-"  # with a suffix of its own: pathlib's *.parquet matches names with a dot in front
 _LONGEST = 180  # characters of a name that stand in its temporary name; file systems take 255 bytes
-_PARTS = re.compile(r"[^/\0]+(/[^/\0]+)*")
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
@@ -57,21 +56,6 @@ def make_folder(folder: Path, *, private: bool = False) -> None:
     except FileNotFoundError:
         make_folder(folder.parent, private=True)
         folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-
-
-def inner_name(name: str, pattern: re.Pattern[str] = _PARTS) -> str:
-    """Return a name that was read from a file, if it names something in that file's own folder.
-
-    Args:
-        pattern: that the whole name must match besides; without one, folders may be named too.
-
-    Raises:
-        ValueError: it is absolute, leads out of the folder, or does not match.
-    """
-    known = isinstance(name, str) and pattern.fullmatch(name) and _PARTS.fullmatch(name)
-    if not known or not {".", ".."}.isdisjoint(name.split("/")):
-        raise ValueError(f"{str(name)[:100]!r} names no file of its own folder")
-    return name
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:

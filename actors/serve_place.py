@@ -13,12 +13,14 @@ again: it may be what killed it. Neither decides anything.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 from collections.abc import Callable
 from typing import Any
 
 from ray import serve
 from ray._private import worker
+from ray.serve._private import logging_utils
 from ray.serve.exceptions import RayServeException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -44,6 +46,16 @@ def middlewares() -> list[Middleware]:
 def door_is_there() -> bool:
     """Whether what listens on this node has our `Door` around it: its environment says so."""
     return os.environ.get(CALLBACK, "").endswith(f"{__name__.partition('.')[2]}:{middlewares.__name__}")
+
+
+def restore_print() -> None:
+    """Give this process Python's own `print` back.
+
+    Where RAY_SERVE_LOG_TO_STDERR is 0, as `manta serve` has it, Serve replaces it in a replica by one that
+    writes the tuple of its arguments into any other file: each traceback that is formatted is such a file.
+    Standard output and error stay Serve's.
+    """
+    builtins.print = logging_utils.buildin_print
 
 
 class ServePlace:

@@ -145,13 +145,13 @@ def operators_key() -> str | None:
     return next((keys.split()[0] for name in names if (keys := os.environ.get(name, "").strip())), None)
 
 
-def num_requests(url: str) -> int:
+def num_requests(url: str, api_key: str | None = None) -> int:
     """Requests that the server at `url` has, running and waiting; 0 if it does not say."""
     counted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-    with ServerClient(url, HEALTH_TIMEOUT_S) as client:
+    with ServerClient(url, HEALTH_TIMEOUT_S, api_key=api_key) as client:
         try:
             lines = client.text("/metrics").splitlines()
-        except UnreachableError:
+        except MantaError:
             return 0
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(counted))
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ..actors.files import check_writable
-from ..actors.http.keys import with_keys
+from ..actors.http.keys import metrics_key, with_keys
 from ..actors.http.settings import ServerSettings, split_models
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError
 from .client import await_ready, num_requests
 from .greeting import models_told, try_it
 from .ray_session import join_or_start_ray, lost_ray, ray_address
-from .serve_checks import check_capture, check_port, check_storage, open_connections
+from .serve_checks import check_capture, check_port, check_storage, open_connections, warning_of_exposure
 from .serve_environment import ServeEnvironment
 from .stop import Stopped, StopSignals
 
@@ -128,8 +128,9 @@ class Server:
 
         began_s = told_s = time.monotonic()
         allowed_s = self._settings.shutdown_timeout
+        running = num_requests(self.url, metrics_key(self._settings))
         self._report(
-            f"{why}: no new requests; {num_requests(self.url)} running may go on for {allowed_s:g} s "
+            f"{why}: no new requests; {running} running may go on for {allowed_s:g} s "
             "(a second signal ends all at once)"
         )
         if self._environment is not None and self._environment.haproxy is not None:
@@ -222,6 +223,8 @@ def start_server(
         if settings.receipts is not None:
             check_writable(Path(settings.receipts), "receipts")
         environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
+    if (warning := warning_of_exposure(options.host, settings)) is not None:
+        report(warning)
     report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
     owns_ray = _ray(options, environment)
     server = Server(options, settings, environment, owns_ray=owns_ray, report=report)

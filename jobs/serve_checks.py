@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from pathlib import Path
 
@@ -26,6 +27,24 @@ def check_port(host: str, port: int, param: str = "port") -> None:
                 f"another with --{param.replace('_', '-')}.",
                 param=param,
             ) from None
+
+
+def warning_of_exposure(host: str, settings: ServerSettings) -> str | None:
+    """What to say of an address that other machines reach and that asks no key; None where all is well."""
+    if is_loopback(host) or settings.keys("api_key"):
+        return None
+    return (
+        f"warning: whoever reaches {host} is served, for no key is asked for: name a file of keys with "
+        "--api-key-file (or set MANTA_API_KEY), or listen on this machine alone with --host 127.0.0.1"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone; of names only localhost is."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_storage(where: str) -> None:

@@ -40,6 +40,13 @@ SERVER_OPTIONS = {
         "repeated. Also in MANTA_ADMIN_API_KEY.",
     ),
     "admin_api_key_file": _server(Path, "--admin-api-key-file", help="File with such keys, one a line."),
+    "metrics_api_key": _server(
+        list[str],
+        "--metrics-api-key",
+        help="Key for /metrics alone; may be repeated. By default the admin key opens it, or else any key. "
+        "Also in MANTA_METRICS_API_KEY.",
+    ),
+    "metrics_api_key_file": _server(Path, "--metrics-api-key-file", help="File with such keys, one a line."),
     "prefix_cache_isolation": _server(
         Isolation,
         "--prefix-cache-isolation",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,14 +14,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from manta.actors.torch_threads import TorchThreads
 from manta.actors.workers.channel import StepChannel, WorkerChannel, knock
-from manta.actors.workers.ends import PeerLostError
-from manta.actors.workers.rings import Layout
+from manta.actors.workers.doors import Door
+from manta.actors.workers.drafter_link import DrafterLink
+from manta.actors.workers.ends import PeerLostError, Waiter
+from manta.actors.workers.link_messages import LAYOUT, Hello, Sizes
+from manta.actors.workers.rings import Layout, Ring, SharedMemory
 from manta.actors.workers.worker import StepFailure, Worker, WorkerSetup
 from manta.cluster.config import EngineConfig
 from manta.cluster.made_up_plans import made_up_plan
@@ -163,7 +171,7 @@ def test_workers_end_and_nothing_is_left_when_the_engine_is_killed() -> None:
 
 def test_a_worker_on_another_machine_is_told_so() -> None:
     with pytest.raises(PeerLostError, match="not on this machine"):
-        knock("manta-nobody-listens", 0)
+        knock(f"manta-nobody-listens/{'00' * 64}", 0)
 
 
 def test_closing_twice_and_without_workers_is_fine(spawn) -> None:
@@ -199,9 +207,9 @@ def test_a_sleeping_worker_wakes_at_once_and_gets_what_was_sent_meanwhile(spawn)
 
 def test_the_two_ends_work_inside_one_process() -> None:
     channel = StepChannel(1)
-    sock = knock(channel.address, 0)
+    knocked = knock(channel.address, 0)
     channel.accept()
-    worker = WorkerChannel(sock, 0)
+    worker = WorkerChannel(knocked, 0)
     channel.send({"a": 1})
     assert worker.receive() == {"a": 1}
     worker.send([1, 2])
@@ -259,3 +267,65 @@ def test_a_worker_whose_step_breaks_names_the_requests_that_it_had(caplog: pytes
     assert isinstance(failure, StepFailure) and "out of luck" in failure.message
     (record,) = caplog.records
     assert record.request_ids == ["made-up-0", "made-up-2"] and "made-up-2" in record.getMessage()
+
+
+class _Dangerous:
+    """Runs when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.mark,))
+
+
+def test_a_stranger_who_finds_the_socket_is_sent_away_and_the_worker_comes_in() -> None:
+    channel = StepChannel(1)
+    name, _, key = channel.address.partition("/")
+    assert f"@{name}" in Path("/proc/net/unix").read_text() and key not in Path("/proc/net/unix").read_text()
+    wrong = f"{name}/{secrets.token_hex(len(key) // 2)}"
+    strangers = [knock(address, 0)[0] for address in (wrong, f"{name}/{key[len(key) // 2 :] * 2}")]
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect("\0" + name)
+    silent.shutdown(socket.SHUT_WR)
+    knocked = knock(channel.address, 0)
+    channel.accept(timeout_s=10.0)
+    worker = WorkerChannel(knocked, 0)
+    channel.send("work")
+    assert worker.receive() == "work"
+    for stranger in (*strangers, silent):
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b"", "no byte of ours, no descriptor"
+        stranger.close()
+    worker.close()
+    channel.close()
+
+
+def test_a_process_that_took_the_name_of_a_dead_one_is_believed_nothing(tmp_path: Path) -> None:
+    channel = StepChannel(1)
+    address = channel.address
+    channel.close()
+    impostor = Door(1)
+    impostor.listener.close()
+    impostor.listener = socket.socket(socket.AF_UNIX)
+    impostor.listener.bind("\0" + address.partition("/")[0])
+    impostor.listener.listen(4)
+    knocked = knock(address, 0)
+    sock, _ = impostor.listener.accept()
+    sock.sendall(secrets.token_bytes(32))
+    with pytest.raises(PeerLostError, match="the engine"):
+        WorkerChannel(knocked, 0)
+
+    hello = Hello("mine", EngineConfig(model="m"), (1,), Sizes(64, 64), None)
+    link = DrafterLink(address, hello, torch.device("cpu"), Waiter(0.0))
+    sock, _ = impostor.listener.accept()
+    files = socket.recv_fds(sock, 1 << 18, 2)[1]
+    memory = SharedMemory(files[0], LAYOUT.size_bytes)
+    Ring.up(memory, LAYOUT, 0).put(memoryview(pickle.dumps(_Dangerous(tmp_path / "ran"))), last=True)
+    link.hear()
+    assert not link.is_lost, "it may prove itself yet"
+    sock.sendall(secrets.token_bytes(32))
+    link.hear()
+    assert link.is_lost and not (tmp_path / "ran").exists()
+    memory.close()
+    impostor.listener.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
+import logging
+import sys
 from typing import Any
 
 import pytest
 from manta.actors import serve_place
 from manta.actors.haproxy.front import RETRY_HEADER
-from manta.actors.serve_place import CALLBACK, OVERLOADED, Door, door_is_there
+from manta.actors.serve_place import CALLBACK, OVERLOADED, Door, door_is_there, restore_print
 from manta.jobs.serve_environment import OF_ALL
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -102,3 +105,15 @@ def test_a_replica_knows_by_its_environment_whether_the_door_is_there(
     assert door_is_there()
     monkeypatch.setenv(CALLBACK, "somebody.elses:middlewares")
     assert not door_is_there()
+
+
+def test_tracebacks_in_a_replica_are_read_as_python_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve._private import logging_utils
+
+    monkeypatch.setattr(builtins, "print", logging_utils.redirected_print)  # as Serve does in a replica
+    restore_print()
+    try:
+        raise ValueError("of this test")
+    except ValueError:
+        text = logging.Formatter().formatException(sys.exc_info())
+    assert text.startswith("Traceback (most recent call last):\n") and "('" not in text

@@ -204,6 +204,31 @@ def test_shards_are_read_through_their_index(tmp_path: Path):
         check_drafter(folder, FACTS)
 
 
+def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Path):
+    tensors = checkpoints.random_tensors(z_lab())
+    folder = checkpoints.write(tmp_path / "snapshot", z_lab(), tensors)
+    index = folder / "model.safetensors.index.json"
+    blob = tmp_path / "blobs/0123"
+    blob.parent.mkdir()
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)  # as in the hub's cache
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert TensorFolder(folder).shapes.keys() == tensors.keys()
+    (tmp_path / "other.safetensors").write_bytes(blob.read_bytes())
+    outside = str(tmp_path / "other.safetensors")
+    for name in (
+        "../other.safetensors",
+        outside,
+        "../blobs/0123",
+        "x/../../other.safetensors",
+        "a\0.safetensors",
+        7,
+    ):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+        with pytest.raises(CheckpointError, match="names no file of its own folder"):
+            check_drafter(folder, FACTS)
+
+
 def test_a_vocabulary_map_must_lead_into_the_targets_vocabulary(tmp_path: Path):
     config = speculators(draft_vocab_size=40)
     tensors = checkpoints.random_tensors(config)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,13 +38,15 @@ class Replica(ThreadingHTTPServer):
 
     def __init__(self, name: str) -> None:
         replica = self
-        self.name, self.status, self.asked = name, 200, 0
+        self.name, self.status, self.asked, self.key = name, 200, 0, ""
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
                 status, body = replica.status, replica.metrics if self.path == "/metrics" else replica.name
+                if self.path == "/metrics" and replica.key and self.headers["Authorization"] != replica.key:
+                    status, body = 401, "a key is missing"
                 if self.path == "/-/healthz":
                     status = 200
                 if not status:  # dies before it answers
@@ -140,10 +142,12 @@ class Front:
         children = Path(f"/proc/{self.processes[-1].pid}/task/{self.processes[-1].pid}/children")
         return int(children.read_text().split()[0])
 
-    def ask(self, path: str, method: str = "GET", port: int | None = None) -> tuple[int, str]:
+    def ask(
+        self, path: str, method: str = "GET", port: int | None = None, headers: Mapping[str, str] = {}
+    ) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=10)
         try:
-            connection.request(method, path, b"{}" if method == "POST" else None)
+            connection.request(method, path, b"{}" if method == "POST" else None, headers=dict(headers))
             response = connection.getresponse()
             return response.status, response.read().decode()
         except (OSError, http.client.HTTPException):
@@ -216,6 +220,15 @@ def test_probes_follow_the_replicas_and_a_server_that_stops_refuses_in_openais_s
         'x_total{replica="a"} 1.0',
         'x_total{replica="b"} 1.0',
     }
+    for replica in replicas:
+        replica.key = "Bearer scrape"
+    status, body = front.ask("/metrics")
+    assert status == 401 and "x_total" not in body
+    assert front.ask("/metrics", headers={"Authorization": "Bearer wrong"})[0] == 401
+    status, body = front.ask("/metrics", headers={"Authorization": "Bearer scrape"})
+    assert status == 200 and body.count("x_total{") == 2
+    for replica in replicas:
+        replica.key = ""
     front.folder.refuse_requests()
     status, body = front.ask("/v1/models")
     assert status == 503 and "stopping" in json.loads(body)["error"]["message"]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from manta.actors.http.keys import refuse_written_keys, with_keys
+from manta.actors.http.keys import Keys, metrics_key, refuse_written_keys, with_keys
 from manta.actors.http.settings import ServerSettings
 from manta.actors.replica import build_app
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from manta.jobs.serve_checks import warning_of_exposure
 from text_pair import LiveServer, make_text_pair
 
 COMPLETIONS = "/v1/completions"
@@ -53,7 +54,7 @@ def test_a_key_in_a_serve_config_is_refused_without_being_said() -> None:
 
 
 def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> None:
-    settings = ServerSettings(api_key=("user", "other"), admin_api_key="root")
+    settings = ServerSettings(api_key=("user", "other"), admin_api_key="root", metrics_api_key="scrape")
     with LiveServer(config, settings) as server, httpx.Client(base_url=server.url, timeout=30) as http:
 
         def status(path: str, authorization: str | None) -> int:
@@ -69,9 +70,53 @@ def test_the_operators_routes_ask_for_their_own_key(config: EngineConfig) -> Non
             assert status("/v1/models", key) == 200
         for key in (None, "user", "Basic user", "Bearer", "Bearer user2"):
             assert status("/v1/models", key) == 401
-        assert status("/health", None) == 200
+        assert status("/health", None) == status("/version", None) == 200
+        asking = (None, "Bearer user", "Bearer wrong", "Bearer root", "Bearer scrape")
+        assert [status("/metrics", key) for key in asking] == [401, 403, 401, 200, 200]
+        assert "vllm:" not in http.get("/metrics").text and status("/load", "Bearer scrape") == 401
         for key, wanted in (("user", 200), ("wrong", 401), ("", 401)):  # as Anthropic's clients bring it
             assert http.get("/v1/models", headers={"X-Api-Key": key}).status_code == wanted
+
+
+@pytest.mark.parametrize(
+    ("keys", "opening", "knowing"),
+    [
+        ({}, ("", "user", "root", "scrape", "other", "wrong"), ()),
+        ({"api_key": "user"}, ("user",), ()),
+        ({"api_key": "user", "admin_api_key": "root"}, ("root",), ("user",)),
+        ({"api_key": "user", "metrics_api_key": "scrape"}, ("scrape",), ("user",)),
+        ({"metrics_api_key": ("scrape", "other")}, ("scrape", "other"), ()),
+        ({"admin_api_key": "root"}, ("root",), ()),
+        (
+            {"api_key": "user", "admin_api_key": "root", "metrics_api_key": "scrape"},
+            ("root", "scrape"),
+            ("user",),
+        ),
+    ],
+)
+def test_metrics_ask_for_a_key_where_there_is_one(
+    keys: dict[str, str], opening: tuple[str, ...], knowing: tuple[str, ...]
+) -> None:
+    asked = Keys(ServerSettings(**keys))  # type: ignore[arg-type]
+    for key in ("", "user", "root", "scrape", "other", "wrong"):
+        for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+            refusal = asked.refusal("/metrics", headers)
+            wanted = None if key in opening else 403 if key in knowing else 401
+            assert (refusal and refusal[0]) == wanted, (key, refusal)
+    if "api_key" in keys:  # a metrics key is good for the metrics alone
+        assert asked.refusal("/v1/completions", {"x-api-key": "scrape"}) is not None
+    opened = metrics_key(ServerSettings(**keys))  # type: ignore[arg-type]
+    assert (opened in opening) if keys else opened is None
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.0.2.2", "gpu-1.example", "127.0.0.1", "127.3.2.1", "::1", "localhost"]
+)
+def test_an_open_address_without_keys_is_warned_of(host: str) -> None:
+    warning = warning_of_exposure(host, ServerSettings())
+    assert (warning is None) == (host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"))
+    assert warning is None or ("--api-key-file" in warning and host in warning)
+    assert warning_of_exposure(host, ServerSettings(api_key="key")) is None
 
 
 def test_no_page_of_another_origin_may_ask_unless_it_is_named(config: EngineConfig) -> None:

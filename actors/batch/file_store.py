@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from ...cluster.caller import Caller
 from ...cluster.errors import NotFoundError, QuotaError, RequestError, shown
-from ..files import inner_name
+from ...cluster.inner_names import inner_name
 from .parts import PART_NAME
 from .storage import Storage
 

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...cluster.errors import ConfigError
+from ...cluster.inner_names import inner_name
 from ...cluster.row_ranges import RowRanges, count, of_rows
-from ..files import inner_name
 from .answering import RESULT_SCHEMA, Result, wire_schema
 from .failures import Failures, failures_in
 from .figures import RowFigures

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 from ...cluster.errors import OutputError
-from ..files import inner_name
+from ...cluster.inner_names import inner_name
 from .paper import JobPaper
 from .parts import FOLDER, RESULT_NAME, SUCCESS, Json
 from .storage import Storage

@@ -28,7 +28,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from ...cluster.errors import ConfigError, shown_url
-from ..files import PRIVATE_FOLDER, TEMPORARY, inner_name, make_folder, write_whole
+from ...cluster.inner_names import inner_name
+from ..files import PRIVATE_FOLDER, TEMPORARY, make_folder, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")

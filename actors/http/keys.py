@@ -24,7 +24,14 @@ from ...cluster.label_values import ANY
 from .settings import ServerSettings
 
 # Setting -> the variable that stands in for it.
-ENVIRONMENT = {"api_key": "MANTA_API_KEY", "admin_api_key": "MANTA_ADMIN_API_KEY"}
+ENVIRONMENT = {
+    "api_key": "MANTA_API_KEY",
+    "admin_api_key": "MANTA_ADMIN_API_KEY",
+    "metrics_api_key": "MANTA_METRICS_API_KEY",
+}
+# Asks for a key where there is one of any kind: labels name tenants and models.
+METRICS_PATH = "/metrics"
+# No request of a model: passes queues, and is neither counted nor logged. Open to all, but for the metrics.
 OPEN_PATHS = frozenset(
     {"/health", "/ping", "/metrics", "/version", "/ui"}
 )  # the page asks for the key itself
@@ -71,6 +78,7 @@ def behind_gateway(settings: ServerSettings) -> ServerSettings:
         settings,
         api_key=None,
         admin_api_key=None,
+        metrics_api_key=None,
         allowed_origins=(),
         max_requests_per_key=None,
         reader_timeout=0.0,
@@ -97,6 +105,7 @@ class Keys:
         self._is_alone = len(settings.keys("api_key")) == 1
         tenants = settings.key_tenants("admin_api_key") | settings.key_tenants("api_key")
         self._callers = {_digest(key): self._caller(key, tenant) for key, tenant in tenants.items()}
+        self._metrics = [_digest(key) for key in settings.keys("metrics_api_key")]
         if self._any:
             self._any += self._admin
         self._isolation, self._tenants = settings.isolation, settings.tenants
@@ -109,6 +118,8 @@ class Keys:
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """Status and message where a request may not pass; its headers' names are taken in lower case."""
+        if path == METRICS_PATH:
+            return self._metrics_refusal(headers)
         if path in OPEN_PATHS:
             return None
         given = _digest(_key_in(headers))
@@ -121,6 +132,16 @@ class Keys:
         elif not known or _among(given, known):
             return None
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
+
+    def _metrics_refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """The operators' own, with keys of its own; without those, and an admin key, any key will do."""
+        wanted = [*self._metrics, *self._admin] or self._any
+        given = _digest(_key_in(headers))
+        if not wanted or _among(given, wanted):
+            return None
+        if _among(given, self._any):
+            return 403, "Metrics are the operators' own: send the metrics key, or the admin API key."
+        return 401, "Send the metrics key, or the admin API key: `Authorization: Bearer <key>`."
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return the caller of a request that `refusal` lets through."""
@@ -138,6 +159,12 @@ class Keys:
             if tenant:
                 return domain_of("tenant", tenant)
         return domain_of("key", caller.owner or "")
+
+
+def metrics_key(settings: ServerSettings) -> str | None:
+    """A key that opens /metrics, the least that does; None where it is open."""
+    names = ("metrics_api_key", "admin_api_key", "api_key")
+    return next((key for name in names for key in settings.keys(name)), None)
 
 
 def caller_of(scope: Scope) -> Caller:

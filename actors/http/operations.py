@@ -1,4 +1,4 @@
-"""What operators ask: /load; and /health, /ping, /version, /metrics, open to all and nobody's traffic."""
+"""What operators ask: /load, /metrics; and /health, /ping, /version, open to all and nobody's traffic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def operation_routes(frontend: Frontend, traffic: Traffic) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text."""
+        """Prometheus' text; asks for a key where there is one."""
         return Response(frontend.telemetry.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/load")

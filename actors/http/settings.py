@@ -29,6 +29,7 @@ ENDPOINT_SETTINGS = frozenset(
     {
         *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
         *("prefix_cache_isolation", "tenants", "categories"),
+        *("metrics_api_key", "metrics_api_key_file"),
         *("max_request_bytes", "batch_storage", "receipts", "shutdown_timeout", "ui"),
         *("max_requests_per_key", "max_unread_bytes", "reader_timeout"),
         *("log_format", "otlp_traces_endpoint"),
@@ -85,6 +86,9 @@ class ServerSettings:
         admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), good for
             all others, and for what other keys own; None guards those routes as the others.
             MANTA_ADMIN_API_KEY stands in for both.
+        metrics_api_key, metrics_api_key_file: the same for `/metrics` alone, so that whoever scrapes needs no
+            admin key, which opens it too. None: an admin key, or else any key, opens it; without any key it
+            is open. MANTA_METRICS_API_KEY stands in for both.
         prefix_cache_isolation: whose prompts share their beginnings in the prefix cache, so that answers come
             sooner and tell by `cached_tokens` what was there: "none" (of all), "key" (of one key) or "tenant"
             (of one tenant; of a key that has none, that key's). A system prompt that keys have in common is
@@ -146,6 +150,8 @@ class ServerSettings:
     api_key_file: str | None = None
     admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     admin_api_key_file: str | None = None
+    metrics_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
+    metrics_api_key_file: str | None = None
     allowed_origins: tuple[str, ...] = ()
     prefix_cache_isolation: Isolation | None = None
     batch_storage: str | None = field(default=None, repr=False)  # a URL may hold secrets
@@ -170,14 +176,14 @@ class ServerSettings:
     categories: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "admin_api_key", *_NAMES):
+        for name in ("served_model_name", "api_key", "admin_api_key", "metrics_api_key", *_NAMES):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         for name in _NAMES:
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, (value,))
-        for name in ("api_key", "admin_api_key"):
+        for name in ("api_key", "admin_api_key", "metrics_api_key"):
             _check_keys(name, _as_tuple(getattr(self, name)))
         for name in ("tenants", "categories"):
             for at, value in enumerate(getattr(self, name)):
@@ -244,7 +250,7 @@ class ServerSettings:
         return _as_tuple(self.served_model_name) or (model,)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Return the keys of a setting: `api_key` or `admin_api_key`."""
+        """Return the keys of a setting: `api_key`, `admin_api_key` or `metrics_api_key`."""
         return tuple(self.key_tenants(name))
 
     def key_tenants(self, name: str) -> dict[str, str | None]:

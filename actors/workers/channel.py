@@ -10,12 +10,14 @@ and when. How ends wait and wake each other is `ends.py`'s.
 Beside the rings each worker gets `NUM_LANES` socket pairs, for what must wait for no step (`grammar_lanes.py`).
 
 Messages are pickled; one larger than a slot goes as several fragments, so there is no size limit. Linux
-only, same machine and same user only (both are checked). Not a tensor path: that is `process_group.py`.
+only, same machine and same user only (both are checked, and that each side knows the address's key, before a
+pickle is read: `doors.py`). Not a tensor path: that is `process_group.py`.
 Used by `ray_executor.py` (engine's end) and the workers; no Ray in here. An end belongs to one thread.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -47,7 +49,8 @@ class StepChannel(End):
     """
 
     def __init__(self, num_workers: int, layout: Layout | None = None) -> None:
-        self._listener, self.address = doors.open_door(num_workers)
+        self._door = doors.Door(num_workers)
+        self.address = self._door.address
         self._layout = layout = layout or Layout(num_workers)
         self._file = os.memfd_create("manta-steps")
         os.ftruncate(self._file, layout.size_bytes)
@@ -65,8 +68,8 @@ class StepChannel(End):
         deadline_s = time.monotonic() + timeout_s
         hello = json.dumps(asdict(self._layout)).encode()
         while len(self._peers) < self._layout.num_workers:
-            self._listener.settimeout(max(0.001, deadline_s - time.monotonic()))
-            sock = doors.let_in(self._listener)
+            self._door.listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+            sock = self._door.let_in()
             if sock is None:
                 continue
             sock.settimeout(PATIENCE_S)
@@ -100,7 +103,7 @@ class StepChannel(End):
     def _shut_door(self) -> None:
         if self._door_is_open:
             self._door_is_open = False
-            self._listener.close()
+            self._door.listener.close()
             os.close(self._file)
 
     def close(self) -> None:
@@ -114,7 +117,7 @@ class WorkerChannel(End):
     """A worker's end. Gets the shared memory from the engine, which must be in, or soon come to, `accept`.
 
     Args:
-        sock: made by `knock` with the same rank.
+        knocked: made by `knock` with the same rank.
         rank: of this worker.
         waiter: of all that the worker waits for.
 
@@ -123,11 +126,17 @@ class WorkerChannel(End):
     """
 
     def __init__(
-        self, sock: socket.socket, rank: int, waiter: Waiter | None = None, timeout_s: float = PATIENCE_S
+        self,
+        knocked: tuple[socket.socket, bytes],
+        rank: int,
+        waiter: Waiter | None = None,
+        timeout_s: float = PATIENCE_S,
     ) -> None:
+        sock, proof = knocked
         sock.settimeout(timeout_s)
         try:
-            hello, files, _, _ = socket.recv_fds(sock, 4096, 1 + NUM_LANES)
+            is_proven = hmac.compare_digest(sock.recv(len(proof), socket.MSG_WAITALL), proof)
+            hello, files, _, _ = socket.recv_fds(sock, 4096, 1 + NUM_LANES) if is_proven else (b"", [], 0, 0)
         except OSError as error:
             raise PeerLostError(f"the engine ({error})") from None
         if not files:
@@ -175,8 +184,8 @@ class WorkerChannel(End):
         return "the engine"
 
 
-def knock(address: str, rank: int) -> socket.socket:
-    """Connect to the engine's channel. Raises PeerLostError if it is not on this machine."""
-    sock = doors.knock(address)
+def knock(address: str, rank: int) -> tuple[socket.socket, bytes]:
+    """Connect to the engine's channel, as `doors.knock` does. Raises PeerLostError."""
+    sock, proof = doors.knock(address)
     sock.sendall(_HELLO.pack(rank))
-    return sock
+    return sock, proof

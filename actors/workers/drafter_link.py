@@ -81,7 +81,7 @@ class DrafterLink(End):
     """
 
     def __init__(self, address: str, hello: Hello, device: torch.device, waiter: Waiter) -> None:
-        sock = doors.knock(address)
+        sock, proof = doors.knock(address)
         rings = os.memfd_create("manta-drafter")
         os.ftruncate(rings, LAYOUT.size_bytes)
         sizes = hello.sizes
@@ -98,7 +98,7 @@ class DrafterLink(End):
             os.close(file)
         super().__init__(memory, 0, waiter)
         self._down, self._up = Ring.down(memory, LAYOUT), Ring.up(memory, LAYOUT, 0)
-        self._meet(0, sock, LAYOUT.line(0, 0))
+        self._meet(0, sock, LAYOUT.line(0, 0), proof)  # which comes when the drafter has a moment
         self._sizes, self._on_gpu = sizes, device.type == "cuda"
         self._told = Rounds(sizes.told_at, sizes.told_bytes)
         self._steps: dict[int, _Step] = {}
@@ -147,7 +147,9 @@ class DrafterLink(End):
             self._say(self._unsaid.popleft().message(time.monotonic()))
             if self.is_lost:
                 return
-        while self._up.has_next(0):
+        if self._proofs:
+            self.take_wakeups()
+        while not self._proofs and self._up.has_next(0):
             self._take(self._read(self._up, 0, _SAY_WITHIN_S, nothing))
             if self.is_lost:
                 return

@@ -186,9 +186,10 @@ class DrafterServer:
 
     def __init__(self, make_seat: Callable[[Hello], Seat]) -> None:
         self._make_seat = make_seat
-        self._listener, self.address = doors.open_door(backlog=64)
+        self._door = doors.Door(backlog=64)
+        self.address = self._door.address
         self._waiter = Waiter(spin_budget_s(4))  # engine, target and drafter have work of their own
-        self._waiter.listen(self._listener)
+        self._waiter.listen(self._door.listener)
         self._guests: list[Guest] = []
 
     def serve(self, linger_s: float = math.inf) -> None:
@@ -214,11 +215,11 @@ class DrafterServer:
         return any(guest.has_mail() or guest.has_gone for guest in self._guests) or self._door_rings()
 
     def _door_rings(self) -> bool:
-        return bool(select.select([self._listener], [], [], 0)[0])
+        return bool(select.select([self._door.listener], [], [], 0)[0])
 
     def _let_in(self) -> None:
         while self._door_rings():
-            sock = doors.let_in(self._listener)
+            sock = self._door.let_in()
             if sock is not None:
                 self._seat_guest(sock)
 

@@ -50,7 +50,7 @@ class DrafterFacts:
     """What a drafter says when it has loaded. `address` is of its door (`doors.knock`)."""
 
     pid: int
-    address: str
+    address: str = field(repr=False)  # a secret
 
 
 class DrafterWorker:

@@ -4,11 +4,13 @@ An `End` is one side of rings (`rings.py`) that it shares with its peers; a sock
 sleeper awake (one byte) and tells at once when the process at its other end has died. A `Waiter` waits on
 some ends together: first for a moment with `sched_yield`, then asleep on their sockets. The step channel
 (`channel.py`) and the way to a drafter (`drafter_link.py`) are made of them. An end belongs to one thread,
-and ends that share a waiter to the same one.
+and ends that share a waiter to the same one. Messages are pickles, which run what they like when they are
+read: nothing is read of a peer before it has proven itself (`doors.py`).
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import pickle
 import select
@@ -21,6 +23,7 @@ from .rings import Ring, SharedMemory
 
 PATIENCE_S = 60.0  # for a peer that must answer at once
 POLL_S = 0.1  # sleepers look up this often; a lost wake-up costs no more
+PROOF_BYTES = 32  # with which a socket begins that was knocked at
 SHORT_SPIN_S, LONG_SPIN_S = 30e-6, 1e-3
 
 
@@ -114,13 +117,21 @@ class End:
             int, tuple[socket.socket, int]
         ] = {}  # its number -> socket, where it says it sleeps
         self._lost: set[int] = set()
+        self._proofs: dict[int, bytes] = {}  # that peers have still to bring
         self._closed = False
         waiter.add(self)
 
-    def _meet(self, number: int, sock: socket.socket, asleep_line: int) -> None:
-        """A peer is there; the socket is this end's now."""
+    def _meet(self, number: int, sock: socket.socket, asleep_line: int, proof: bytes = b"") -> None:
+        """A peer is there; the socket is this end's now.
+
+        Args:
+            proof: with which the socket must begin before a message is read (`doors.knock`); empty where the
+                peer has proven itself.
+        """
         sock.setblocking(False)
         self._peers[number] = sock, asleep_line
+        if proof:
+            self._proofs[number] = proof
         self._waiter.listen(sock)
 
     def _name(self, number: int) -> str:
@@ -137,6 +148,10 @@ class End:
     # Any: it carries whatever was put in; both ends are ours.
     def _read(self, ring: Ring, reader: int, timeout_s: float, alive: Callable[[], None]) -> Any:
         """The next message; at least its first fragment is there."""
+        if self._proofs:  # its proof was sent before the message
+            self.take_wakeups()
+            if self._proofs:
+                raise PeerLostError(f"{self._name(min(self._proofs))}: it has not proven itself")
         fragment, last = ring.peek(reader)
         if last:
             message = pickle.loads(fragment)
@@ -183,9 +198,27 @@ class End:
     def take_wakeups(self) -> None:
         """Read the sockets empty; note who is gone."""
         for number, (sock, _) in self._peers.items():
-            if number not in self._lost and not _drain(sock):
+            if number in self._lost:
+                continue
+            if not (self._is_proven(number, sock) if number in self._proofs else _drain(sock)):
                 self._lost.add(number)
                 self._waiter.forget(sock)
+
+    def _is_proven(self, number: int, sock: socket.socket) -> bool:
+        """Take the proof off the socket once it is there. False if it is another, or the peer is gone."""
+        proof = self._proofs[number]
+        try:
+            begin = sock.recv(len(proof), socket.MSG_PEEK)
+            if len(begin) == len(proof):
+                sock.recv(len(proof))
+                if hmac.compare_digest(begin, proof):
+                    del self._proofs[number]
+                    return True
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return len(begin) not in (0, len(proof))
 
     def close(self) -> None:
         """Let go of memory and sockets; the other side then sees a lost peer. Idempotent."""

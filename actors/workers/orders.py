@@ -6,7 +6,7 @@ Plans go as they are (`cluster/plan.py`); these go over the same channel, in ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...cluster.errors import MantaError
 
@@ -16,7 +16,7 @@ class DrafterAt:
     """There is a drafter: rank 0 takes a seat at it, and leaves the one it has."""
 
     generation: int
-    address: str
+    address: str = field(repr=False)  # a secret
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class WorkerSetup:
     config: EngineConfig
     topology: Topology
     rank: int
-    channel: str
+    channel: str = field(repr=False)  # a secret
     log: LogSettings | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Worker:
     max_in_flight = 1
 
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+        self._knocked: tuple[socket.socket, bytes] | None = None
         self._store: Store | None = None
         self._company = _Company()
 
@@ -102,7 +102,7 @@ class Worker:
         for name, value in setting.environment.items():
             os.environ.setdefault(name, value)
         try:
-            self._socket = knock(setting.channel, setting.rank)
+            self._knocked = knock(setting.channel, setting.rank)
         except PeerLostError as error:
             raise PlacementError(
                 f"The worker of rank {setting.rank} cannot reach the engine: {error}. Plans travel through "
@@ -164,10 +164,10 @@ class Worker:
 
     def run(self) -> str:
         """Run steps until the engine goes away. Raises what broke a step, after telling the engine."""
-        assert self._socket is not None, "setup comes first"
+        assert self._knocked is not None, "setup comes first"
         channel: WorkerChannel | None = None
         try:
-            channel = WorkerChannel(self._socket, self.setting.rank, self.waiter)
+            channel = WorkerChannel(self._knocked, self.setting.rank, self.waiter)
             self.serve_beside(channel.lanes)
             self._run_steps(channel)
         except PeerLostError:

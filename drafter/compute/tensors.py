@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...cluster.errors import CheckpointError
+from ...cluster.inner_names import inner_name
+
+_SAFETENSORS = re.compile(r".+\.safetensors")
 
 
 class TensorSource(Protocol):
@@ -84,10 +88,13 @@ class TensorFolder(TensorHeaders):
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                named = set(json.loads(index.read_text())["weight_map"].values())
+                names = sorted(inner_name(name, _SAFETENSORS) for name in named)
             except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise CheckpointError(f"{index} is not a safetensors index: {error!r}.") from None
-            return [self.folder / name for name in names]
+                raise CheckpointError(
+                    f"{index} is not a safetensors index of files in this folder: {error}. Download again."
+                ) from None
+            return [self.folder / name for name in names]  # which may be links, as in the hub's cache
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(
