@@ -7,6 +7,7 @@ a wrong flag waits for torch or Ray. A `MantaError` ends with exit code 1, wrong
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import sys
@@ -68,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="manta")
     except MantaError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(error.message)}")
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        typer.echo("error: too many files are open: raise the limit (ulimit -n 8192).", err=True)
         sys.exit(1)
     except Stopped as stopped:
         typer.echo(str(stopped), err=True)
