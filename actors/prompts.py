@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, TypeAlias, TypeVar, cast
 
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, RequestError, shown
+from ..cluster.errors import ConfigError, RequestError, no_unicode, shown
 from ..cluster.request import MAX_SEED, SamplingParams
 from .chat.template import Message
 from .checkpoints import tokenizer_folder
@@ -88,10 +88,13 @@ class PromptText:
     guarded: str | None = None
 
     def encode(self, encode: Callable[..., T]) -> T:
-        """Call a tokenizer's method that encodes."""
-        if self.guarded is None:
-            return encode(self.text, add_special_tokens=self.add_special_tokens)
-        return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
+        """Call a tokenizer's method that encodes. Raises RequestError for what is no Unicode."""
+        try:
+            if self.guarded is None:
+                return encode(self.text, add_special_tokens=self.add_special_tokens)
+            return encode(self.guarded, add_special_tokens=self.add_special_tokens, guarded=True)
+        except TypeError:  # what the tokenizers library says of it
+            raise no_unicode(self.param) from None
 
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object] | Chat | EncodedPrompt

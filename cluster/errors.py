@@ -242,6 +242,14 @@ class UnreachableError(MantaError):
     retryable = True
 
 
+def no_unicode(param: str) -> RequestError:
+    """Return the refusal of a text that JSON's escapes, or a command line, made of half a character."""
+    return RequestError(
+        f"{param}: the text is not valid Unicode: it holds a lone surrogate (\\ud800 to \\udfff).",
+        param=param,
+    )
+
+
 def shown(value: object, most: int = 100) -> str:
     """Return a foreign value for a message: JSON in one line, and of a long one `most` characters."""
     if isinstance(value, str):

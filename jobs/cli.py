@@ -6,6 +6,10 @@ a wrong flag waits for torch or Ray. A `MantaError` ends with exit code 1, wrong
 
 from __future__ import annotations
 
+import codecs
+import errno
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..cluster.errors import MantaError
+from ..cluster.errors import MantaError, RequestError
 from .audit.cli import audit
 from .batch.cli import batch
 from .bench.cli import bench
@@ -59,14 +63,46 @@ SHUTDOWN_TIMEOUT_S = 30.0  # of a server at somebody's terminal
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
+    if arguments is None:
+        _speak_utf8()
     try:
         app(arguments, prog_name="manta")
     except MantaError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(error.message)}")
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        typer.echo("error: too many files are open: raise the limit (ulimit -n 8192).", err=True)
+        sys.exit(1)
     except Stopped as stopped:
         typer.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
+
+
+def _speak_utf8() -> None:
+    """Texts, names and what other processes are told are UTF-8, whatever the locale is.
+
+    Where Python was started otherwise (PYTHONUTF8=0, an old locale) it is started once more, as it takes
+    arguments and names apart before the first line of ours. A stream that is told to be something else
+    (PYTHONIOENCODING) escapes what it has no character for.
+    """
+    if codecs.lookup(sys.getfilesystemencoding()).name != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _standard_input() -> str:
+    """Raises RequestError for what is no text."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"prompt: standard input is not UTF-8 (byte {error.start}: {error.reason}).", param="prompt"
+        ) from None
 
 
 def _version(wanted: bool) -> None:
@@ -97,7 +133,7 @@ def generate(
     config, params = engine_config(settings), sampling_params(sampling)
     from .generate import generate_text
 
-    generate_text(config, sys.stdin.read() if prompt == "-" else prompt, params)
+    generate_text(config, _standard_input() if prompt == "-" else prompt, params)
 
 
 @app.command()

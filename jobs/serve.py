@@ -10,6 +10,7 @@ parts: `drain` lets requests end and takes no new ones, `stop` ends what is ther
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,18 @@ from ..actors.files import check_writable
 from ..actors.http.keys import metrics_key, with_keys
 from ..actors.http.settings import ServerSettings, split_models
 from ..cluster.config import EngineConfig
-from ..cluster.errors import ConfigError, MantaError, PlacementError
+from ..cluster.errors import ConfigError, MantaError, PlacementError, shown_name
 from .client import await_ready, num_requests
 from .greeting import models_told, try_it
 from .ray_session import join_or_start_ray, lost_ray, ray_address
-from .serve_checks import check_capture, check_port, check_storage, open_connections, warning_of_exposure
+from .serve_checks import (
+    check_capture,
+    check_open_files,
+    check_port,
+    check_storage,
+    open_connections,
+    warning_of_exposure,
+)
 from .serve_environment import ServeEnvironment
 from .stop import Stopped, StopSignals
 
@@ -212,6 +220,7 @@ def start_server(
     config, settings = models[0]
     existing, environment = ray_address(), None
     if not existing:
+        check_open_files()
         check_port(options.host, options.port)
         _check_probe_port(options)
         for model in models:
@@ -273,16 +282,26 @@ def _deploy(
     report: Report,
 ) -> None:
     from ray import serve
+    from ray.exceptions import RayError
 
     from ..actors.replica import build_application
 
     app = build_application(models)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={"host": options.host, "port": options.port},
-        logging_config=QUIET,
-    )
+    try:
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": options.host, "port": options.port},
+            logging_config=QUIET,
+        )
+    except RayError as error:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise ConfigError(
+            f"Ray Serve's proxy did not start ({_last_line(error)}). Its log lies in Ray's session folder. "
+            f"It may open {files} files (ulimit -n): where that is too few for HAProxy, raise the limit, or "
+            "use --plain-proxy.",
+            param="plain_proxy",
+        ) from error
     report("loading the models")
     server.deploy(app)
     deadline_s = time.monotonic() + options.ready_timeout_s
@@ -339,6 +358,12 @@ def _cause(application: Any) -> str:  # Any: Serve's status object.
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("manta.cluster.errors.")]
     return ours[-1].partition(": ")[2] if ours else (lines[-1] if lines else "no reason was given")
+
+
+def _last_line(error: BaseException) -> str:
+    """What Ray's error says behind the traceback of another process."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return shown_name(lines[-1] if lines else type(error).__name__).rstrip(".")
 
 
 def _to_stderr(line: str) -> None:

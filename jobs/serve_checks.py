@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ..actors.http.settings import ServerSettings
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError
 
+LEAST_FILES, MOST_FILES = 256, 1 << 16
 _ESTABLISHED = "01"  # in the kernel's tables
 
 
@@ -45,6 +47,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def check_open_files() -> None:
+    """Let this process and those that it starts open as many files as they may. Raises ConfigError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard or hard == resource.RLIM_INFINITY:
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        soft = max(soft, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < LEAST_FILES:
+        raise ConfigError(
+            f"open files: a process may open {soft} here, and Ray needs {LEAST_FILES} or more. Raise the "
+            "limit (ulimit -n 8192; LimitNOFILE= of a systemd unit).",
+            param="ulimit",
+        )
 
 
 def check_storage(where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from manta.jobs.cli import main
 from manta.jobs.flags import parse_size
 from manta.jobs.settings import engine_config, merge_settings, read_settings
 
+ROOT = Path(__file__).parent.parent
 SERVE_CONFIG = """
 applications:
   - name: manta
@@ -217,3 +219,39 @@ def test_an_unknown_key_in_the_yaml_proposes_the_nearest(tmp_path: Path) -> None
 
 def test_sizes_are_written_as_in_vllm() -> None:
     assert [parse_size(text) for text in ("4096", "32k", "1G", "1.5g")] == [4096, 32000, 2**30, 1_500_000_000]
+
+
+C_LOCALE = {
+    "LC_ALL": "C",
+    "LANG": "C",
+    "PYTHONUTF8": "0",
+    "PYTHONCOERCECLOCALE": "0",
+    "PYTHONIOENCODING": "ascii",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "code", "said"),
+    [
+        (["generate", "-"], b"d\xff\xfe", 1, b"error: prompt: standard input is not UTF-8 (byte 1"),
+        (["render", "systemd", "--config", "né.yaml"], b"", 1, rb"n\xe9.yaml"),
+    ],
+)
+def test_a_locale_without_utf8_is_none_of_a_users_business(
+    arguments: list[str], given: bytes, code: int, said: bytes
+) -> None:
+    command = [sys.executable, "-m", "manta.jobs.cli", *arguments]
+    found = subprocess.run(
+        command, input=given, capture_output=True, timeout=60, env={**os.environ, **C_LOCALE}, cwd=ROOT
+    )
+    assert found.returncode == code and said in found.stderr, found.stderr
+    assert b"Traceback" not in found.stderr
+
+
+def test_too_few_files_are_said_before_ray_starts() -> None:
+    script = 'ulimit -n 64; exec "$0" -m manta.jobs.cli serve models/target --port 0'
+    found = subprocess.run(
+        ["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert "open files: a process may open 64 here" in found.stderr

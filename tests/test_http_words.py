@@ -285,7 +285,8 @@ def test_no_header_path_or_query_reaches_the_log_the_metrics_or_a_long_error(
     for name in HEADERS:
         value = (CORE * 20).encode() + b"\x9b31m"
         check_answer(
-            http.post("/v1/completions", json=BODIES["/v1/completions"], headers={name: value}), name
+            http.post("/v1/completions", json=BODIES["/v1/completions"], headers=[(name.encode(), value)]),
+            name,
         )
     for part in ({"data": {"purpose": MARK}}, {"data": {"purpose": "batch", MARK: MARK}}, {"data": {}}):
         content = {"file": (f"{CORE * 100}\x1b.jsonl", b"{}")}
