@@ -86,8 +86,8 @@ CLUSTER: Rows = (
             ),
             rates(
                 "Requests after a replica's end",
-                "Streams that went on at another replica, requests that began again there, those of both that "
-                "were tested alone because they may have killed it, and requests that were found to kill.",
+                "Streams that went on at another replica, requests that began again there, those that were "
+                "tested alone because they may have killed it, and requests that were found to kill.",
                 ("manta:gateway_resumed_streams", "went on"),
                 ("manta:gateway_retried_requests", "began again"),
                 ("manta:gateway_isolated_requests", "tested alone"),
