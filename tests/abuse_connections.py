@@ -1,7 +1,7 @@
 """Clients that hold connections of a server: idle ones, and heads and bodies that do not end.
 
-Each trial opens its connections to a port on loopback, asks a probe and a small request meanwhile, closes what
-it opened and returns what it saw as a `Held`. None takes much longer than a minute. Called by hand
+Each trial opens its connections to a port on loopback, asks a probe and a small request meanwhile, closes
+what it opened and returns what it saw as a `Held`. None takes much longer than a minute. Called by hand
 (`python tests/abuse_connections.py PORT`) and by `abuse.py`:
 
     idle_connections(port, 4150)            a server behind HAProxy: probes 200, the small request answered
@@ -52,8 +52,8 @@ class Held:
 
 
 def idle_connections(port: int, count: int, probe_port: int | None = None) -> Held:
-    """Connections that have asked once and then say nothing, kept alive as long as the server keeps them."""
-    return _hold(port, count, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", probe_port=probe_port)
+    """Connections that have asked HAProxy once and then say nothing, as long as they are kept alive."""
+    return _hold(port, count, b"GET /-/healthz HTTP/1.1\r\nHost: x\r\n\r\n", probe_port=probe_port)
 
 
 def silent_connections(port: int, count: int, probe_port: int | None = None) -> Held:

@@ -85,10 +85,13 @@ CLUSTER: Rows = (
                 "session and prefix find K/V that is there already; load is the emptiest.",
             ),
             rates(
-                "Requests saved from a replica's end",
-                "Streams that went on at another replica, and requests that began again there.",
+                "Requests after a replica's end",
+                "Streams that went on at another replica, requests that began again there, those that were "
+                "tested alone because they may have killed it, and requests that were found to kill.",
                 ("manta:gateway_resumed_streams", "went on"),
                 ("manta:gateway_retried_requests", "began again"),
+                ("manta:gateway_isolated_requests", "tested alone"),
+                ("manta:gateway_poisonous_requests", "found to kill"),
                 unit="reqps",
             ),
             _up,
