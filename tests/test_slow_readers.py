@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from manta.cluster.config import EngineConfig
 from manta.cluster.logprobs import TokenLogprobs
 from manta.cluster.outcome import SequenceUpdate
 from manta.cluster.request import SamplingParams
-from probed_server import ProbedServer, make_executor
+from probed_server import ProbedServer, keep_little, make_executor
 from text_pair import LiveServer
 
 UNREAD_BYTES = 1 << 18
@@ -111,7 +110,7 @@ def test_a_reader_that_keeps_up_gets_an_output_a_step_and_one_that_is_behind_few
 @pytest.fixture(scope="module")
 def probed() -> Iterator[ProbedServer]:
     front = {"max_unread_bytes": UNREAD_BYTES, "reader_timeout": 2.0}
-    with ProbedServer(MODEL, front) as server:
+    with ProbedServer(MODEL, front, keeps_little=True) as server:
         yield server
 
 
@@ -124,11 +123,6 @@ def live() -> Iterator[LiveServer]:
         yield server
 
 
-def keep_little(listener: socket.socket) -> None:
-    """Have the system keep little of what the connections' clients do not read."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-
-
 def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline_s = time.monotonic() + seconds
     while not true():
@@ -137,7 +131,7 @@ def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def test_memory_is_bounded_and_nothing_is_left_of_clients_that_never_read(probed: ProbedServer) -> None:
-    never_read(probed.port, 1.0, streams=STREAMS[:2])  # what the first ones make is there to stay
+    never_read(probed.port, 1.0, streams=STREAMS[:3])  # what the first ones make is there to stay
     before = probed.rest()
     readers = [Reader(probed.port, *STREAMS[2]) for _ in range(3)]
     until(lambda: probed.look().running == 0)  # ended by the server, and nobody has read or left
@@ -146,7 +140,7 @@ def test_memory_is_bounded_and_nothing_is_left_of_clients_that_never_read(probed
     assert rested.rss_bytes < before.rss_bytes + GROWTH_BYTES
     for reader in readers:
         reader.close()
-    never_read_whole(probed.port, 4.0, 2)
+    never_read_whole(probed.port, 4.0, 2, 32)
     assert not probed.rest(before.tasks).busy(before.tasks)
 
 
