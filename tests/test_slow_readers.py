@@ -193,7 +193,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_n
     server = LiveServer(config, settings, make_executor)
     keep_little(server._socket)
     with server:
-        path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 32, "n": 64, "logprobs": 20}
+        path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 200, "n": 64, "logprobs": 20}
         stream = Reader(server.address[1], *STREAMS[2], headers={"X-Request-Id": "stream"})
         answer = Reader(server.address[1], path, whole, stream=False, headers={"X-Request-Id": "whole"})
         until(lambda: is_cut("stream") and is_cut("whole"))
