@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -133,7 +134,7 @@ def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 def test_memory_is_bounded_and_nothing_is_left_of_clients_that_never_read(probed: ProbedServer) -> None:
     never_read(probed.port, 1.0, streams=STREAMS[:3])  # what the first ones make is there to stay
     before = probed.rest()
-    readers = [Reader(probed.port, *STREAMS[2]) for _ in range(3)]
+    readers = [Reader(probed.port, *STREAMS[2]) for _ in range(2)]
     until(lambda: probed.look().running == 0)  # ended by the server, and nobody has read or left
     rested = probed.rest(before.tasks)
     assert not rested.busy(before.tasks), "a place is held"
@@ -193,14 +194,15 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_n
     server = LiveServer(config, settings, make_executor)
     keep_little(server._socket)
     with server:
-        path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 200, "n": 64, "logprobs": 20}
+        path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 60, "n": 64, "logprobs": 20}
         stream = Reader(server.address[1], *STREAMS[2], headers={"X-Request-Id": "stream"})
         answer = Reader(server.address[1], path, whole, stream=False, headers={"X-Request-Id": "whole"})
         until(lambda: is_cut("stream") and is_cut("whole"))
         until(lambda: server.engine.stats().running == 0)
         assert b"[DONE]" not in stream.read()
         head, _, content = answer.read().partition(b"\r\n\r\n")
-        assert b" 200 " in head and not content.endswith(b"}")
+        (length,) = re.findall(rb"content-length: (\d+)", head)
+        assert b" 200 " in head and len(content) < int(length) / 2
         stream.close()
         answer.close()
         body: dict[str, Any] = {"prompt": "x", "max_tokens": 300, "stream": True, "ignore_eos": True}
