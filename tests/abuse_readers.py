@@ -73,7 +73,7 @@ class Reader:
 def never_read(
     port: int, hold_s: float, each: int = 1, streams: Sequence[tuple[str, Json]] = STREAMS
 ) -> None:
-    """So many of each stream, of which nothing is read for a while, and then something of every second one."""
+    """So many of each stream, of which nothing is read for a while, then something of every second one."""
     readers = [Reader(port, path, body) for path, body in streams for _ in range(each)]
     time.sleep(hold_s)
     for i, reader in enumerate(readers):
@@ -83,9 +83,14 @@ def never_read(
         reader.close()
 
 
-def never_read_whole(port: int, hold_s: float, count: int = 4) -> None:
-    """So many whole answers of some MB, of which nothing is read; the server must have cut them off."""
-    body = {"prompt": "x", "max_tokens": 400, "n": 16, "logprobs": 20}
+def never_read_whole(port: int, hold_s: float, count: int = 4, tokens: int = 1000) -> None:
+    """So many whole answers of 64 completions, of which nothing is read; the server must have cut them off.
+
+    Args:
+        hold_s: longer than answers take to be made, and `reader_timeout`.
+        tokens: of each completion; a kB each, of which the system keeps some MB.
+    """
+    body = {"prompt": "x", "max_tokens": tokens, "n": 64, "logprobs": 20}
     readers = [Reader(port, "/v1/completions", body, stream=False) for _ in range(count)]
     time.sleep(hold_s)
     for reader in readers:
