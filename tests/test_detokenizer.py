@@ -97,6 +97,7 @@ TOKENIZERS = {
     },
 }
 every_kind = pytest.mark.parametrize("kind", TOKENIZERS)
+kinds_with_bytes = pytest.mark.parametrize("kind", [*BYTE_LEVELS, *WITH_RUNS])
 
 
 def name_of(kind: str, token_id: int) -> str:
@@ -217,7 +218,7 @@ def texts(
 
 
 @every_kind
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_text_is_what_decoding_all_at_once_adds_to_the_prompt(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -248,8 +249,8 @@ def test_a_character_that_breaks_off_is_text_and_no_failure(kind: str) -> None:
     assert "".join(texts(kind, prompt, [ids_of(kind, "▁the")], (), skips=True)) == " the"
 
 
-@every_kind
-@settings(max_examples=30)
+@kinds_with_bytes
+@settings(max_examples=15)
 @given(data=st.data())
 def test_another_replica_goes_on_with_the_same_text(kind: str, data: st.DataObject) -> None:
     tokenizer, params = TOKENIZERS[kind], SamplingParams(stop=("e❤", "\n", "😀 "), max_tokens=None, seed=0)
@@ -284,8 +285,8 @@ def completed(
     return whole.text, len(whole.token_ids), whole.stop_reason, given
 
 
-@every_kind
-@settings(max_examples=30)
+@kinds_with_bytes
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_stop_string_ends_the_text_at_the_same_token_whatever_the_cuts(
     kind: str, data: st.DataObject
@@ -305,7 +306,7 @@ def test_a_stop_string_ends_the_text_at_the_same_token_whatever_the_cuts(
         assert uncut.startswith(text + str(reason)), "what stopped it is in the text of the tokens that count"
 
 
-@pytest.mark.parametrize("kind", [*WITH_RUNS, *BYTE_LEVELS])
+@kinds_with_bytes
 def test_a_stop_string_of_byte_tokens_ends_the_text_with_its_last_byte(kind: str) -> None:
     answer = ids_of(kind, b"x", "\n", b"y")
     params = SamplingParams(stop=("\n",), max_tokens=None, seed=0)
