@@ -8,7 +8,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -16,8 +19,13 @@ from hypothesis import strategies as st
 from manta.actors.outputs import NOTHING, Begun, OutputProcessor, begun_text
 from manta.actors.prompts import EncodedPrompt
 from manta.actors.tokenizer import Tokenizer
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine import SequenceUpdate
+from manta.cluster.executor import Executor
 from manta.cluster.request import SamplingParams
+from scripted_executor import ScriptedExecutor
+from test_http_server import events
+from text_pair import LiveServer, make_text_pair
 from tokenizers import AddedToken, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
@@ -312,3 +320,33 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_with_its_last_byte(kind: str
     params = SamplingParams(stop=("\n",), max_tokens=None, seed=0)
     text, num_tokens, reason, _ = completed(TOKENIZERS[kind], ids_of(kind, b"a"), [answer], params)
     assert (text, num_tokens, reason) == ("x", 2, "\n")
+
+
+def test_a_broken_character_is_served_the_same_whole_streamed_and_with_drafts(tmp_path: Path) -> None:
+    target, drafter = make_text_pair(tmp_path)
+    written = of_words(WITH_RUNS["Gemma"]).to_str().replace("<0xZZ>", "zz")  # llguidance cannot read it
+    (target / "tokenizer.json").write_text(written)
+    prompt = ids_of("Gemma", "日本", "😀")
+    answer = ids_of("Gemma", "❤\ufe0f".encode()[:-1], "▁the", "日", b"\n")
+    config = EngineConfig.from_dict(
+        {"model": str(target), "speculative_config": {"model": str(drafter)}, "dtype": "float32"}
+        | {"max_num_seqs": 4, "num_pages": 64, "num_threads": 1}
+    )
+    executors: list[ScriptedExecutor] = []
+
+    def make(config: EngineConfig) -> Executor:
+        executors.append(ScriptedExecutor(config))
+        return executors[0]
+
+    with LiveServer(config, make=make) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        executors[0].script = answer
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": len(answer), "ignore_eos": True}
+        for more in ({}, {"speculative": False}, {"logprobs": 1}):
+            choice = http.post("/v1/completions", json=body | more).json()["choices"][0]
+            assert choice["text"] == "\ufffd" * 5 + " the日\n"
+            with http.stream("POST", "/v1/completions", json=body | more | {"stream": True}) as response:
+                pieces = [choice for chunk in events(response) for choice in chunk["choices"]]
+            assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        stopped = http.post("/v1/completions", json=body | {"stop": "日"}).json()["choices"][0]
+        assert (stopped["text"], stopped["stop_reason"]) == ("\ufffd" * 5 + " the", "日")
+        assert http.get("/health").status_code == 200
