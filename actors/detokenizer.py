@@ -99,6 +99,7 @@ class TokenPieces(dict[int, Piece]):
     """
 
     kind: Callable[[TokenPieces, Sequence[int], frozenset[int]], IncrementalDetokenizer]
+    _make: Callable[[int, str], Piece]  # of a token's id and spelling
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -108,14 +109,15 @@ class TokenPieces(dict[int, Piece]):
         kinds = [part["type"] for part in parts]
         self._has_byte_tokens = "ByteFallback" in kinds
         self._context: list[int] = []  # a token put before those to decode; its text is cut off again
+        self._num_context = 0  # characters of that text
         if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
             self.kind, self._make = LossyDetokenizer, self._bytes_of
         elif _goes_by_token(parts):
             self.kind, self._make = RunDetokenizer, self._text_of
             self._context = self._find_context()
+            self._num_context = len(self.decode(self._context))
         else:
-            self.kind, self._make = WholeDetokenizer, self._text_of
-        self._num_context = len(self.decode(self._context))
+            self.kind, self._make = WholeDetokenizer, lambda token_id, spelling: ""  # not asked for
 
     def __missing__(self, token_id: int) -> Piece:
         spelling = self._backend.id_to_token(token_id)

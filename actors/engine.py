@@ -416,7 +416,7 @@ class AsyncEngine:
             self._failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:
             self._failure = error
-        except Exception as error:  # a process's edge: whatever broke, the requests must be answered
+        except BaseException as error:  # a thread's edge: whatever broke, the requests must be answered
             ids = self._streams.ids
             logger.exception(
                 "the engine's loop failed; running requests: %s", ids, extra={"request_ids": ids}

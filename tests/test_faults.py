@@ -26,6 +26,7 @@ from manta.actors.chat.reading import Answer, Reading
 from manta.actors.chat.splitter import Splitter
 from manta.actors.detokenizer import IncrementalDetokenizer, LossyDetokenizer
 from manta.actors.engine import AsyncEngine
+from manta.actors.executor import make_executor
 from manta.actors.http.chat import ChatShape
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.figures import RequestFigures
@@ -38,6 +39,8 @@ from manta.actors.streams import Stream, Streams
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import OutputProcessingError
+from manta.cluster.plan import StepResult
+from passing_executor import PassingExecutor
 from test_http_server import events, idle, wait_for
 from text_pair import LiveServer
 
@@ -211,6 +214,21 @@ def test_an_engine_that_delivers_nothing_is_unhealthy(
         assert http.post("/v1/completions", json=body | {"max_tokens": 4}).status_code == 200
         monkeypatch.setattr(Streams, "_deliver_a_turn", lambda streams: None)
         assert http.post("/v1/completions", json=body).status_code == 503
+        assert http.get("/health").status_code == 503
+
+
+class PanickingExecutor(PassingExecutor):
+    def collect(self) -> StepResult:
+        super().collect()
+        raise Panic("injected")
+
+
+def test_a_panic_on_the_engines_thread_ends_all_requests_instead_of_none(config: EngineConfig) -> None:
+    with (
+        LiveServer(config, make=lambda config: PanickingExecutor(make_executor(config))) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
         assert http.get("/health").status_code == 503
 
 
