@@ -31,7 +31,7 @@ import tokenizers
 
 Part: TypeAlias = Mapping[str, Any]  # Any: a piece of tokenizer.json.
 
-# A token by itself: its text; its bytes, where they are text only with those of others; None: nothing.
+# A single token as its text; as bytes, if they make text only together with other tokens'; None: no text.
 Piece: TypeAlias = str | bytes | None
 
 _BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
@@ -43,9 +43,9 @@ class IncrementalDetokenizer(ABC):
     """Turns the tokens of one completion into text.
 
     Args:
-        pieces: of the tokenizer.
-        prompt_token_ids: not looked at before the first token, since the engine checks them meanwhile.
-        hidden: tokens that no text is made of, in the prompt and in the answer.
+        pieces: texts of the tokenizer's tokens.
+        prompt_token_ids: read at the first token of the answer; until then the engine has not checked them.
+        hidden: tokens left out of the text, in the prompt and in the answer.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
@@ -53,10 +53,10 @@ class IncrementalDetokenizer(ABC):
         self._prompt = prompt_token_ids
         self._hidden = hidden
         self._has_begun = False
-        self._is_plain = False  # a token with text of its own adds that text, and nothing else happens
+        self._is_plain = False  # nothing is held back: a token with a text of its own adds just that
 
     def step(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; return the text that has become certain."""
+        """Append tokens. Return the text that no later token can change, as far as it is new."""
         pieces, hidden = self._pieces, self._hidden
         texts: list[str] = []
         for token_id in token_ids:
@@ -81,23 +81,25 @@ class IncrementalDetokenizer(ABC):
 
     @abstractmethod
     def _begin(self, first: str | bytes) -> None:
-        """Look at the prompt; `first` is the piece of the first token behind it."""
+        """Read the prompt's end; `first` is the piece of the answer's first token."""
 
     @abstractmethod
-    def _take(self, token_id: int, piece: str | bytes) -> str: ...
+    def _take(self, token_id: int, piece: str | bytes) -> str:
+        """Append a token; as `step`."""
 
     def _shown(self, token_ids: Iterator[int]) -> Iterator[int]:
         return (t for t in token_ids if t not in self._hidden and self._pieces[t] is not None)
 
 
 class TokenPieces(dict[int, Piece]):
-    """What each token of a tokenizer is by itself, filled as tokens are asked for.
+    """Maps token ids of one tokenizer to their pieces; computed at first use, then kept.
 
     Attributes:
-        kind: makes detokenizers; see the module.
+        kind: class of its detokenizers; see the module.
     """
 
     kind: Callable[[TokenPieces, Sequence[int], frozenset[int]], IncrementalDetokenizer]
+    _make: Callable[[int, str], Piece]  # of a token's id and spelling
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
@@ -106,15 +108,16 @@ class TokenPieces(dict[int, Piece]):
         parts = [] if decoder is None else _parts(json.loads(decoder.__getstate__()))
         kinds = [part["type"] for part in parts]
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._context: list[int] = []  # a token before those that are decoded, whose text is cut off again
+        self._context: list[int] = []  # a token put before those to decode; its text is cut off again
+        self._num_context = 0  # characters of that text
         if kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}:
             self.kind, self._make = LossyDetokenizer, self._bytes_of
         elif _goes_by_token(parts):
             self.kind, self._make = RunDetokenizer, self._text_of
             self._context = self._find_context()
+            self._num_context = len(self.decode(self._context))
         else:
-            self.kind, self._make = WholeDetokenizer, self._text_of
-        self._num_context = len(self.decode(self._context))
+            self.kind, self._make = WholeDetokenizer, lambda token_id, spelling: ""  # not asked for
 
     def __missing__(self, token_id: int) -> Piece:
         spelling = self._backend.id_to_token(token_id)
@@ -122,11 +125,11 @@ class TokenPieces(dict[int, Piece]):
         return piece
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The library's own decoding; special tokens are shown."""
+        """Return the library's decoding, special tokens included."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def decode_behind(self, token_ids: Sequence[int]) -> str:
-        """The same behind other tokens, so that nothing is cut off as a text's beginning."""
+        """Return the text of tokens that follow others: no leading space is stripped."""
         return self.decode([*self._context, *token_ids])[self._num_context :]
 
     def _bytes_of(self, token_id: int, spelling: str) -> Piece:
@@ -151,7 +154,7 @@ class TokenPieces(dict[int, Piece]):
 
 
 class LossyDetokenizer(IncrementalDetokenizer):
-    """Of tokens that are bytes."""
+    """Decodes tokens that are bytes."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         super().__init__(pieces, prompt_token_ids, hidden)
@@ -170,10 +173,10 @@ class LossyDetokenizer(IncrementalDetokenizer):
         self._decoder.decode(tail)
         begun, _ = self._decoder.getstate()
         if begun and not (isinstance(first, bytes) and _goes_on(begun, first)):
-            self._decoder.reset()  # it stays unfinished: the prompt's U+FFFD
+            self._decoder.reset()  # the answer does not complete it: its U+FFFD is the prompt's
 
     def _take(self, token_id: int, piece: str | bytes) -> str:
-        if isinstance(piece, str):  # it begins a character, whatever was before
+        if isinstance(piece, str):  # begins with a whole character, so what is held back is a broken one
             self._is_plain = True
             return self.flush() + piece
         text = self._decoder.decode(piece)
@@ -182,15 +185,15 @@ class LossyDetokenizer(IncrementalDetokenizer):
 
 
 class RunDetokenizer(IncrementalDetokenizer):
-    """Of tokens with texts of their own, and of runs of byte tokens.
+    """Decodes tokens that have texts of their own, and runs of byte tokens.
 
-    The first tokens of a text may be decoded otherwise than behind others (a space is cut off). They are
-    decoded together until some text has come of them.
+    Decoders strip a leading space from the whole text. So the first tokens, of prompt and answer together,
+    are decoded together until they have produced some text.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         super().__init__(pieces, prompt_token_ids, hidden)
-        self._first: list[int] | None = None  # tokens of which no text has come; None: some text has
+        self._first: list[int] | None = None  # the first tokens, while they have no text; else None
         self._run: list[int] = []
         self._bytes = bytearray()  # of the run
         self._num_prompt_bytes = 0  # of them
@@ -253,22 +256,23 @@ class RunDetokenizer(IncrementalDetokenizer):
             self._bytes.decode()
         except UnicodeDecodeError:
             return text[num_prompt:]
-        if self._first is not None:  # and so no text has come of the prompt
+        if self._first is not None:  # the prompt has no text
             return text
         return text[len(self._bytes[:num_prompt].decode(errors="ignore")) :]
 
     def _leave_beginning(self, text: str, token_ids: Sequence[int]) -> None:
+        """Note that these tokens, behind the first ones, have this text."""
         if self._first is not None:
             self._first = None if text else [*self._first, *token_ids]
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self._pieces[token_id]
-        assert isinstance(piece, bytes), "a run is of byte tokens"
+        assert isinstance(piece, bytes), "a run consists of byte tokens"
         return piece
 
 
 class WholeDetokenizer(IncrementalDetokenizer):
-    """Of tokens whose text is known at the end. The prompt's part is what both texts have in common."""
+    """Decodes all tokens at the end. The prompt's part is the common prefix of both texts."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], hidden: frozenset[int]) -> None:
         super().__init__(pieces, prompt_token_ids, hidden)
@@ -291,15 +295,15 @@ class WholeDetokenizer(IncrementalDetokenizer):
 
 
 def _parts(decoder: Part) -> list[Part]:
-    """A decoder's parts, in the order in which they work."""
+    """Return the parts of a decoder, in the order in which they are applied."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [part for each in decoder["decoders"] for part in _parts(each)]
 
 
 def _goes_by_token(parts: Sequence[Part]) -> bool:
-    """Whether text is that of single tokens and of runs of byte tokens, one after the other, but for what is
-    cut off at the beginning."""
+    """Return whether the text is that of single tokens and of runs of byte tokens, one after the other, apart
+    from what is stripped at its beginning."""
     has_runs = is_fused = False
     for part in parts:
         kind = part["type"]
@@ -319,7 +323,7 @@ def _goes_by_token(parts: Sequence[Part]) -> bool:
 
 
 def _keeps_length(part: Part) -> bool:
-    """Whether each character stays one, wherever it stands, but for what is cut off at the beginning."""
+    """Return whether a part maps each character to one, apart from what it strips at the beginning."""
     match part["type"]:
         case "Metaspace":
             return True
@@ -332,13 +336,13 @@ def _keeps_length(part: Part) -> bool:
 
 
 def _byte_of(spelling: str) -> int | None:
-    """The byte that ByteFallback makes of a token."""
+    """Return the byte that ByteFallback makes of a token; None if it is no byte token."""
     found = _BYTE_TOKEN.fullmatch(spelling)
     return None if found is None else int(found[1], 16)
 
 
 def _goes_on(begun: bytes, piece: bytes) -> bool:
-    """Whether the first byte of `piece` belongs to the character that `begun` begins."""
+    """Return whether the first byte of `piece` continues the character that `begun` begins."""
     try:
         (begun + piece[:1]).decode()
     except UnicodeDecodeError as error:
@@ -347,7 +351,7 @@ def _goes_on(begun: bytes, piece: bytes) -> bool:
 
 
 def _byte_chars() -> dict[str, int]:
-    """ByteLevel's spelling of bytes, as GPT-2's: printable ones of Latin-1 as they are, the others behind."""
+    """Return ByteLevel's alphabet (GPT-2's): printable Latin-1 as it is, other bytes from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -41,7 +41,7 @@ from .unread import ReaderLimit
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-DELIVERY_TIMEOUT_S = 10.0  # without one update handed out, of those that wait, by an event loop that runs
+DELIVERY_TIMEOUT_S = 10.0  # that updates may wait while the event loop runs and hands out none
 
 
 @runtime_checkable
@@ -389,9 +389,9 @@ class AsyncEngine:
                 trial.end(ticket, tracker.metrics.brought)
 
     def _watch_delivery(self, num_stuck: int = 0) -> None:
-        """Look once a second whether updates reach their readers. If none does for long, the engine is dead.
+        """Check every second that updates reach their readers. If none does for long, the engine is dead.
 
-        Turns of the event loop are counted, so a loop that was held up itself is no reason.
+        Checks are counted, not seconds, so a loop that was blocked itself is no reason.
         """
         if self._closing or self._failure is not None:
             return
@@ -422,7 +422,7 @@ class AsyncEngine:
             engine.add_requests(requests)
         except MantaError as error:
             self._post(stream.fail, error)
-        except Exception as error:  # a request's edge: what it asks for breaks something here
+        except Exception as error:  # a request's edge: it alone fails
             child_ids = [request.request_id for request in requests]
             self._post(stream.fail, processing_failure(child_ids[0], error, client_id=stream.client_id))
             for child_id in child_ids:
@@ -461,7 +461,7 @@ class AsyncEngine:
             self._failure = EngineDeadError("The engine is shutting down. Retry.")
         except MantaError as error:
             self._failure = error
-        except Exception as error:  # a process's edge: whatever broke, the requests must be answered
+        except BaseException as error:  # a thread's edge: whatever broke, the requests must be answered
             ids = self._streams.ids
             logger.exception(
                 "the engine's loop failed; running requests: %s", ids, extra={"request_ids": ids}

@@ -133,14 +133,15 @@ class _Text:
         self.text = self._stream.step(begun.token_ids)
         # Not what is there: how much of the same tokens comes out at once depends on what was held back.
         self._emitted = begun.num_chars
-        self._ahead = self._stream.peek() if self._stop else ""  # has been searched, and may yet change
+        # Text that was searched for stop strings, but which later tokens may change.
+        self._ahead = self._stream.peek() if self._stop else ""
 
     def feed(self, token_ids: Sequence[int], num_before: int, *, ends: bool) -> tuple[int, str | None]:
         """Append tokens. Returns how many of them count and the stop string that ended the text.
 
         Args:
             num_before: tokens of the completion before these.
-            ends: they are the last ones: take what the detokenizer still holds back.
+            ends: they are the last ones, so text that is held back is taken as well.
         """
         if not self._stop:
             self.text += self._stream.step(token_ids)
@@ -155,7 +156,7 @@ class _Text:
         ) if ends else None
 
     def _append(self, fresh: str, num_tokens: int) -> str | None:
-        """Append text of a token. Returns the stop string that it ends with, where the text is cut then."""
+        """Append a token's text. Returns the stop string that ends in it; the text is then cut there."""
         ahead = self._stream.peek()
         if not (fresh or ahead):
             return None
@@ -270,7 +271,7 @@ class RequestTracker:
         return [self.request_id if count == 1 else f"{self.request_id}-{i}" for i in range(count)]
 
     def fail(self) -> None:
-        """End the completions that have not ended, for an error."""
+        """End the completions that have not ended with finish_reason "error"."""
         for completion in self._completions:
             completion.finish_reason = completion.finish_reason or "error"
 
@@ -405,7 +406,7 @@ class OutputProcessor:
         return tracker, fresh, hit
 
     def tracker_of(self, child_id: str) -> RequestTracker | None:
-        """Return whose completion this is; None if it has ended or was forgotten."""
+        """Return the request that a completion belongs to; None if it has ended or was forgotten."""
         known = self._living.get(child_id)
         return None if known is None else known[0]
 

@@ -74,7 +74,7 @@ class Stream:
             self.spoil(failure)
 
     def spoil(self, failure: MantaError) -> None:
-        """End a request, also one whose tokens are all there: its answer is lost."""
+        """End a request, also one whose last tokens have arrived: its answer is incomplete."""
         self.failure = failure
         self.wake.set()
 
@@ -96,7 +96,7 @@ class Streams:
         self._abort = abort
         self._open: dict[str, Stream] = {}
         self._updates: deque[SequenceUpdate] = deque()  # not yet handed out
-        self._has_turn = False  # the event loop will go on with them
+        self._has_turn = False  # the event loop is going to call `_deliver_a_turn`
         self._num_handed_out = self._num_at_last_look = 0
 
     @property
@@ -171,7 +171,7 @@ class Streams:
                 self._has_turn = True
 
     def _hand_out(self, update: SequenceUpdate) -> None:
-        """Give an update to its request's reader. Whatever fails in that ends this request, and no other."""
+        """Process one update for its reader. Any exception ends its request, and no other."""
         self._num_handed_out += 1
         tracker = self.processor.tracker_of(update.request_id)
         if tracker is None:
@@ -218,7 +218,7 @@ class Streams:
 def processing_failure(
     request_id: str, error: BaseException, *, client_id: str | None = None
 ) -> OutputProcessingError:
-    """Log what failed as an answer was made of a request's tokens. Returns what its reader is told."""
+    """Log what failed in processing a request's output. Return the error that ends the request."""
     name = client_id or request_id
     said = "request %s: its answer could not be made of its tokens"
     logger.error(said, name, exc_info=error, extra={"request_id": name})

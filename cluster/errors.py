@@ -12,7 +12,7 @@
     │   ├── InUseError            500  another job writes the output
     │   ├── CheckpointError       500  a model folder is missing, unreadable, corrupt or does not fit
     │   └── PlacementError        500  the cluster cannot hold the topology that was asked for
-    ├── OutputProcessingError     500  the text of one answer could not be made; no other request is touched
+    ├── OutputProcessingError     500  processing the output of one request failed; others are not affected
     ├── DatasetError              400  an input file of a batch job cannot be read or understood
     ├── OutputError               500  results of a batch job cannot be written
     ├── NotOfferedError           501  a part of the API that this server was started without
@@ -46,8 +46,8 @@ import re
 from collections.abc import Iterable, Sized
 from typing import ClassVar
 
-# What ends more than a request. Other exceptions at a request's edge are its failure, also those that are no
-# `Exception`: a panic of a library that is written in Rust (`pyo3_runtime.PanicException`).
+# Exceptions that a request's edge lets pass. All others are that request's failure, also those that are no
+# `Exception`: panics of libraries written in Rust (`pyo3_runtime.PanicException`).
 ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 MAX_MESSAGE = 4000  # characters of an error's message; lists of known names are the longest
 MAX_NAME = 256  # characters of a name, or of a field's path
@@ -150,7 +150,7 @@ class PlacementError(ConfigError):
 
 
 class OutputProcessingError(MantaError):
-    """Making an answer of a request's tokens failed; the cause has been logged with the request's id."""
+    """Processing a request's output failed; the cause has been logged with the request's id."""
 
 
 class DatasetError(MantaError):

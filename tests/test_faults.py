@@ -26,6 +26,7 @@ from manta.actors.chat.reading import Answer, Reading
 from manta.actors.chat.splitter import Splitter
 from manta.actors.detokenizer import IncrementalDetokenizer, LossyDetokenizer
 from manta.actors.engine import AsyncEngine
+from manta.actors.executor import make_executor
 from manta.actors.http.chat import ChatShape
 from manta.actors.http.defaults import GenerationDefaults
 from manta.actors.http.figures import RequestFigures
@@ -38,10 +39,14 @@ from manta.actors.streams import Stream, Streams
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import OutputProcessingError
+from manta.cluster.plan import StepResult
+from passing_executor import PassingExecutor
 from test_http_server import events, idle, wait_for
 from text_pair import LiveServer
 
-NUM_REQUESTS, POISONED = 8, 3
+NUM_REQUESTS = 8
+STREAMED = POISONED = 3  # requests with odd numbers are streams
+WHOLE = 4
 MARK = "#poison#"
 TOOLS = [tool("now", zone={"type": "string"})]
 
@@ -110,7 +115,13 @@ def poison(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: type[
     monkeypatch.setattr(owner, name, raise_or_go_on)
 
 
-def ask(server: LiveServer, index: int, *, poisoned: bool = False) -> tuple[int, Any]:
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        yield http
+
+
+def ask(http: httpx.Client, index: int, *, poisoned: bool = False) -> tuple[int, Any]:
     """The status and the answer, or its error."""
     text = f"Say {index}." + (MARK if poisoned else "")
     body: dict[str, Any] = {
@@ -118,43 +129,49 @@ def ask(server: LiveServer, index: int, *, poisoned: bool = False) -> tuple[int,
         "tools": TOOLS,
         "temperature": 1.0,
         "seed": index,
-        "max_tokens": 10,
+        "max_tokens": 6,
         "ignore_eos": True,
         "logprobs": True,
         "top_logprobs": 2,
         "stop": ["\u2603\u2603"],
         "stream": index % 2 == 1,
     }
-    with httpx.Client(base_url=server.url, timeout=30) as http:
-        headers = {"X-Request-Id": "poisoned" if poisoned else f"healthy-{index}"}
-        with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
-            if response.status_code != 200 or not body["stream"]:
-                found = json.loads(response.read())
-                return response.status_code, found.get("error") or found["choices"]
-            found = events(response)
+    headers = {"X-Request-Id": "poisoned" if poisoned else f"healthy-{index}"}
+    with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+        if response.status_code != 200 or not body["stream"]:
+            found = json.loads(response.read())
+            return response.status_code, found.get("error") or found["choices"]
+        found = events(response)
     if "error" in found[-1]:
         return 200, found[-1]["error"]
     return 200, [choice for chunk in found for choice in chunk["choices"]]
 
 
-def round_of(server: LiveServer, poisoned: int | None = None) -> list[tuple[int, Any]]:
+def round_of(http: httpx.Client, poisoned: int | None = None) -> list[tuple[int, Any]]:
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        return list(pool.map(lambda i: ask(server, i, poisoned=i == poisoned), range(NUM_REQUESTS)))
+        return list(pool.map(lambda i: ask(http, i, poisoned=i == poisoned), range(NUM_REQUESTS)))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: LiveServer) -> list[tuple[int, Any]]:
-    found = round_of(server)
+def undisturbed(http: httpx.Client) -> list[tuple[int, Any]]:
+    found = round_of(http)
     assert all(status == 200 for status, _ in found)
     return found
 
 
-@pytest.mark.parametrize("poisoned", [POISONED, POISONED + 1], ids=["streamed", "whole"])
 @pytest.mark.parametrize(
-    ("owner", "name", "error"), [*DELIVERY, *READERS], ids=lambda v: getattr(v, "__name__", v)
+    ("owner", "name", "error", "poisoned"),
+    [
+        (*stage, poisoned)
+        for stage in (*DELIVERY, *READERS)
+        for poisoned in (STREAMED, WHOLE)
+        if stage[1] not in (WHOLE_ONLY if poisoned == STREAMED else STREAMS_ONLY)
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_stage_that_raises_ends_its_request_alone(
     server: LiveServer,
+    http: httpx.Client,
     undisturbed: list[tuple[int, Any]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -163,30 +180,25 @@ def test_a_stage_that_raises_ends_its_request_alone(
     error: type[BaseException],
     poisoned: int,
 ) -> None:
-    is_streamed = poisoned % 2 == 1
-    if name in (WHOLE_ONLY if is_streamed else STREAMS_ONLY):
-        pytest.skip("no part of such an answer")
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         poison(patch, owner, name, error)
-        found = round_of(server, poisoned)
+        found = round_of(http, poisoned)
     status, failure = found[poisoned]
     assert failure["code"] == 500 and failure["message"] == "Internal server error."
-    assert status == 500 or is_streamed
+    assert status == 500 or poisoned == STREAMED
     assert found[:poisoned] + found[poisoned + 1 :] == undisturbed[:poisoned] + undisturbed[poisoned + 1 :]
     causes = [record for record in caplog.records if record.exc_info and error is record.exc_info[0]]
     assert len(causes) == 1 and "poisoned" in causes[0].getMessage()
     wait_for(lambda: idle(server))
-    with httpx.Client(base_url=server.url) as http:
-        assert http.get("/health").status_code == 200
-    assert ask(server, 0) == undisturbed[0]
-    wait_for(lambda: idle(server))
+    assert http.get("/health").status_code == 200
+    assert ask(http, 0) == undisturbed[0]
 
 
 def test_a_completion_of_several_takes_the_others_of_its_request_with_it(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": MARK, "n": 3, "max_tokens": 400, "ignore_eos": True, "stop": "\u2603\u2603\u2603"}
-    with monkeypatch.context() as patch, httpx.Client(base_url=server.url, timeout=30) as http:
+    with monkeypatch.context() as patch:
         poison(patch, outputs._Text, "_find_stop", KeyError)
         assert http.post("/v1/completions", json=body).status_code == 500
         wait_for(lambda: idle(server))
@@ -205,24 +217,39 @@ def test_an_engine_that_delivers_nothing_is_unhealthy(
         assert http.get("/health").status_code == 503
 
 
+class PanickingExecutor(PassingExecutor):
+    def collect(self) -> StepResult:
+        super().collect()
+        raise Panic("injected")
+
+
+def test_a_panic_on_the_engines_thread_ends_all_requests_instead_of_none(config: EngineConfig) -> None:
+    with (
+        LiveServer(config, make=lambda config: PanickingExecutor(make_executor(config))) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        assert http.get("/health").status_code == 503
+
+
 def test_delivery_goes_on_after_what_no_guard_holds(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leftover queue is no delivery in progress."""
-    with LiveServer(config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
-        failures: list[BaseException] = []
-        hand_out = Streams._hand_out
+    failures: list[BaseException] = []
+    hand_out = Streams._hand_out
 
-        def fail_once(streams: Streams, update: Any) -> None:
-            if not failures:
-                failures.append(KeyError("injected"))
-                streams._updates.appendleft(update)
-                raise failures[0]
-            hand_out(streams, update)
+    def fail_once(streams: Streams, update: Any) -> None:
+        if not failures:
+            failures.append(KeyError("injected"))
+            streams._updates.appendleft(update)
+            raise failures[0]
+        hand_out(streams, update)
 
-        monkeypatch.setattr(Streams, "_hand_out", fail_once)
+    with monkeypatch.context() as patch:
+        patch.setattr(Streams, "_hand_out", fail_once)
         response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "ignore_eos": True})
-        assert response.json()["usage"]["completion_tokens"] == 4 and failures
+    assert response.json()["usage"]["completion_tokens"] == 4 and failures
 
 
 def test_a_row_whose_answer_cannot_be_made_is_an_error_row(
@@ -275,7 +302,7 @@ def test_offline_generation_reports_the_one_that_failed(
 
 
 def test_a_request_that_breaks_the_engines_own_checks_ends_alone(
-    server: LiveServer, undisturbed: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client, undisturbed: list[tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_requests: Callable[..., None] = Engine.add_requests
 
@@ -284,8 +311,8 @@ def test_a_request_that_breaks_the_engines_own_checks_ends_alone(
             raise KeyError("injected")
         add_requests(engine, requests)
 
-    with monkeypatch.context() as patch, httpx.Client(base_url=server.url, timeout=30) as http:
+    with monkeypatch.context() as patch:
         patch.setattr(Engine, "add_requests", checked)
         assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 11}).status_code == 500
-        assert ask(server, 0) == undisturbed[0]
+        assert ask(http, 0) == undisturbed[0]
         assert http.get("/health").status_code == 200
