@@ -16,8 +16,8 @@ draft that cannot be. They are sure whatever the drafter thought, and nothing is
 drafts are walked through first (`walk`), and masks made of the rows that are left (`masks`).
 
 A matcher that fails (a grammar that takes too many steps or states) is begun anew once, if that takes
-milliseconds (`Grammar.is_cheap`). If that fails too, or where a grammar is at its end, no token but an end can
-follow. Whatever one request's grammar raises ends that answer and is logged; the others' are not touched.
+milliseconds (`Grammar.is_cheap`). If that fails too, or where a grammar is at its end, no token but an end
+can follow. Whatever one request's grammar raises ends that answer and is logged; the others' are not touched.
 
 Legend: R requests of a step, K most drafts, D drafts of a request, M rows of requests with grammars, W words.
 """
@@ -35,14 +35,10 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from ...cluster.grammar import SlotGrammar
-from .compiler import GrammarCompiler, GrammarError, reason_of
+from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, reason_of
 from .masks import Ints, RowMasks, Words
 
 logger = logging.getLogger(__name__)
-
-# Forced tokens that a step asks for are all up to the next choice, at some microseconds each with Python's
-# lock held. A grammar that forces more at once is not asked again.
-MAX_FORCED = 512
 
 Margins = NDArray[np.float32]
 _Drafted = tuple[LLMatcher, int, list[int]]  # its row among the masks, and the drafts behind
@@ -292,7 +288,7 @@ class GrammarStates:
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
     def _begin(self, held: SlotGrammar) -> _Slot:
-        slot = _Slot(held, None, held.prompt_length)
+        slot = _Slot(held, None, held.prompt_length, forces=held.grammar.forces)
         if not held.grammar.after_token_ids:
             try:
                 slot.matcher = self.compiler.matcher(held.grammar)
@@ -339,7 +335,7 @@ def _forced(slot: _Slot, matcher: LLMatcher) -> list[int]:
     if not slot.forces:
         return []
     forced = matcher.compute_ff_tokens()
-    slot.forces = len(forced) <= MAX_FORCED
+    slot.forces = len(forced) <= MAX_FORCED  # or it is not asked again
     return forced
 
 
