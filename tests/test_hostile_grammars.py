@@ -213,24 +213,27 @@ def regex(text: str) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(regex=text))
 
 
-async def test_a_grammar_is_held_while_its_request_is_open_and_let_go_by_clients_that_leave(
+def test_a_grammar_is_held_while_its_request_is_open_and_let_go_by_clients_that_leave(
     tokenizer: Tokenizer,
 ) -> None:
-    holder = Holder()
-    door = GrammarDoor(tokenizer, VOCAB, EOS, holder)
-    try:
-        async with door.held(regex("[a-z]+")) as params:
-            assert params.grammar is not None and holder.held == [params.grammar]
-        holder.may_hold.clear()
-        leaving = asyncio.create_task(enter(door, regex("[a-z]+")))
-        await asyncio.sleep(0.2)
-        leaving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        holder.may_hold.set()
-        await asyncio.to_thread(wait_until, lambda: not holder.held)
-    finally:
-        door.close()
+    async def check() -> None:
+        holder = Holder()
+        door = GrammarDoor(tokenizer, VOCAB, EOS, holder)
+        try:
+            async with door.held(regex("[a-z]+")) as params:
+                assert params.grammar is not None and holder.held == [params.grammar]
+            holder.may_hold.clear()
+            leaving = asyncio.create_task(enter(door, regex("[a-z]+")))
+            await asyncio.sleep(0.2)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            holder.may_hold.set()
+            await asyncio.to_thread(wait_until, lambda: not holder.held)
+        finally:
+            door.close()
+
+    asyncio.run(check())
 
 
 async def enter(door: GrammarDoor, params: SamplingParams) -> None:
@@ -238,22 +241,25 @@ async def enter(door: GrammarDoor, params: SamplingParams) -> None:
         pass
 
 
-async def test_so_many_large_grammars_are_in_use_at_once(
+def test_so_many_large_grammars_are_in_use_at_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manta.actors.grammar_trials.CHEAP_S", 0.0)
-    door = GrammarDoor(tokenizer, VOCAB, EOS, Holder())
-    try:
-        open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]
-        for each in open_ones:
-            await each.__aenter__()
-        with pytest.raises(OverloadedError, match="large grammars"):
+    async def check() -> None:
+        monkeypatch.setattr("manta.actors.grammar_trials.CHEAP_S", 0.0)
+        door = GrammarDoor(tokenizer, VOCAB, EOS, Holder())
+        try:
+            open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]
+            for each in open_ones:
+                await each.__aenter__()
+            with pytest.raises(OverloadedError, match="large grammars"):
+                await enter(door, regex("one more"))
+            await enter(door, regex("x0"))  # held already
+            await open_ones[0].__aexit__(None, None, None)
             await enter(door, regex("one more"))
-        await enter(door, regex("x0"))  # held already
-        await open_ones[0].__aexit__(None, None, None)
-        await enter(door, regex("one more"))
-    finally:
-        door.close()
+        finally:
+            door.close()
+
+    asyncio.run(check())
 
 
 def test_lanes_have_every_rank_compile_and_say_why_one_cannot(compiler: GrammarCompiler) -> None:
@@ -289,10 +295,13 @@ def test_lanes_have_every_rank_compile_and_say_why_one_cannot(compiler: GrammarC
 
 
 class Failing:
-    """A matcher that raises at its `num_calls`-th call."""
+    """A matcher that raises after so many calls."""
 
     def __init__(self, matcher: Any, num_calls: int) -> None:
         self._matcher, self._left = matcher, num_calls
+
+    def is_error(self) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> Any:
         self._left -= 1
@@ -301,7 +310,7 @@ class Failing:
         return getattr(self._matcher, name)
 
 
-@pytest.mark.parametrize("num_calls", range(6))
+@pytest.mark.parametrize("num_calls", range(3))  # read, forced, mask
 def test_a_matcher_that_raises_ends_its_own_answer_alone(compiler: GrammarCompiler, num_calls: int) -> None:
     grammar = SlotGrammar(Grammar("regex", "[a-z]{40}"), prompt_length=1)
 
@@ -321,7 +330,7 @@ def test_a_matcher_that_raises_ends_its_own_answer_alone(compiler: GrammarCompil
         assert found is not None
         masks.append(found.bits_MW.copy())
     assert (masks[0][0] == masks[1][0]).all(), "the other answer goes on"
-    assert not masks[1][1].any() or num_calls == 5, "this one ends"
+    assert masks[0][1].any() and not masks[1][1].any(), "this one ends"
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -331,19 +340,22 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-async def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tuple[Path, Path]) -> None:
-    config = EngineConfig.from_dict(
-        {"model": str(pair[0]), "dtype": "float32", "num_threads": 1, "max_model_len": 128}
-    )
-    engine = AsyncEngine(config)
-    await engine.start()
-    try:
-        prompt = await engine.encoder.prompt("x")
-        bad = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "anyOf")))
-        with pytest.raises(RequestError, match="nested deeper"):
-            await engine.complete("1", prompt, bad)
-        good = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"), max_tokens=9)
-        answer = await engine.complete("2", prompt, good)
-        assert answer.outputs[0].text.isdigit()
-    finally:
-        engine.close()
+def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tuple[Path, Path]) -> None:
+    async def check() -> None:
+        config = EngineConfig.from_dict(
+            {"model": str(pair[0]), "dtype": "float32", "num_threads": 1, "max_model_len": 128}
+        )
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            prompt = await engine.encoder.prompt("x")
+            bad = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "anyOf")))
+            with pytest.raises(RequestError, match="nested deeper"):
+                await engine.complete("1", prompt, bad)
+            good = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"), max_tokens=9)
+            answer = await engine.complete("2", prompt, good)
+            assert answer.outputs[0].text.isdigit()
+        finally:
+            engine.close()
+
+    asyncio.run(check())

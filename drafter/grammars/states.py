@@ -197,6 +197,9 @@ class GrammarStates:
                 self._renew(walk)
                 self._try(walk, step.forces)
             self._write(failed, bits_MW)
+        for walk, first, end in rows:
+            if walk.slot.has_failed and first + walk.num_free < end:
+                bits_MW[first + walk.num_free].fill(0)
         rows_M = np.flatnonzero(np.repeat(is_held_R, counts_R))
         return RowMasks(rows_M, bits_MW, self.compiler.eos_token_ids[0])
 
@@ -261,8 +264,6 @@ class GrammarStates:
         begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:
             row = first + walk.num_free
-            if walk.slot.has_failed and row < end:
-                bits_MW[row].fill(0)
             if walk.matcher is None or row >= end:
                 continue
             num_walked = min(walk.num_walked, end - row - 1)
