@@ -1,4 +1,4 @@
-"""Tries grammars in a process that may be killed (`drafter/grammars/trial.py`), and remembers what came of them.
+"""Tries grammars in a process that may be killed (`drafter/grammars/trial.py`), and remembers the answers.
 
 The process starts with the first grammar, which waits for it, and again after it was killed. It ends with
 `close`, and when this process ends. Called by `grammars.py`.
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,14 @@ class Tried:
 
     Attributes:
         text: of the grammar, if it is to be compiled in other words than it was sent in: EBNF as Lark.
-        is_cheap: it takes little time and memory.
+        is_cheap, forces: as of `Grammar`.
         refusal: why it cannot be held to, as a sentence's end; None where it can.
         is_slow: it took longer than it was given.
     """
 
     text: str | None = None
     is_cheap: bool = False
+    forces: bool = False
     refusal: str | None = None
     is_slow: bool = False
 
@@ -96,26 +98,15 @@ class GrammarTrials:
     def _answer(self, question: Mapping[str, object]) -> Mapping[str, Any]:
         sent = json.dumps(question).encode()
         for _ in range(2):  # the process may have been killed
-            try:
-                received = self._exchange(sent)
-            except OSError:
-                received = b""
-            if received:
-                return json.loads(received)
+            with self._lock:
+                control = self._running()
+            with suppress(OSError):
+                if received := _exchange(control, sent):
+                    return json.loads(received)
+            with self._lock:
+                if self._control is control:
+                    self._end()
         raise OverloadedError("The process that tries grammars does not answer. Retry.")
-
-    def _exchange(self, sent: bytes) -> bytes:
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs, self._lock:
-                socket.send_fds(self._running(), [b"?"], [theirs.fileno()])
-            ours.settimeout(ANSWER_TIMEOUT_S)
-            ours.sendall(sent)
-            ours.shutdown(socket.SHUT_WR)
-            received = bytearray()
-            while piece := ours.recv(1 << 16):
-                received += piece
-        return bytes(received)
 
     def _running(self) -> socket.socket:
         """Return the way to the process; start it unless it runs."""
@@ -155,13 +146,27 @@ class GrammarTrials:
             self._process = None
 
 
+def _exchange(control: socket.socket, sent: bytes) -> bytes:
+    """Send a question on a connection of its own; return the answer, or b"" where the process has ended."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            socket.send_fds(control, [b"?"], [theirs.fileno()])
+        ours.settimeout(ANSWER_TIMEOUT_S)
+        ours.sendall(sent)
+        ours.shutdown(socket.SHUT_WR)
+        with ours.makefile("rb") as stream:
+            return stream.readline()
+
+
 def _tried(answer: Mapping[str, Any], cpu_s: float, text: str) -> Tried:
     if "signal" in answer:
         return _killed(answer["signal"], cpu_s)
     if "error" in answer:
         return Tried(refusal=answer["error"])
     is_cheap = answer["cpu_s"] <= CHEAP_S and answer["grown_bytes"] <= CHEAP_BYTES
-    return Tried(text=None if answer["text"] == text else answer["text"], is_cheap=is_cheap)
+    other = None if answer["text"] == text else answer["text"]
+    return Tried(other, is_cheap, answer["forces"])
 
 
 def _killed(by: int, cpu_s: float) -> Tried:

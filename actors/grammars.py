@@ -2,10 +2,10 @@
 
     structured_outputs, response_format ─▶ StructuredOutputsParams ─▶ Grammar, in one of three forms
 
-Whatever is wrong is said here, by the field it came in. Sizes are bounded. Time, memory and nesting are bounded
-by a process that may be killed, which compiles each grammar first (`grammar_trials.py`); then the ranks compile
-it beside their steps, and hold it for as long as the request is open. What llguidance does not know of JSON
-Schema is refused: an answer that heeds half a schema is wrong in silence.
+Whatever is wrong is said here, by the field it came in. Sizes are bounded. Time, memory and nesting are
+bounded by a process that may be killed, which compiles each grammar first (`grammar_trials.py`); then the
+ranks compile it beside their steps, and hold it for as long as the request is open. What llguidance does not
+know of JSON Schema is refused: an answer that heeds half a schema is wrong in silence.
 
 Used by `AsyncEngine` (`held`) and by `LLM` (`let_in`, which waits).
 """
@@ -43,7 +43,7 @@ MAX_LARGE = 8  # grammars that are not cheap, of open requests: each takes up to
 
 @runtime_checkable
 class HoldsGrammars(Protocol):
-    """An executor whose ranks compile grammars beside their steps. Its methods may be called by any thread."""
+    """An executor whose ranks compile grammars beside their steps. Any thread may call these methods."""
 
     def hold_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar on every rank, and keep it until it is let go. Blocks; raises GrammarError."""
@@ -206,7 +206,9 @@ class GrammarDoor:
         if tried.refusal is not None:
             raise _refusal(field, tried.refusal)
         written: GrammarKind = "lark" if kind == "grammar" else kind  # type: ignore[assignment]
-        return Grammar(written, text if tried.text is None else tried.text, after, tried.is_cheap)
+        return Grammar(
+            written, text if tried.text is None else tried.text, after, tried.is_cheap, tried.forces
+        )
 
 
 _Kind = GrammarKind | Literal["grammar"]

@@ -28,12 +28,14 @@ class Grammar:
         after_token_ids: it holds only behind the first place where these were generated, one after the other
             (the end of reasoning); before, anything can come. () is from the first token on.
         is_cheap: it compiles within milliseconds and little memory, as it was tried: a step may do it.
+        forces: a step may ask which tokens it forces. Not where these are many: they cost a step time.
     """
 
     kind: GrammarKind
     text: str
     after_token_ids: tuple[int, ...] = ()
     is_cheap: bool = field(default=False, compare=False)
+    forces: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ The rings (`rings.py`) lie in an anonymous memory file (memfd) that the engine h
 Unix socket in the abstract namespace; so nothing is ever left behind in /dev/shm or /tmp, whoever is killed
 and when. How ends wait and wake each other is `ends.py`'s.
 
-Beside the rings each worker gets `NUM_LANES` socket pairs, for what must wait for no step (`grammar_lanes.py`).
+Beside the rings each worker gets `NUM_LANES` socket pairs, for what waits for no step (`grammar_lanes.py`).
 
 Messages are pickled; one larger than a slot goes as several fragments, so there is no size limit. Linux
 only, same machine and same user only (both are checked, and that each side knows the address's key, before a

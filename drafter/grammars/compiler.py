@@ -1,9 +1,8 @@
 """Grammars for one model's tokens: compiled by llguidance, within limits.
 
-What users may ask for, and in which words, is said by `actors/grammars.py`. Every grammar of a request has been
-compiled before in a process that may be killed (`trial.py`); here it is compiled again where tokens are chosen
-(`states.py`), by `hold`, beside the steps. The compiled ones of requests that run or wait are kept, and a few
-others.
+What users may ask for, and in which words, is said by `actors/grammars.py`. Every grammar of a request has
+been compiled before in a process that may be killed (`trial.py`). Here it is compiled again where tokens are
+chosen (`states.py`), by `hold`, beside the steps. Those of open requests are kept, and a few others.
 
 llguidance works lazily: states of a grammar's lexer are made when masks first need them, and matchers of the
 same compiled grammar share them. So a grammar can run out of states long after it was compiled; `forget`
@@ -35,6 +34,8 @@ MAX_LEXER_FUEL = 200_000
 # Of the work for each later mask: a fourth and a fifth of the library's defaults, some 40 ms each.
 MAX_STEP_LEXER_FUEL = 50_000
 MAX_STEP_ITEMS = 10_000
+# Tokens that are forced are found all up to the next choice, at microseconds each with Python's lock held.
+MAX_FORCED = 512
 # llguidance recurses through rules and schemas. What fits the stack of a trial fits this one.
 STACK_BYTES = 16 << 20
 
@@ -81,7 +82,10 @@ class GrammarCompiler:
         self.mask_words = (tokens.vocab_size + 31) // 32
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher that has read no token. Compiles unless the grammar is kept. Raises GrammarError."""
+        """Return a matcher that has read no token. Raises GrammarError.
+
+        Compiles the grammar unless it is kept.
+        """
         return self._compiled((grammar.kind, grammar.text)).deep_copy()
 
     def hold(self, grammar: Grammar) -> None:

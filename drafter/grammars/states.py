@@ -16,8 +16,8 @@ draft that cannot be. They are sure whatever the drafter thought, and nothing is
 drafts are walked through first (`walk`), and masks made of the rows that are left (`masks`).
 
 A matcher that fails (a grammar that takes too many steps or states) is begun anew once, if that takes
-milliseconds (`Grammar.is_cheap`). If that fails too, or where a grammar is at its end, no token but an end can
-follow. Whatever one request's grammar raises ends that answer and is logged; the others' are not touched.
+milliseconds (`Grammar.is_cheap`). If that fails too, or where a grammar is at its end, no token but an end
+can follow. Whatever one request's grammar raises ends that answer and is logged; the others' are not touched.
 
 Legend: R requests of a step, K most drafts, D drafts of a request, M rows of requests with grammars, W words.
 """
@@ -35,14 +35,10 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from ...cluster.grammar import SlotGrammar
-from .compiler import GrammarCompiler, GrammarError, reason_of
+from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, reason_of
 from .masks import Ints, RowMasks, Words
 
 logger = logging.getLogger(__name__)
-
-# Forced tokens that a step asks for are all up to the next choice, at some microseconds each with Python's
-# lock held. A grammar that forces more at once is not asked again.
-MAX_FORCED = 512
 
 Margins = NDArray[np.float32]
 _Drafted = tuple[LLMatcher, int, list[int]]  # its row among the masks, and the drafts behind
@@ -201,6 +197,9 @@ class GrammarStates:
                 self._renew(walk)
                 self._try(walk, step.forces)
             self._write(failed, bits_MW)
+        for walk, first, end in rows:
+            if walk.slot.has_failed and first + walk.num_free < end:
+                bits_MW[first + walk.num_free].fill(0)
         rows_M = np.flatnonzero(np.repeat(is_held_R, counts_R))
         return RowMasks(rows_M, bits_MW, self.compiler.eos_token_ids[0])
 
@@ -265,8 +264,6 @@ class GrammarStates:
         begin, stride = bits_MW.ctypes.data, bits_MW.strides[0]
         for walk, first, end in rows:
             row = first + walk.num_free
-            if walk.slot.has_failed and row < end:
-                bits_MW[row].fill(0)
             if walk.matcher is None or row >= end:
                 continue
             num_walked = min(walk.num_walked, end - row - 1)
@@ -292,7 +289,7 @@ class GrammarStates:
         return drafts[: next((i for i, ends in enumerate(is_end) if ends), len(drafts))]
 
     def _begin(self, held: SlotGrammar) -> _Slot:
-        slot = _Slot(held, None, held.prompt_length)
+        slot = _Slot(held, None, held.prompt_length, forces=held.grammar.forces)
         if not held.grammar.after_token_ids:
             try:
                 slot.matcher = self.compiler.matcher(held.grammar)
@@ -339,7 +336,7 @@ def _forced(slot: _Slot, matcher: LLMatcher) -> list[int]:
     if not slot.forces:
         return []
     forced = matcher.compute_ff_tokens()
-    slot.forces = len(forced) <= MAX_FORCED
+    slot.forces = len(forced) <= MAX_FORCED  # or it is not asked again
     return forced
 
 

@@ -8,11 +8,13 @@ grammar's fault: it is refused, and nothing else ends.
 
 `CONTROL` is the descriptor of a socket: each message holds one descriptor of a connection, on which a client
 sends a question and reads the answer (`Question`, `Answer`). The process ends when the control socket closes.
-`MODEL` is a file that holds the arguments of `GrammarCompiler` as JSON. Its client is `actors/grammar_trials.py`.
+`MODEL` is the descriptor of a file that holds the arguments of `GrammarCompiler` as JSON. The client is
+`actors/grammar_trials.py`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -22,9 +24,12 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from .compiler import GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
+from .compiler import MAX_FORCED, GrammarCompiler, GrammarError, lark_of, on_stack, reason_of
 
 # Small enough that the stacks of threads that compile (`STACK_BYTES`) and make masks are larger.
 TRIAL_STACK_BYTES = 1 << 20
@@ -51,6 +56,7 @@ class Answer(TypedDict):
 
     Attributes:
         text: the grammar; what was EBNF is Lark.
+        forces: as of `Grammar`.
         cpu_s: time that it took.
         grown_bytes: memory that it took.
         error: why llguidance refuses it.
@@ -58,29 +64,35 @@ class Answer(TypedDict):
     """
 
     text: NotRequired[str]
+    forces: NotRequired[bool]
     cpu_s: NotRequired[float]
     grown_bytes: NotRequired[int]
     error: NotRequired[str]
     signal: NotRequired[int]
 
 
-def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> str:
-    """Compile a grammar and read a few tokens with it; return its text. Raises GrammarError."""
+def try_grammar(compiler: GrammarCompiler, kind: str, text: str) -> tuple[str, bool]:
+    """Compile a grammar and read a few tokens with it. Raises GrammarError.
+
+    Returns:
+        its text, and whether it forces no more than `MAX_FORCED` tokens at once, as far as can be seen.
+    """
     if kind == "grammar":
         kind, text = "lark", lark_of(text)
     assert kind in ("json_schema", "regex", "lark")
     matcher = compiler.compile((kind, text))
+    most_forced = len(matcher.compute_ff_tokens())
     for token in _tokens(matcher.compute_bitmask):
         matcher.try_consume_tokens([token])
-        matcher.compute_ff_tokens()
+        most_forced = max(most_forced, len(matcher.compute_ff_tokens()))
         if matcher.is_error():
             raise GrammarError(reason_of(matcher))
         if matcher.is_stopped():
             break
-    return text
+    return text, most_forced <= MAX_FORCED
 
 
-def _tokens(mask):
+def _tokens(mask: Callable[[], bytes]) -> Iterator[int]:
     """Choose tokens that can follow, at random but always the same."""
     chance = random.Random(0)
     for _ in range(NUM_TOKENS):
@@ -144,11 +156,15 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
     with connection.makefile("rb") as stream:
         question: Question = json.loads(stream.read())
     memory_bytes = _data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes + TRIAL_BYTES,) * 2)
+    most_bytes = memory_bytes + TRIAL_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     began_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes a trace where it gets no memory
     signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # its signal ends the process
     try:
-        text = on_stack(TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"]))
+        text, forces = on_stack(
+            TRIAL_STACK_BYTES, lambda: try_grammar(compiler, question["kind"], question["text"])
+        )
     except GrammarError as error:
         answer = Answer(error=str(error)[:2000])
     except MemoryError:
@@ -156,22 +172,22 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
         return
     else:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        answer = Answer(text=text, cpu_s=time.process_time() - began_s, grown_bytes=grown << 10)
+        answer = Answer(
+            text=text, forces=forces, cpu_s=time.process_time() - began_s, grown_bytes=grown << 10
+        )
     signal.setitimer(signal.ITIMER_PROF, 0)
     _send(connection, answer)
 
 
 def _send(connection: socket.socket, answer: Answer) -> None:
-    try:
-        connection.sendall(json.dumps(answer).encode())
-    except OSError:
-        pass  # the client has left
+    with suppress(OSError):  # the client has left
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _data_bytes() -> int:
     """Return the size of this process's private memory, as RLIMIT_DATA counts it."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
 
 
 def main() -> None:
@@ -180,9 +196,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends when its client does
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)
-    with open(model_file, encoding="utf-8") as stream:
+    with os.fdopen(model_file, encoding="utf-8") as stream:
         model = json.load(stream)
     compiler = GrammarCompiler(model["tokenizer_json"], model["vocab_size"], tuple(model["eos_token_ids"]))
+    gc.disable()  # children would copy the pages that it marks
+    gc.freeze()
     _Server(socket.socket(fileno=control_file), compiler).run()
 
 

@@ -1,0 +1,361 @@
+"""Grammars that overflow a stack, or take too much time or memory: refused by name, beside living streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from abuse_grammars import HOSTILE, SHORT, STATUSES, chain
+from manta import LLM, SamplingParams, StructuredOutputsParams
+from manta.actors.engine import AsyncEngine
+from manta.actors.grammar_trials import QUICK_S, SLOW_S, GrammarTrials
+from manta.actors.grammars import MAX_LARGE, GrammarDoor
+from manta.actors.http.settings import ServerSettings
+from manta.actors.tokenizer import Tokenizer
+from manta.actors.workers.channel import StepChannel, WorkerChannel, knock
+from manta.actors.workers.grammar_lanes import GrammarLanes, serve_lanes
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import OverloadedError, RequestError
+from manta.cluster.grammar import Grammar, SlotGrammar
+from manta.drafter.grammars import compiler as compiler_module
+from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
+from manta.drafter.grammars.states import GrammarStates
+from text_pair import VOCAB, LiveServer, make_text_pair
+
+EOS = (0, 2)
+LONGEST_PAUSE_S = 2.0  # 0.2 s on an idle machine
+SHORT_ONES = [(name, path, body) for name, path, body in HOSTILE if name in SHORT]
+SLOW = "(a|b)?" * 20_000
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_text_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
+    return Tokenizer.load(pair[0])
+
+
+@pytest.fixture(scope="module")
+def trials(tokenizer: Tokenizer) -> Iterator[GrammarTrials]:
+    trials = GrammarTrials(tokenizer.to_json(), VOCAB, EOS)
+    yield trials
+    trials.close()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.to_json(), VOCAB, EOS)
+
+
+@pytest.fixture(scope="module")
+def server(pair: tuple[Path, Path]) -> Iterator[LiveServer]:
+    spec = {"model": str(pair[1]), "adaptive": False}
+    how = {"dtype": "float32", "max_num_seqs": 8, "num_pages": 512, "num_threads": 1}
+    config = EngineConfig.from_dict({"model": str(pair[0]), "speculative_config": spec, **how})
+    with LiveServer(config, ServerSettings(served_model_name="tiny", tool_call_parser="hermes")) as server:
+        yield server
+
+
+class Stream:
+    """A long answer that is read beside; `pause_s` is the longest wait for its next event."""
+
+    def __init__(self, url: str) -> None:
+        self.pause_s, self.num_events, self._url, self._ends = 0.0, 0, url, threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join(timeout=60)
+
+    def _read(self) -> None:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not self._ends.is_set():
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as response:
+                last_s = None
+                for _ in response.iter_lines():
+                    now_s = time.monotonic()
+                    self.pause_s = max(self.pause_s, now_s - (last_s or now_s))
+                    last_s, self.num_events = now_s, self.num_events + 1
+                    if self._ends.is_set():
+                        return
+
+
+def test_hostile_grammars_are_answered_or_refused_by_name_beside_a_stream(server: LiveServer) -> None:
+    assert len(SHORT_ONES) == len(SHORT)
+    with Stream(server.url) as stream:
+        for name, path, body in SHORT_ONES:
+            before = stream.num_events
+            response = httpx.post(server.url + path, json=body, timeout=60)
+            assert response.status_code in STATUSES, (name, response.text)
+            if response.status_code == 400:
+                error = response.json()["error"]
+                assert error["message"].startswith(error["param"].split(".")[0]), name
+            assert stream.num_events > before or not stream.num_events, name
+    assert stream.num_events > 100 and stream.pause_s < LONGEST_PAUSE_S
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "word"),
+    [
+        ("json_schema", json.dumps(chain(1500, "allOf")), "nested"),
+        ("regex", SLOW, "memory"),
+        ("grammar", "\n" * 120_000, "time"),
+        ("grammar", 'start: /[yz]/ s\ns: "abcdefgh" s', "items"),
+        ("json_schema", json.dumps(chain(50, "allOf")), None),
+        ("grammar", 'root ::= "a" [0-9]+', None),
+    ],
+)
+def test_a_trial_says_which_limit_was_exceeded(
+    trials: GrammarTrials, kind: str, text: str, word: str | None
+) -> None:
+    refusal = trials.ask(kind, text, SLOW_S).refusal
+    assert refusal is None if word is None else word in (refusal or "")
+
+
+def test_what_was_tried_is_known_and_a_killed_process_is_started_again(tokenizer: Tokenizer) -> None:
+    trials = GrammarTrials(tokenizer.to_json(), VOCAB, EOS)
+    assert trials.pid is None, "it starts with the first grammar"
+    assert trials.ask("regex", "[a-z]+", QUICK_S).refusal is None
+    pid = trials.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert trials.ask("regex", "[0-9]+", SLOW_S).refusal is None
+    assert trials.pid not in (None, pid)
+    trials.close()
+    assert trials.ask("regex", "[a-z]+", QUICK_S).refusal is None and trials.pid is None, "from memory"
+
+
+def test_the_process_ends_with_the_one_that_started_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    code = f"""
+import os, pathlib, signal
+from manta.actors.grammar_trials import GrammarTrials
+trials = GrammarTrials(pathlib.Path({str(tmp_path / "tokenizer.json")!r}).read_text(), {VOCAB}, {EOS})
+trials.ask("regex", "a", 1.0)
+print(trials.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    wait_until(lambda: not Path(f"/proc/{int(run.stdout)}").exists())
+
+
+def test_llm_refuses_what_would_end_its_process(pair: tuple[Path, Path]) -> None:
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "allOf")))
+    with LLM(str(pair[0]), dtype="float32", num_threads=1, max_model_len=128) as llm:
+        with pytest.raises(RequestError, match="nested deeper"):
+            llm.generate("x", asked)
+        assert llm.generate("x", SamplingParams(max_tokens=2))
+
+
+# Held beside the steps.
+
+
+def test_a_held_grammar_is_kept_and_no_step_compiles_it(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 1)
+    held = Grammar("regex", "held[0-9]")
+    compiler.hold(held)
+    for text in ("x", "y", "z"):
+        compiler.matcher(Grammar("regex", text))
+
+    def compile_again(written: object) -> None:
+        pytest.fail(f"{written} was compiled again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "compile", compile_again)
+        assert not compiler.matcher(held).is_error()
+    compiler.let_go(held)
+    for text in ("x", "y"):
+        compiler.matcher(Grammar("regex", text))
+    with monkeypatch.context() as patched, pytest.raises(pytest.fail.Exception):
+        patched.setattr(compiler, "compile", compile_again)
+        compiler.matcher(held)
+
+
+class Holder:
+    """Holds grammars as an executor does."""
+
+    def __init__(self) -> None:
+        self.held: list[Grammar] = []
+        self.may_hold = threading.Event()
+        self.may_hold.set()
+
+    def hold_grammar(self, grammar: Grammar) -> None:
+        assert self.may_hold.wait(timeout=60)
+        self.held.append(grammar)
+
+    def let_go_grammar(self, grammar: Grammar) -> None:
+        self.held.remove(grammar)
+
+
+def regex(text: str) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(regex=text))
+
+
+def test_a_grammar_is_held_while_its_request_is_open_and_let_go_by_clients_that_leave(
+    tokenizer: Tokenizer,
+) -> None:
+    async def check() -> None:
+        holder = Holder()
+        door = GrammarDoor(tokenizer, VOCAB, EOS, holder)
+        try:
+            async with door.held(regex("[a-z]+")) as params:
+                assert params.grammar is not None and holder.held == [params.grammar]
+            holder.may_hold.clear()
+            leaving = asyncio.create_task(enter(door, regex("[a-z]+")))
+            await asyncio.sleep(0.2)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            holder.may_hold.set()
+            await asyncio.to_thread(wait_until, lambda: not holder.held)
+        finally:
+            door.close()
+
+    asyncio.run(check())
+
+
+async def enter(door: GrammarDoor, params: SamplingParams) -> None:
+    async with door.held(params):
+        pass
+
+
+def test_so_many_large_grammars_are_in_use_at_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        monkeypatch.setattr("manta.actors.grammar_trials.CHEAP_S", 0.0)
+        door = GrammarDoor(tokenizer, VOCAB, EOS, Holder())
+        try:
+            open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]
+            for each in open_ones:
+                await each.__aenter__()
+            with pytest.raises(OverloadedError, match="large grammars"):
+                await enter(door, regex("one more"))
+            await enter(door, regex("x0"))  # held already
+            await open_ones[0].__aexit__(None, None, None)
+            await enter(door, regex("one more"))
+        finally:
+            door.close()
+
+    asyncio.run(check())
+
+
+def test_lanes_have_every_rank_compile_and_say_why_one_cannot(compiler: GrammarCompiler) -> None:
+    channel = StepChannel(2)
+    workers: list[WorkerChannel] = []
+
+    def work(rank: int) -> None:
+        worker = WorkerChannel(knock(channel.address, rank), rank)
+        workers.append(worker)
+        serve_lanes(worker.lanes, compiler)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    channel.accept()
+    for thread in threads:
+        thread.join()
+    lanes = GrammarLanes(tuple(channel.lanes.values()), lambda: None)
+    cheap, large = Grammar("regex", "lane[0-9]", is_cheap=True), Grammar("regex", "lane[a-z]")
+    for grammar in (cheap, large):
+        lanes.hold(grammar)
+        assert compiler._held[("regex", grammar.text)] == 2
+        lanes.let_go(grammar)
+        assert not compiler._held[("regex", grammar.text)]
+    with pytest.raises(GrammarError, match="regex"):
+        lanes.hold(Grammar("regex", "("))
+    for worker in workers:
+        worker.close()
+    channel.close()
+
+
+# One answer's grammar fails.
+
+
+class Failing:
+    """A matcher that raises after so many calls."""
+
+    def __init__(self, matcher: Any, num_calls: int) -> None:
+        self._matcher, self._left = matcher, num_calls
+
+    def is_error(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("raised on purpose")
+        return getattr(self._matcher, name)
+
+
+@pytest.mark.parametrize("num_calls", range(3))  # read, forced, mask
+def test_a_matcher_that_raises_ends_its_own_answer_alone(compiler: GrammarCompiler, num_calls: int) -> None:
+    grammar = SlotGrammar(Grammar("regex", "[a-z]{40}"), prompt_length=1)
+
+    def read(slot: int, begin: int, end: int) -> list[int]:
+        return [5, 70, 71][begin:end]
+
+    masks = []
+    for fails in (False, True):
+        states = GrammarStates(compiler, 1)
+        for slot in (0, 1):
+            states.admit(slot, grammar)
+        if fails:
+            states._slots[1].matcher = Failing(states._slots[1].matcher, num_calls)  # type: ignore[assignment]
+        found = states.guide(
+            np.array([0, 1]), np.array([3, 3]), np.array([1, 1]), np.empty((2, 0), np.int64), read
+        )
+        assert found is not None
+        masks.append(found.bits_MW.copy())
+    assert (masks[0][0] == masks[1][0]).all(), "the other answer goes on"
+    assert masks[0][1].any() and not masks[1][1].any(), "this one ends"
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tuple[Path, Path]) -> None:
+    async def check() -> None:
+        config = EngineConfig.from_dict(
+            {"model": str(pair[0]), "dtype": "float32", "num_threads": 1, "max_model_len": 128}
+        )
+        engine = AsyncEngine(config)
+        await engine.start()
+        try:
+            prompt = await engine.encoder.prompt("x")
+            bad = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "anyOf")))
+            with pytest.raises(RequestError, match="nested deeper"):
+                await engine.complete("1", prompt, bad)
+            good = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"), max_tokens=9)
+            answer = await engine.complete("2", prompt, good)
+            assert answer.outputs[0].text.isdigit()
+        finally:
+            engine.close()
+
+    asyncio.run(check())
