@@ -33,7 +33,7 @@ QUOTA = 40_000
 #   open: all.   key: every key; shows nothing that another has sent or left.   admin: operators.
 #   own: shows a key its own alone, an admin key everything.   page: the server's own text.
 WHO = {
-    **dict.fromkeys(("/health", "/ping", "/version", "/metrics", "/ui"), "open"),
+    **dict.fromkeys(("/health", "/ping", "/version", "/ui"), "open"),
     **dict.fromkeys(("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"), "page"),
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"), "key"),
     **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), "key"),
@@ -41,7 +41,7 @@ WHO = {
     # Nothing is stored: 404 for every id.
     **dict.fromkeys(("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"), "key"),
     "/v1/responses/{response_id}/cancel": "key",
-    "/load": "admin",
+    **dict.fromkeys(("/load", "/metrics"), "admin"),
     **dict.fromkeys(("/explain", "/receipts"), "own"),
     **dict.fromkeys(("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"), "own"),
     **dict.fromkeys(("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"), "own"),
