@@ -5,7 +5,9 @@
 Nonsense gets an error in OpenAI's shape; what schemathesis makes up gets no 500 and no status that the
 OpenAPI document does not name. Slow readers, 1,000 silent streams and 300 departures, four times over, leave
 no request, page, task or thread behind, and no more memory than after the third time. Requests that are as
-long as can be hold up a stream beside them for BAR_MS at most. A short form is `test_abuse.py`.
+long as can be hold up a stream beside them for BAR_MS at most. Servers of the shipped pair, with a gateway and
+without, get hostile requests and grammars beside another key's stream, and connections that are held
+(`abuse_hostile.py`). A short form is `test_abuse.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import abuse_hostile
 from abuse_clients import ask, be_silent, leave, nonsense, read_slowly
 from abuse_long import Measured, measure
+from abuse_readers import stop_reading
 from abuse_tenants import SETTINGS, refuse_strangers
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.tables import print_table
@@ -35,12 +39,14 @@ BAR_MS = 50.0
 GROWTH_BYTES = 24 << 20
 REPETITIONS, SETTLED = 4, 3  # buffers of slow readers leave holes, which are full after three times
 FUZZ_S = 300
+READER_TIMEOUT_S, UNREAD_S = 10.0, 40.0
 
 Attack = Callable[[int], Coroutine[Any, Any, None]]  # of a port
 ATTACKS: Mapping[str, Attack] = {
     "300 departures": lambda port: leave(port, 300),
     "8 clients that do not read for a minute": lambda port: read_slowly(port, 8, 8, 15_000),
     "1,000 silent streams": lambda port: be_silent(port, 1000),
+    "streams and answers that nobody reads": lambda port: stop_reading(port, UNREAD_S),
 }
 
 
@@ -119,7 +125,7 @@ def main() -> int:
     rows = [[m.name, *map(str, (m.megabytes, m.status, m.seconds, m.pause_ms, m.wait_ms))] for m in measured]
     print_table("long requests", ["what", "MB", "status", "s", "pause ms", "wait ms"], rows, num_left=1)
     states: dict[str, Any] = {}
-    with ProbedServer(MODEL) as server:
+    with ProbedServer(MODEL, {"reader_timeout": READER_TIMEOUT_S}) as server:
         wrong += refuse_nonsense(server.port)
         for name, found, said in suffer(server, ATTACKS, REPETITIONS, GROWTH_BYTES, SETTLED):
             states[name] = asdict(found)
@@ -138,8 +144,15 @@ def main() -> int:
         ProbedServer(MODEL, SETTINGS | {"batch_storage": folder}, enable_prefix_caching=True) as server,
     ):
         wrong += refuse_strangers(server.url)
+    hostile, said = abuse_hostile.run()
+    wrong += said
     if output is not None:
-        figures = {"long": [asdict(m) for m in measured], "attacks": states, "wrong": wrong}
+        figures = {
+            "long": [asdict(m) for m in measured],
+            "attacks": states,
+            "hostile": hostile,
+            "wrong": wrong,
+        }
         output.write_text(json.dumps({"provenance": provenance(), **figures}, indent=1) + "\n")
     print(*wrong or ["nothing is wrong"], sep="\n")
     return 1 if wrong else 0

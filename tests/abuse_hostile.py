@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import abuse_grammars
 import httpx
 from abuse_clients import Answer
+from abuse_connections import Held, idle_connections, slow_heads, trickled_bodies, unfinished_bodies
 from served import Served
 
 MODEL = Path(__file__).resolve().parent.parent / "models"
@@ -360,6 +362,12 @@ HOSTILE: tuple[Hostile, ...] = (
 )
 
 
+GRAMMARS: tuple[Hostile, ...] = tuple(
+    Hostile(f"grammar: {name}", _json(path, body), abuse_grammars.STATUSES)
+    for name, path, body in abuse_grammars.HOSTILE
+)
+
+
 def run_hostile(port: int, requests: Collection[Hostile] = HOSTILE) -> Iterator[Outcome]:
     """Send each request beside a stream of another key, and yield how it went."""
     with stream_beside(port) as gaps:
@@ -465,21 +473,22 @@ def stream_beside(port: int) -> Iterator[_Gaps]:
 
 
 @contextmanager
-def hostile_server(**settings: Any) -> Iterator[Served]:
-    """`manta serve` of the shipped pair with two keys, stored batches and receipts."""
+def hostile_server(*, has_keys: bool = True, **settings: Any) -> Iterator[Served]:
+    """`manta serve` of the shipped pair with stored batches and receipts, and two keys."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        keys = folder / "keys"
-        keys.write_text("\n".join(KEYS) + "\n")
-        keys.chmod(0o600)
         given: dict[str, Any] = {
             "model": str(MODEL / "target"),
             "speculative_config": {"method": "dflash", "model": str(MODEL / "drafter")},
-            "api_key_file": str(keys),
             "batch_storage": str(folder / "batches"),
             "receipts": str(folder / "receipts"),
         }
-        with Served({**given, **settings}, folder / "log", key=KEYS[0]) as served:
+        if has_keys:
+            keys = folder / "keys"
+            keys.write_text("\n".join(KEYS) + "\n")
+            keys.chmod(0o600)
+            given["api_key_file"] = str(keys)
+        with Served({**given, **settings}, folder / "log", key=KEYS[0] if has_keys else None) as served:
             yield served
 
 
@@ -489,25 +498,60 @@ def memory_bytes(served: Served) -> int:
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in pids)
 
 
-def attack(served: Served) -> tuple[list[Outcome], list[str]]:
-    """Send all requests ROUNDS times. Returns the last round's outcomes, and what is wrong."""
+def attack(served: Served, requests: Collection[Hostile] = HOSTILE) -> tuple[list[Outcome], list[str]]:
+    """Send all requests ROUNDS times. Returns the outcomes with the longest pauses, and what is wrong."""
     before = served.pids("replica")
-    outcomes, memories, wrong = list[Outcome](), list[int](), list[str]()
+    worst, memories, wrong = dict[str, Outcome](), list[int](), list[str]()
     for _ in range(ROUNDS):
-        outcomes = list(run_hostile(served.port))
-        wrong += [f"{each.name}: {each.wrong}" for each in outcomes if each.wrong]
+        for each in run_hostile(served.port, requests):
+            if each.wrong:
+                wrong.append(f"{each.name}: {each.wrong}")
+            if each.name not in worst or each.pause_ms > worst[each.name].pause_ms:
+                worst[each.name] = each
         memories.append(memory_bytes(served))
     if served.pids("replica") != before:
         wrong.append("a replica died")
     if memories[-1] > memories[-2] + GROWTH_BYTES:
         wrong.append(f"memory grew from {memories[-2]} to {memories[-1]} bytes in the last round")
-    return outcomes, list(dict.fromkeys(wrong))
+    return list(worst.values()), list(dict.fromkeys(wrong))
+
+
+def hold_connections(port: int) -> Iterator[tuple[str, Held, str | None]]:
+    """Hold idle and unfinished connections of a server without keys; yields what it did and what is wrong."""
+    trials: Mapping[str, Callable[[], Held]] = {
+        "4,150 idle connections": lambda: idle_connections(port, 4150),
+        "500 slow heads": lambda: slow_heads(port, 500),
+        "30 unfinished bodies of 31 MB": lambda: unfinished_bodies(port, 30, 31),
+        "50 bodies by the byte": lambda: trickled_bodies(port, 50),
+    }
+    for name, trial in trials.items():
+        held = trial()
+        answers = {"/health": held.probe, "a small request": held.small}
+        refused = [f"{what} got {status}" for what, status in answers.items() if status != 200]
+        left = [] if held.open_s is not None else ["some stayed open"]
+        yield name, held, ", ".join([*refused, *left]) or None
+
+
+def run() -> tuple[dict[str, Any], list[str]]:
+    """All trials on real servers. Returns figures for JSON (Any), and what is wrong."""
+    figures: dict[str, Any] = {}
+    wrong: list[str] = []
+    for place, settings in {"a replica": {}, "a gateway": {"replicas": "1:1"}}.items():
+        with hostile_server(**settings) as served:
+            outcomes, said = attack(served, (*HOSTILE, *GRAMMARS))
+        figures[place] = [asdict(each) for each in outcomes]
+        wrong += [f"{place}: {each}" for each in said]
+        with hostile_server(has_keys=False, **settings) as served:
+            before = memory_bytes(served)
+            for name, held, said in hold_connections(served.port):
+                figures[f"{place}, {name}"] = {**asdict(held), "memory_bytes": memory_bytes(served) - before}
+                wrong += [f"{place}, {name}: {said}"] if said else []
+    return figures, wrong
 
 
 def main() -> int:
-    with hostile_server() as served:
-        outcomes, wrong = attack(served)
-    print(json.dumps([asdict(each) for each in outcomes], indent=1))
+    figures, wrong = run()
+    print(json.dumps(figures, indent=1))
     print(*wrong or ["nothing is wrong"], sep="\n")
     return 1 if wrong else 0
 
