@@ -19,11 +19,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import uvicorn
 from chat_pairs import ARGUMENTS, HERMES, SAID, TOOLS, chat_config
-from gateway_stand import GatewayStand
+from gateway_stand import GatewayStand, LocalDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.actors.executor import make_executor
+from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.fleet import Fleet, Member, ServedModel
 from manta.actors.gateway.records import Directory, ReplicaRecord
 from manta.actors.gateway.resume import ToldStream
@@ -513,6 +515,68 @@ def test_streams_survive_the_deaths_of_two_replicas_that_something_else_killed(c
         assert metric(stand, "isolated_requests") >= 4
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert content(before) == content(after)
+
+
+class DyingReplicas:
+    """Replicas whose processes die of every request, for a gateway that is real: they close the connection.
+
+    Attributes:
+        asked: requests that they got.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.asked = 0
+        self._count = count
+        self._directory = LocalDirectory()
+        self._loop = asyncio.new_event_loop()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> DyingReplicas:
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        asyncio.run_coroutine_threadsafe(asyncio.wait({self._serving}), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _open(self) -> None:
+        fleet = Fleet([ServedModel(("m",))], self._directory)
+        for i in range(self._count):
+            replica = await asyncio.start_server(self._die, "127.0.0.1", 0)
+            port = replica.sockets[0].getsockname()[1]
+            beat = record(f"r{i}", 1, url=f"http://127.0.0.1:{port}", max_requests=9)
+            self._directory.directory.beat(beat)
+        self._server = uvicorn.Server(uvicorn.Config(create_gateway(fleet, served("m")), log_config=None))
+        self._serving = asyncio.create_task(self._server._serve([self._socket]))
+        while not list(fleet.members):
+            await asyncio.sleep(0.01)
+
+    async def _die(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        self.asked += 1
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fields", "wanted", "counts"),
+    [
+        ("POST", "/v1/completions", {"prompt": "x"}, [422, 422, 422], [2, 2, 2]),
+        ("POST", "/v1/messages", {"messages": [], "max_tokens": 1}, [422, 422, 422], [2, 2, 2]),
+        ("POST", "/tokenize", {"prompt": "x"}, [503, 422, 422], [1, 2, 2]),
+        ("GET", "/v1/files", None, [422, 422, 422], [2, 2, 2]),
+    ],
+)
+def test_whatever_kills_replicas_has_two_of_them(
+    method: str, path: str, fields: Any, wanted: list[int], counts: list[int]
+) -> None:
+    with DyingReplicas(4) as replicas, httpx.Client(base_url=replicas.url, timeout=30) as http:
+        for status, count in zip(wanted, counts, strict=True):
+            answer = http.request(method, path, json=fields)
+            assert (answer.status_code, replicas.asked) == (status, count), answer.text
+            assert ("retry-after" in answer.headers) == (status == 503) and "error" in answer.json()
 
 
 def test_a_gateway_without_replicas_and_one_that_is_full_say_so(config: EngineConfig) -> None:

@@ -26,6 +26,7 @@ _OWN = frozenset(
         *("host", "expect", "content-length", "date", "server"),
     }
 )
+_RETRIES = "_retry_connection"
 _RAW = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # only if the client sends them
 
 Body = bytes | AsyncIterable[bytes]
@@ -43,6 +44,9 @@ class Upstream:
             skip_auto_headers=_RAW,
             read_bufsize=BUFFER_BYTES,
         )
+        # aiohttp sends safe methods a second time by itself: to the replica that has died of the first.
+        assert hasattr(self._session, _RETRIES), "aiohttp is another version than this was made for"
+        setattr(self._session, _RETRIES, False)
 
     def request(
         self, member: Member, method: str, path: str, headers: Iterable[tuple[str, str]], body: Body | None

@@ -1,0 +1,90 @@
+"""Requests under which replicas died: who is suspected, what is poisonous, and for how long that is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.cluster.death_records import MAX_DEATHS, TTL_S, DeathRecords
+
+A, B = b"a", b"b"
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def records(clock: Clock) -> DeathRecords:
+    return DeathRecords(clock)
+
+
+def died(records: DeathRecords, digest: bytes, replica: str, *, alone: bool = False) -> str:
+    return records.record_death(digest, replica, alone=alone, lived_s=1.0)
+
+
+def test_a_second_death_decides_only_if_the_suspect_was_alone(records: DeathRecords) -> None:
+    assert died(records, A, "r0") == died(records, B, "r0") == "suspect"
+    assert died(records, B, "r1") == "suspect", "it was there by chance"
+    assert died(records, A, "r1", alone=True) == "poisonous"
+    assert records.standing(A) == "poisonous" and records.standing(B) == "suspect"
+
+
+def test_a_suspect_that_outlived_a_death_is_one_again_after_the_next(
+    records: DeathRecords,
+) -> None:
+    died(records, A, "r0")
+    records.outlive(A)
+    assert records.standing(A) == "clear"
+    assert died(records, A, "r1") == "suspect"
+    records.outlive(A)
+    assert died(records, A, "r2") == "poisonous" and MAX_DEATHS == 3
+    died(records, B, "r0")
+    records.complete(B)
+    assert records.standing(B) == "clear" and died(records, B, "r1") == died(records, B, "r2") == "suspect"
+
+
+def test_equal_requests_on_one_replica_see_one_death(records: DeathRecords) -> None:
+    for _ in range(2 * MAX_DEATHS):
+        assert died(records, A, "r0") == "suspect"
+
+
+def test_what_is_known_is_forgotten_in_time(records: DeathRecords, clock: Clock) -> None:
+    died(records, A, "r0")
+    died(records, B, "r0", alone=True)
+    clock.now_s = TTL_S - 1.0
+    assert (records.standing(A), records.standing(B)) == ("suspect", "poisonous")
+    clock.now_s = TTL_S + 1.0
+    assert records.standing(A) == records.standing(B) == "clear" and not records
+
+
+steps = st.lists(
+    st.tuples(
+        st.binary(min_size=1, max_size=1), st.integers(0, 9), st.booleans(), st.floats(0.0, 2.0 * TTL_S)
+    )
+)
+
+
+@given(steps)
+def test_records_are_bounded_and_never_older_than_they_may_be(
+    steps: list[tuple[bytes, int, bool, float]],
+) -> None:
+    clock = Clock()
+    records = DeathRecords(clock, max_records=5)
+    last_s: dict[bytes, float] = {}
+    for digest, replica, alone, wait_s in steps:
+        clock.now_s += wait_s
+        found = died(records, digest, str(replica), alone=alone)
+        assert found == records.standing(digest) and (found == "poisonous" or not alone)
+        last_s[digest] = clock.now_s
+        known = [each for each in last_s if records.standing(each) != "clear"]
+        assert len(known) <= 10
+        assert all(clock.now_s - last_s[each] <= TTL_S for each in known)
