@@ -5,7 +5,7 @@
 Nonsense gets an error in OpenAI's shape; what schemathesis makes up gets no 500 and no status that the
 OpenAPI document does not name. Slow readers, 1,000 silent streams and 300 departures, four times over, leave
 no request, page, task or thread behind, and no more memory than after the third time. Requests that are as
-long as can be hold up a stream beside them for BAR_MS at most. Servers of the shipped pair, with a gateway and
+long as can be hold up a stream beside them for BAR_MS at most. Servers of the shipped pair, with a gateway or
 without, get hostile requests and grammars beside another key's stream, and connections that are held
 (`abuse_hostile.py`). A short form is `test_abuse.py`.
 """
