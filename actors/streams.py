@@ -33,10 +33,10 @@ class Stream:
     tracker: RequestTracker
     background: bool = False
     whole: bool = False
-    client_id: str | None = None
     outputs: deque[RequestOutput] = field(default_factory=deque)
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    client_id: str | None = None
 
     async def next(self) -> RequestOutput | None:
         """What is new, None at the end. Raises what ended the request early."""
