@@ -378,7 +378,8 @@ class AsyncEngine:
         if ticket is not None:
             options["on_trial"] = ticket.role == "candidate"
         tracker, requests = self._streams.processor.add(request_id, prompt, seeded, **options)
-        stream = Stream(tracker, options.get("background", False), whole, limit, options.get("client_id"))
+        background, client_id = options.get("background", False), options.get("client_id")
+        stream = Stream(tracker, background, whole, limit, client_id=client_id)
         self._streams.enter(stream)
         try:
             self._tell(lambda engine: self._admit(engine, requests, stream))

@@ -41,9 +41,9 @@ class Stream:
     background: bool = False
     whole: bool = False
     limit: ReaderLimit | None = None
-    client_id: str | None = None
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    client_id: str | None = None
     unread: Unread = field(init=False)
 
     def __post_init__(self) -> None:
