@@ -33,7 +33,7 @@ _MODULE = "drafter.grammars.trial"
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of a grammar.
+    """The outcome of a trial.
 
     Attributes:
         text: of the grammar, if it is to be compiled in other words than it was sent in: EBNF as Lark.
@@ -66,7 +66,7 @@ class GrammarTrials:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
+        """The id of the process, or None where none runs."""
         return None if self._process is None else self._process.pid
 
     def ask(self, kind: str, text: str, cpu_s: float) -> Tried:
@@ -170,7 +170,7 @@ def _tried(answer: Mapping[str, Any], cpu_s: float, text: str) -> Tried:
 
 
 def _killed(by: int, cpu_s: float) -> Tried:
-    """A grammar whose process was ended by a signal."""
+    """Return the refusal of a grammar for which a signal ended the process."""
     match by:
         case signal.SIGPROF:
             reason = f"compiling it takes longer than the time limit of {cpu_s:g} s of a core"

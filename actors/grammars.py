@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 4096
 # Two quick trials at once, and one that is slow: whoever sends slow ones holds up no others.
 NUM_QUICK, NUM_SLOW = 2, 1
-MAX_LARGE = 8  # grammars that are not cheap, of open requests: each takes up to 128 MiB on every rank
+# Grammars that are not cheap, of open requests: each takes up to 128 MiB on every rank. Others wait.
+MAX_LARGE = 8
+LARGE_TIMEOUT_S = 600.0
 
 
 @runtime_checkable
@@ -75,7 +77,8 @@ class GrammarDoor:
         self._quick = ThreadPoolExecutor(NUM_QUICK, thread_name_prefix="manta-grammars")
         self._slow = ThreadPoolExecutor(NUM_SLOW, thread_name_prefix="manta-slow-grammars")
         self._large: Counter[Grammar] = Counter()
-        self._lock = threading.Lock()
+        self._places = threading.Condition()  # guards `_large`
+        self._is_closed = False
 
     @classmethod
     def of(
@@ -99,7 +102,7 @@ class GrammarDoor:
 
         Raises:
             RequestError: it cannot be held to; names the field.
-            OverloadedError: too many large grammars are in use.
+            OverloadedError: other large grammars have been in use for too long.
         """
         if params.structured_outputs is None and params.grammar is None:
             yield params
@@ -115,6 +118,9 @@ class GrammarDoor:
 
     def close(self) -> None:
         """End the threads, and the process that tries grammars. Idempotent."""
+        with self._places:
+            self._is_closed = True
+            self._places.notify_all()
         for threads in (self._quick, self._slow):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._trials is not None:
@@ -144,13 +150,7 @@ class GrammarDoor:
         if not grammar.is_cheap and cpu_s < SLOW_S:
             return None
         if not grammar.is_cheap:
-            with self._lock:
-                if grammar not in self._large and len(self._large) >= MAX_LARGE:
-                    raise OverloadedError(
-                        f"{_field(params)}: {MAX_LARGE} other large grammars are in use, as many as may be. "
-                        "Retry, or make this one simpler."
-                    )
-                self._large[grammar] += 1
+            self._wait_for_place(grammar, _field(params))
         try:
             if self._holder is not None:
                 self._holder.hold_grammar(grammar)
@@ -160,6 +160,20 @@ class GrammarDoor:
                 raise _refusal(_field(params), str(error)) from None
             raise
         return found
+
+    def _wait_for_place(self, grammar: Grammar, field: str) -> None:
+        """Wait until a large grammar may be compiled, and count it. Raises OverloadedError."""
+
+        def has_place() -> bool:
+            return self._is_closed or grammar in self._large or len(self._large) < MAX_LARGE
+
+        with self._places:
+            if not self._places.wait_for(has_place, LARGE_TIMEOUT_S):
+                raise OverloadedError(
+                    f"{field}: {MAX_LARGE} other large grammars have been in use for {LARGE_TIMEOUT_S:g} s. "
+                    "Retry, or make this one simpler."
+                )
+            self._large[grammar] += 1
 
     def _let_go(self, params: SamplingParams) -> None:
         grammar = params.grammar
@@ -173,10 +187,11 @@ class GrammarDoor:
                 logger.debug("a grammar was let go after the end")
 
     def _forget(self, grammar: Grammar) -> None:
-        with self._lock:
+        with self._places:
             if grammar in self._large and not grammar.is_cheap:
                 self._large[grammar] -= 1
-                self._large += Counter()  # without those that nobody uses
+                self._large += Counter()  # without those that no request uses
+                self._places.notify_all()
 
     def _checked(self, params: SamplingParams, cpu_s: float) -> SamplingParams | None:
         """The parameters with their grammar, tried; None where that takes longer than `cpu_s`."""

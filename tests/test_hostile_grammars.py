@@ -26,8 +26,9 @@ from manta.actors.http.settings import ServerSettings
 from manta.actors.tokenizer import Tokenizer
 from manta.actors.workers.channel import StepChannel, WorkerChannel, knock
 from manta.actors.workers.grammar_lanes import GrammarLanes, serve_lanes
+from manta.actors.workers.ray_executor import RayExecutor
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import OverloadedError, RequestError
+from manta.cluster.errors import RequestError
 from manta.cluster.grammar import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, GrammarError
@@ -38,6 +39,7 @@ EOS = (0, 2)
 LONGEST_PAUSE_S = 2.0  # 0.2 s on an idle machine
 SHORT_ONES = [(name, path, body) for name, path, body in HOSTILE if name in SHORT]
 SLOW = "(a|b)?" * 20_000
+PATTERNS = {"type": "object", "patternProperties": {f"^a{i}[a-z]*$": {"type": "integer"} for i in range(60)}}
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +253,12 @@ def test_so_many_large_grammars_are_in_use_at_once(
             open_ones = [door.held(regex(f"x{i}")) for i in range(MAX_LARGE)]
             for each in open_ones:
                 await each.__aenter__()
-            with pytest.raises(OverloadedError, match="large grammars"):
-                await enter(door, regex("one more"))
             await enter(door, regex("x0"))  # held already
+            waiting = asyncio.create_task(enter(door, regex("one more")))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
             await open_ones[0].__aexit__(None, None, None)
-            await enter(door, regex("one more"))
+            await waiting
         finally:
             door.close()
 
@@ -357,5 +360,31 @@ def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tupl
             assert answer.outputs[0].text.isdigit()
         finally:
             engine.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_workers_under_ray_compile_beside_their_steps(pair: tuple[Path, Path]) -> None:
+    config = EngineConfig.from_dict(
+        {"model": str(pair[0]), "dtype": "float32", "num_threads": 1, "max_model_len": 128, "device": "cpu"}
+    )
+
+    async def check() -> None:
+        engine = AsyncEngine(config, RayExecutor)
+        await engine.start()
+        try:
+            prompt = await engine.encoder.prompt("x")
+            bad = SamplingParams(structured_outputs=StructuredOutputsParams(json=chain(1500, "allOf")))
+            with pytest.raises(RequestError, match="nested deeper"):
+                await engine.complete("1", prompt, bad)
+            large = StructuredOutputsParams(json=PATTERNS)  # which no step may compile
+            for i, asked in enumerate((StructuredOutputsParams(regex="[0-9]{3}"), large, large)):
+                params = SamplingParams(structured_outputs=asked, max_tokens=9)
+                answer = await engine.complete(f"{i} good", prompt, params)
+                assert answer.outputs[0].text[0] in "0123456789{"
+            engine.check_health()
+        finally:
+            await asyncio.to_thread(engine.close)
 
     asyncio.run(check())

@@ -52,7 +52,7 @@ class Question(TypedDict):
 
 
 class Answer(TypedDict):
-    """What came of it.
+    """The outcome of a trial.
 
     Attributes:
         text: the grammar; what was EBNF is Lark.
@@ -152,7 +152,7 @@ class _Server:
 
 
 def _answer(connection: socket.socket, compiler: GrammarCompiler) -> None:
-    """In a child: read a question, limit the process, and answer."""
+    """Read a question, limit this process, and answer; in a child."""
     with connection.makefile("rb") as stream:
         question: Question = json.loads(stream.read())
     memory_bytes = _data_bytes()
