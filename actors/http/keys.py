@@ -62,8 +62,10 @@ def with_keys(settings: ServerSettings, environment: Mapping[str, str] = os.envi
 
 
 def behind_gateway(settings: ServerSettings) -> ServerSettings:
-    """Return the settings of a gateway's replicas, without keys and origins: the gateway checks these, and sends
-    each request with its caller."""
+    """Return the settings of a gateway's replicas, without keys and origins.
+
+    The gateway checks these, and sends each request with its caller.
+    """
     return replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
 
 
