@@ -90,7 +90,7 @@ def systemd_unit(deployment: Deployment) -> str:
     environment = "".join(f"Environment={name}={value}\n" for name, value in TOKEN_AUTH.items())
     return (
         "# /etc/systemd/system/manta.service; `useradd --system --create-home manta` makes its user.\n"
-        "# Its Ray asks for a token, which is made at the first start in ~manta/.ray/auth_token (mode 0600).\n"
+        "# Its Ray asks for a token, made at the first start in ~manta/.ray/auth_token (mode 0600).\n"
         "# Keys for clients: api_key_file in the config, or --api-key-file here.\n"
         "[Unit]\n"
         f"Description=Manta serves {deployment.engines[0].config.model}\n"
