@@ -204,6 +204,10 @@ def test_the_entrypoint_of_the_job_is_a_batch_command_with_the_engines_settings(
         render_document("kuberay-job", file, None, None, [])
 
 
+def all_commands(cluster: Any) -> list[str]:
+    return [*cluster["head_start_ray_commands"], *cluster["worker_start_ray_commands"]]
+
+
 def test_ray_up_takes_the_cluster(tmp_path: Path) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -211,7 +215,10 @@ def test_ray_up_takes_the_cluster(tmp_path: Path) -> None:
     cluster = rendered("ray-up", file)
     validate_config(prepare_config({**cluster, "file_mounts": {}}))
     assert (cluster["max_workers"], cluster["available_node_types"]["engines"]["resources"]["GPU"]) == (2, 8)
-    assert list(cluster["file_mounts"].values()) == [str(file)]
+    assert list(cluster["file_mounts"].values()) == [str(file), "~/.ray/auth_token"]
+    starts = [line for line in all_commands(cluster) if " ray start" in line]
+    assert len(starts) == 2 and all("RAY_AUTH_MODE=token" in line for line in starts)
+    assert all(line.startswith("chmod 600 /home/ray/.ray/auth_token;") for line in starts)
     starts = [
         line
         for line in (*cluster["head_start_ray_commands"], *cluster["worker_start_ray_commands"])
@@ -245,6 +252,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     command = shlex.split(
         next(line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
     )
+    assert "Environment=RAY_AUTH_MODE=token\n" in unit.read_text()
     found = parsed(["manta", *command[1:]])
     assert (found["host"], found["port"]) == ("127.0.0.1", 9000)
     assert split_settings(yaml.safe_load(file.read_text())["applications"][0]["args"])

@@ -110,6 +110,58 @@ def test_what_cannot_work_is_said_before_ray_starts(args: dict[str, Any]) -> Non
     assert not ray.is_initialized()
 
 
+def test_nothing_of_a_server_listens_to_other_machines(server: Server) -> None:
+    from ray._private import worker
+
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    mine = {os.getpid()}
+    parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid, stat in stats().items()}
+    while grown := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= grown
+    assert len(mine) > 5, "Ray, Serve, HAProxy"
+    sockets = {target: pid for pid in mine for target in descriptors(pid)}
+    listening = [
+        (local, stats()[sockets[f"socket:[{inode}]"]].partition(")")[0])
+        for local, state, inode in connections()
+        if state == "0A" and f"socket:[{inode}]" in sockets
+    ]
+    open_ones = [each for each in listening if not each[0].startswith(LOOPBACK)]
+    assert len(listening) > 5 and not open_ones, open_ones
+    node = worker.global_worker.node
+    assert node is not None
+    session = Path(node.get_session_dir_path())
+    assert session.stat().st_mode & 0o077 == 0
+
+
+# As the kernel writes addresses: 127.0.0.1, the same in IPv6, ::1.
+LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:")
+
+
+def stats() -> dict[int, str]:
+    """Of all processes, as the kernel tells them."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found[int(path.parent.name)] = path.read_text()
+    return found
+
+
+def descriptors(pid: int) -> Iterator[str]:
+    """What the open files of a process are."""
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield str(path.readlink())
+
+
+def connections() -> Iterator[tuple[str, str, str]]:
+    """Local address, state and inode of each TCP socket."""
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            yield words[1], words[3], words[9]
+
+
 def test_the_openai_client_is_served_whole_and_streamed(server: Server, client: openai.OpenAI) -> None:
     whole = client.completions.create(prompt="def f(", **BODY)
     pieces = list(client.completions.create(prompt="def f(", stream=True, **BODY))

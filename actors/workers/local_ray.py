@@ -34,7 +34,7 @@ def start_ray(**settings: Any) -> None:  # Any: `ray.init`'s own
         ConfigError: its token cannot be written.
     """
     if os.environ.get(AUTH_MODE, "token").lower() == "token" and not any(map(os.environ.get, OTHER_TOKENS)):
-        _make_token(_token_file())
+        make_token(_token_file())
     use_token()
     with on_loopback():
         ray.init(**settings)
@@ -71,7 +71,7 @@ def _token_file() -> Path:
     return Path.home() / ".ray" / "auth_token"
 
 
-def _make_token(path: Path) -> None:
+def make_token(path: Path) -> None:
     """Write a token where there is none; take one that is there away from all but its owner."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

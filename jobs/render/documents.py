@@ -23,7 +23,10 @@ kubectl apply -f FILE && kubectl get rayjob {{name}}-batch
 Input and output are URLs, or paths that all pods see. A job that ended early goes on where it stopped when
 the same command runs again: that is what backoffLimit does here."""
 _RAY_UP = """\
-ray up FILE; then ray attach FILE, serve status. Provider, region and instances are AWS's: put in yours."""
+ray get-auth-token --generate > /dev/null && chmod 600 ~/.ray/auth_token    # once: the token of all nodes
+ray up FILE; then ray attach FILE, RAY_AUTH_MODE=token serve status. Provider, region and instances are AWS's:
+put in yours. Ray's ports (6379, 8265, 10001; 8080 for metrics, which asks for no token) are for the nodes
+alone: open them in no security group."""
 
 
 def render_document(

@@ -1,0 +1,67 @@
+"""A Ray that is started here: its token is its user's alone, and others of that user join it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from manta.actors.workers.local_ray import make_token
+from manta.cluster.errors import ConfigError
+
+START = """
+import sys, subprocess
+from manta.jobs.ray_session import join_or_start_ray, join_ray
+import ray
+if len(sys.argv) > 1:
+    join_ray(sys.argv[1], log_to_driver=False)
+    print("joined", ray.util.get_node_ip_address())
+else:
+    assert join_or_start_ray(num_cpus=1, log_to_driver=False)
+    address = ray.get_runtime_context().gcs_address
+    print("started", address.rpartition(":")[0], flush=True)
+    subprocess.run([sys.executable, "-c", sys.stdin.read(), address], check=True)
+"""
+
+
+def test_the_token_is_private_and_opens_the_ray_for_its_user(tmp_path: Path) -> None:
+    token = tmp_path / ".ray/auth_token"
+    names = ("RAY_AUTH_MODE", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    with tempfile.TemporaryDirectory(prefix="mr-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", START],
+            input=START,
+            env={**environment, "HOME": str(tmp_path), "RAY_TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.stdout.split() == ["started", "127.0.0.1", "joined", "127.0.0.1"], done.stderr
+    assert mode_of(token) == 0o600 and len(token.read_text()) == 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_a_token_that_is_there_stays_and_is_taken_away_from_others(tmp_path: Path) -> None:
+    token = tmp_path / ".ray/auth_token"
+    token.parent.mkdir()
+    token.write_text("mine")
+    token.chmod(0o644)
+    make_token(token)
+    assert token.read_text() == "mine" and mode_of(token) == 0o600
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make_token, [tmp_path / "new/auth_token"] * 8))
+    assert mode_of(tmp_path / "new") == 0o700 and len((tmp_path / "new/auth_token").read_text()) == 64
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH"):
+        make_token(tmp_path / "file/auth_token")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
