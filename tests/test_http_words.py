@@ -288,9 +288,10 @@ def test_no_header_path_or_query_reaches_the_log_the_metrics_or_a_long_error(
             http.post("/v1/completions", json=BODIES["/v1/completions"], headers=[(name.encode(), value)]),
             name,
         )
-    for part in ({"data": {"purpose": MARK}}, {"data": {"purpose": "batch", MARK: MARK}}, {"data": {}}):
+    forms: list[dict[str, str]] = [{"purpose": MARK}, {"purpose": "batch", MARK: MARK}, {}]
+    for form in forms:
         content = {"file": (f"{CORE * 100}\x1b.jsonl", b"{}")}
-        check_answer(http.post("/v1/files", files=content, **part), part)
+        check_answer(http.post("/v1/files", files=content, data=form), form)
     with socket.create_connection(server.address, timeout=20) as connection:
         connection.sendall(f"{CORE} /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         assert connection.makefile("rb").readline().split()[1] in (b"400", b"405")

@@ -58,10 +58,9 @@ class Source:
         Args:
             digests: of each file (`Survey.digests`).
         """
-        files = itertools.zip_longest(self.files, digests, fillvalue={})
         return [
             {"name": file.path, "size": file.size, "modified": file.modified_s, **digest}
-            for file, digest in files
+            for file, digest in zip(self.files, digests or [{}] * len(self.files), strict=True)
         ]
 
 
