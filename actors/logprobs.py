@@ -61,6 +61,10 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         found._numbers = [*first._numbers, *more._numbers]
         return found
 
+    def clear(self) -> None:
+        """Forget all places."""
+        self._numbers.clear()
+
     @property
     def numbers(self) -> Sequence[Numbers]:
         """The places as they are kept: for whoever writes many of them."""

@@ -294,6 +294,11 @@ class RequestTracker:
         self._steps.feed(update, len(delta.token_ids), decodes=decodes)
         return delta, stopped
 
+    def forget_logprobs(self, index: int) -> None:
+        """Forget those of a completion that have been handed out: `whole` is not asked for."""
+        if (logprobs := self._completions[index].logprobs) is not None:
+            logprobs.clear()
+
     def whole(self) -> RequestOutput:
         """Everything so far: at the end, the answer."""
         return self.output([completion.whole() for completion in self._completions])

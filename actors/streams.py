@@ -64,6 +64,8 @@ class Stream:
         """What is new of the request, for its reader."""
         if not self.whole:
             self.unread.add(fresh)
+            if self.limit is not None:  # its reader puts them together, if anybody does
+                self.tracker.forget_logprobs(fresh.index)
         elif not self.tracker.finished:
             return
         self.wake.set()

@@ -2,7 +2,7 @@
 
 A reader that keeps up gets one output for each step that brought tokens. When many are unread, those of a
 completion are merged (text, tokens, log probabilities), so that they hold about as much memory as what they
-say. A client's streams together may hold so many bytes (`ReaderLimit`). Used by `streams.py` alone.
+say. A client's streams together may hold so many bytes (`ReaderLimit`). Used by `streams.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Unread:
         return len(self._entries)
 
     def add(self, fresh: CompletionOutput) -> None:
-        num_bytes = _size(fresh)
+        num_bytes = size_of(fresh)
         last = self._last.get(fresh.index) if self._is_behind else None
         if last is not None and len(last.output.token_ids) + len(fresh.token_ids) <= MERGED_TOKENS:
             last.output, last.num_bytes = _merged(last.output, fresh), last.num_bytes + num_bytes
@@ -110,7 +110,8 @@ def _merged(before: CompletionOutput, fresh: CompletionOutput) -> CompletionOutp
     )
 
 
-def _size(output: CompletionOutput) -> int:
+def size_of(output: CompletionOutput) -> int:
+    """Return the memory of what an output says, about, in bytes."""
     num_bytes = len(output.text) + TOKEN_BYTES * len(output.token_ids)
     if output.logprobs:
         places = output.logprobs.numbers

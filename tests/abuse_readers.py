@@ -78,7 +78,7 @@ def never_read(
     time.sleep(hold_s)
     for i, reader in enumerate(readers):
         if i % 2 == 0:
-            said = reader.read(1 << 20)
+            said = reader.read(1 << 15)
             assert said.startswith(b"HTTP/1.1 200"), said[:200]
         reader.close()
 
@@ -105,7 +105,8 @@ def never_read_whole(port: int, hold_s: float, count: int = 4, tokens: int = 100
 
 
 async def stop_reading(port: int, hold_s: float, each: int = 1) -> None:
-    """`never_read` and `never_read_whole` beside each other, as an attack of `abuse.py`."""
+    """`never_read` and `never_read_whole` beside each other, as an attack of `abuse.py`: of a server whose
+    `reader_timeout` is half of `hold_s` at most."""
     await asyncio.gather(
         asyncio.to_thread(never_read, port, hold_s, each), asyncio.to_thread(never_read_whole, port, hold_s)
     )

@@ -17,6 +17,7 @@ from abuse_readers import STREAMS, Reader, never_read
 from gateway_stand import GatewayStand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manta.actors.http import run as running
 from manta.actors.http.settings import ServerSettings
 from manta.actors.logprobs import OutputLogprobs
 from manta.actors.outputs import CompletionOutput, RequestTracker
@@ -117,7 +118,7 @@ def probed() -> Iterator[ProbedServer]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
-    settings = ServerSettings(served_model_name="tiny", max_unread_bytes=UNREAD_BYTES)
+    settings = ServerSettings(served_model_name="tiny", max_unread_bytes=UNREAD_BYTES // 8)
     server = LiveServer(EngineConfig.from_dict({"model": str(MODEL)}), settings, make_executor)
     keep_little(server._socket)
     with server:
@@ -158,6 +159,18 @@ def test_a_stream_that_is_not_read_ends_with_an_error_event_and_a_line_in_the_lo
     (error,) = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b'data: {"error"')]
     assert error["error"]["code"] == 408 and error["error"]["param"] == "max_unread_bytes"
     reader.close()
+
+
+def test_an_answer_too_large_to_be_made_whole_is_refused_and_can_be_streamed(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MAX_ANSWER_BYTES", 10_000)
+    body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 50, "logprobs": 5}
+    url = f"{live.url}/v1/completions"
+    refused = httpx.post(url, json=body)
+    assert refused.status_code == 422 and "10000 bytes" in refused.text
+    assert httpx.post(url, json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
+    until(lambda: live.engine.stats().running == 0)
 
 
 def test_a_gateway_hands_on_that_its_client_was_too_slow_and_asks_no_other_replica(
