@@ -20,7 +20,7 @@ from .logprobs import token_lengths
 from .wire import JsonObject
 
 PLACES_AT_ONCE = 128  # of a completion's log probabilities
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 16  # what is sent at once is the least that servers keep for a client that does not read
 
 
 class TellsLogprobs(Protocol):
@@ -101,4 +101,5 @@ class PiecesResponse(Response):
                     await send({"type": "http.response.body", "body": bytes(waiting), "more_body": True})
                     waiting.clear()
                     await turns.yield_if_over()
-        await send({"type": "http.response.body", "body": bytes(waiting)})
+        await send({"type": "http.response.body", "body": bytes(waiting), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})  # not before the client has most of it
