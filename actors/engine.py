@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ from typing import Protocol, TypedDict, Unpack, runtime_checkable
 from ..cluster.canary import Trial, Verdict
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats
-from ..cluster.errors import EngineDeadError, MantaError
+from ..cluster.errors import EngineDeadError, EngineStalledError, MantaError
 from ..cluster.executor import Executor, ExecutorInfo
 from ..cluster.label_values import Account
 from ..cluster.lives import Life
 from ..cluster.request import FinishReason, Request, SamplingParams
 from ..cluster.spending import Spent
+from ..cluster.step_watch import TICK_S, Stall, StepWatch
 from .encoding import PromptEncoder
 from .executor import make_executor
 from .grammars import GrammarDoor
@@ -34,6 +36,7 @@ from .outputs import Begun, OutputProcessor, RequestOutput
 from .prompts import EncodedPrompt, SeedSource, load_tokenizer
 from .streams import Stream, Streams
 from .tokenizer import Tokenizer
+from .unread import ReaderLimit
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,19 @@ class SwapsDrafters(Protocol):
     def begin_trial(self, model: str) -> None: ...
 
     def end_trial(self, *, promoted: bool) -> None: ...
+
+
+@runtime_checkable
+class HasWorkers(Protocol):
+    """An executor whose workers are processes of their own (`workers/`). Called from any thread."""
+
+    def stopped_workers(self) -> Sequence[str]:
+        """Return the names of those that are stopped."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """End all of them, stopped ones too; the executor is dead from then on."""
+        ...
 
 
 class RequestOptions(TypedDict, total=False):
@@ -76,6 +92,7 @@ class AsyncEngine:
     Args:
         config: of the engine.
         make: builds the executor; runs in a thread, since loading takes long.
+        watch: judges steps that do not end.
 
     Attributes:
         drafter: the checkpoint that drafts, as it was named; None without speculation.
@@ -85,9 +102,15 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, make: Callable[[EngineConfig], Executor] = make_executor
+        self,
+        config: EngineConfig,
+        make: Callable[[EngineConfig], Executor] = make_executor,
+        watch: StepWatch | None = None,
     ) -> None:
         self.config = config
+        self._watch = watch or StepWatch()
+        self._stall: Stall | None = None  # while a step does not end
+        self._stopping = threading.Event()  # of the thread that watches steps
         spec = config.speculative_config
         self.drafter = None if spec is None else spec.drafter
         self.candidate: str | None = None
@@ -123,10 +146,11 @@ class AsyncEngine:
         self._encoder = PromptEncoder(self._tokenizer, executor.info.max_model_len)
         self._grammars = await asyncio.to_thread(GrammarDoor.of, self._tokenizer, executor.info)
         self._streams.processor = OutputProcessor(self._tokenizer)
-        self._engine = Engine(self.config, executor)
+        self._engine = Engine(self.config, executor, watch=self._watch)
         self._kept = KeptSpeculation(self.config, executor.info, self._engine)
         self._thread = threading.Thread(target=self._run, name="manta-engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_steps, name="manta-step-watch", daemon=True).start()
 
     def _load(self) -> Executor:
         """In a thread; whom `close` did not find here, because it still loaded, ends itself."""
@@ -174,6 +198,8 @@ class AsyncEngine:
         if self._executor is None or self._thread is None or not self._thread.is_alive():
             raise EngineDeadError("The engine is not running.")
         self._executor.check_health()
+        if self._stall is not None:
+            raise _stalled(self._stall)
 
     @property
     def is_alive(self) -> bool:
@@ -189,14 +215,20 @@ class AsyncEngine:
         request_id: str,
         prompt: EncodedPrompt,
         params: SamplingParams,
+        *,
+        limit: ReaderLimit | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request; yields what is new, once per step that brought tokens.
+        """Serve one request; yields what is new, once per step that brought tokens; less often where the
+        reader is behind.
 
         Leaving the iterator early (break, cancellation, aclose) aborts the request and frees its pages.
+
+        Args:
+            limit: of what may be unread; beyond it the request ends with SlowReaderError.
         """
         params = await self._let_in(params)
-        with self._opened(request_id, prompt, params, options) as stream:
+        with self._opened(request_id, prompt, params, options, limit=limit) as stream:
             while (output := await stream.next()) is not None:
                 yield output
 
@@ -287,11 +319,18 @@ class AsyncEngine:
         """End the requests that run, with `failure`; not those in the background, which nobody waits for."""
         self._streams.fail_online(failure)
 
+    def give_up_stalled(self) -> None:
+        """End the workers if a step does not end: nothing is left that could go on, or hold a device."""
+        if self._stall is not None and isinstance(self._executor, HasWorkers):
+            self._executor.give_up(self._stall.reason)
+
     def close(self) -> None:
         """Stop the loop and end the workers. Living requests fail with EngineDeadError. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
+        self._stopping.set()
+        self.give_up_stalled()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=60.0)
         if self._encoder is not None:
@@ -321,6 +360,7 @@ class AsyncEngine:
         options: RequestOptions,
         *,
         whole: bool = False,
+        limit: ReaderLimit | None = None,
     ) -> Iterator[Stream]:
         """A request that runs while somebody reads."""
         self.check_health()
@@ -331,7 +371,7 @@ class AsyncEngine:
         if ticket is not None:
             options["on_trial"] = ticket.role == "candidate"
         tracker, requests = self._streams.processor.add(request_id, prompt, seeded, **options)
-        stream = Stream(tracker, options.get("background", False), whole)
+        stream = Stream(tracker, options.get("background", False), whole, limit)
         self._streams.enter(stream)
         try:
             self._tell(lambda engine: self._admit(engine, requests, stream))
@@ -400,7 +440,26 @@ class AsyncEngine:
                 "the engine's loop failed; running requests: %s", ids, extra={"request_ids": ids}
             )
             self._failure = EngineDeadError(f"The engine failed ({type(error).__name__}). Retry.")
+        self._stopping.set()
         self._post(self._streams.fail_all, self._failure)
+
+    def _watch_steps(self) -> None:
+        """In a thread of its own: see that steps end."""
+        executor = self._executor
+        stopped = executor.stopped_workers if isinstance(executor, HasWorkers) else tuple[str, ...]
+        while not self._stopping.wait(TICK_S):
+            stall = self._watch.tick(time.monotonic(), stopped)
+            if stall is None and self._stall is not None:
+                self._stall = None
+                logger.warning("the engine's step has ended: it serves again")
+            elif stall is not None and self._stall is None:
+                self._stall, ids = stall, self._streams.ids
+                logger.error(
+                    "the engine cannot serve: %s; running requests: %s",
+                    *(stall.reason, ids),
+                    extra={"request_ids": ids},
+                )
+                self._post(self._streams.fail_online, _stalled(stall))
 
     def _await_work(self, engine: Engine) -> bool:
         """Run commands; sleep while there is nothing to do. False when closing."""
@@ -412,3 +471,7 @@ class AsyncEngine:
         for command in commands:
             command(engine)
         return not self._closing
+
+
+def _stalled(stall: Stall) -> EngineStalledError:
+    return EngineStalledError(f"The engine cannot serve: {stall.reason}. Retry.")

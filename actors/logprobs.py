@@ -54,6 +54,17 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
     def extend(self, more: OutputLogprobs) -> None:
         self._numbers.extend(more._numbers)
 
+    @classmethod
+    def joined(cls, first: OutputLogprobs, more: OutputLogprobs) -> OutputLogprobs:
+        """Return the places of both; neither is changed."""
+        found = cls(first._tokenizer)
+        found._numbers = [*first._numbers, *more._numbers]
+        return found
+
+    def clear(self) -> None:
+        """Forget all places."""
+        self._numbers.clear()
+
     @property
     def numbers(self) -> Sequence[Numbers]:
         """The places as they are kept: for whoever writes many of them."""

@@ -249,6 +249,10 @@ class RequestTracker:
         return None if tokenizer is None else _Text(tokenizer, self.prompt_token_ids, params, begun)
 
     @property
+    def num_completions(self) -> int:
+        return len(self._completions)
+
+    @property
     def child_ids(self) -> list[str]:
         """The ids under which the engine knows the completions."""
         count = len(self._completions)
@@ -272,6 +276,11 @@ class RequestTracker:
         delta, stopped = self._completions[index].feed(update)
         self._steps.feed(update, len(delta.token_ids), decodes=decodes)
         return delta, stopped
+
+    def forget_logprobs(self, index: int) -> None:
+        """Forget those of a completion that have been handed out: `whole` is not asked for."""
+        if (logprobs := self._completions[index].logprobs) is not None:
+            logprobs.clear()
 
     def whole(self) -> RequestOutput:
         """Everything so far: at the end, the answer."""

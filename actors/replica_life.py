@@ -4,7 +4,8 @@
                                ├─▶ streams go on ─────┤
     SIGTERM ───────────────────┘   for timeout_s      └─▶ the rest get an error event and [DONE]
 
-    the engine is dead ─▶ its error events are flushed ─▶ the process ends, so that connections are refused
+    the engine is dead, or a step does not end ─▶ its error events are flushed ─▶ the process ends, so that
+                                                  connections are refused
 
 Serve tells a replica's own code nothing before its streams have ended, so what Serve's object in this process
 knows is looked at a few times a second. Not the front: what a client sees is `http/`'s. Made by `replica.py`.
@@ -115,4 +116,5 @@ class ReplicaLife:
         self._place.close_door()
         await asyncio.sleep(CLOSING_S)
         await self._traffic.ended(FLUSH_S)
+        self._engine.give_up_stalled()
         self._exit(EXIT_DEAD)

@@ -7,15 +7,24 @@ hold nobody else up. Used by `engine.py` alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..cluster.engine import SequenceUpdate
-from ..cluster.errors import MantaError, RequestError, shown
+from ..cluster.errors import MantaError, RequestError, SlowReaderError, shown
 from ..cluster.request import FinishReason
 from .outputs import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
 from .turns import Turns
+from .unread import ReaderLimit, Unread
+
+logger = logging.getLogger(__name__)
+
+TOO_SLOW = (
+    "This stream was ended, because its client left more than {} bytes of it unread (max_unread_bytes). "
+    "Read faster, or ask for less at once."
+)
 
 
 @dataclass(slots=True)
@@ -24,30 +33,37 @@ class Stream:
 
     Attributes:
         whole: the reader waits for the end alone, and is neither woken nor given anything before.
+        limit: of what its client may leave unread; None where nobody can be slow.
     """
 
     tracker: RequestTracker
     background: bool = False
     whole: bool = False
-    outputs: deque[RequestOutput] = field(default_factory=deque)
+    limit: ReaderLimit | None = None
     failure: MantaError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    unread: Unread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unread = Unread(self.tracker, self.limit)
 
     async def next(self) -> RequestOutput | None:
         """What is new, None at the end. Raises what ended the request early."""
-        while not self.outputs:
+        while not self.unread:
             if self.tracker.finished:
                 return None
             if self.failure is not None:
                 raise self.failure
             await self.wake.wait()
             self.wake.clear()
-        return self.outputs.popleft()
+        return self.unread.take()
 
     def take(self, fresh: CompletionOutput) -> None:
         """What is new of the request, for its reader."""
         if not self.whole:
-            self.outputs.append(self.tracker.output([fresh]))
+            self.unread.add(fresh)
+            if self.limit is not None:  # its reader puts them together, if anybody does
+                self.tracker.forget_logprobs(fresh.index)
         elif not self.tracker.finished:
             return
         self.wake.set()
@@ -55,6 +71,11 @@ class Stream:
     def fail(self, failure: MantaError) -> None:
         self.failure = failure
         self.wake.set()
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether its client has left too much unread, and more is to come."""
+        return self.limit is not None and self.limit.is_exceeded and not self.tracker.finished
 
 
 class Streams:
@@ -137,9 +158,28 @@ class Streams:
         if (fed := self.processor.feed(update)) is None:
             return
         tracker, fresh, stopped = fed
-        self._open[tracker.request_id].take(fresh)
+        stream = self._open[tracker.request_id]
+        stream.take(fresh)
         if stopped:
             self._abort([update.request_id], "stop")
+        if stream.is_too_slow:
+            self._cut_off(stream)
+
+    def _cut_off(self, stream: Stream) -> None:
+        """End a stream whose client does not read; its slots and pages are free before the next plan."""
+        limit, tracker = stream.limit, stream.tracker
+        assert limit is not None, "it has been exceeded"
+        if not limit.is_logged:
+            limit.is_logged = True
+            logger.warning(
+                "request %s is ended: its client has left more than %d bytes unread (max_unread_bytes)",
+                *(limit.client_id, limit.max_bytes),
+                extra={"request_id": limit.client_id},
+            )
+        stream.unread.clear()
+        stream.fail(SlowReaderError(TOO_SLOW.format(limit.max_bytes), param="max_unread_bytes"))
+        self.processor.forget(tracker.child_ids)
+        self._abort(tracker.child_ids, "abort")
 
 
 def _aborted(child_id: str) -> SequenceUpdate:

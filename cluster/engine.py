@@ -25,6 +25,7 @@ from .scheduler import Scheduler
 from .speculation.costs import Costs
 from .speculation.survival import Survival
 from .spending import Spent
+from .step_watch import StepWatch
 
 __all__ = ["Engine", "EngineStats", "SequenceUpdate"]
 
@@ -104,12 +105,19 @@ class Engine:
         config: settings.
         executor: loaded and ready.
         clock: seconds, for the timing of steps and queues; `Request.arrival_s` is on the same clock.
+        watch: is told of every step; whoever wants to know of stalls ticks it.
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        watch: StepWatch | None = None,
     ) -> None:
         self._executor = executor
+        self._watch = watch or StepWatch()
+        self._drafter_generation = 0
         self._scheduler = Scheduler(SchedulerConfig.derive(config, executor.info))
         self._roster = self._scheduler.roster
         self._max_running, self._max_queued = config.max_num_seqs, config.max_num_queued_reqs
@@ -174,20 +182,28 @@ class Engine:
         if not self._scheduler.num_in_flight:
             return []
         begin_s = self._clock()
+        self._watch.collecting()
         result = self._executor.collect()
-        self._seconds["execute"] += self._clock() - begin_s
+        self._watch.collected(passed_s := self._clock() - begin_s)
+        self._seconds["execute"] += passed_s
         return self.commit(result)
 
     def _submit(self, plan: SchedulerOutput) -> None:
         begin_s = self._clock()
+        self._watch.submitting(plan)
         self._executor.submit(plan)
-        self._seconds["execute"] += self._clock() - begin_s
+        self._watch.submitted(passed_s := self._clock() - begin_s)
+        self._seconds["execute"] += passed_s
 
     def plan(self) -> SchedulerOutput | None:
         """Decide the next step; None if there is nothing to do before one in flight ends. Plans are committed
         in their order."""
         begin_s = self._clock()
-        self._scheduler.drafter_is(self._executor.drafter_health)
+        health = self._executor.drafter_health
+        if health.generation != self._drafter_generation:
+            self._drafter_generation = health.generation
+            self._watch.forget()
+        self._scheduler.drafter_is(health)
         plan = self._scheduler.schedule(begin_s)
         self._left_waiting = self._roster.num_online_waiting > 0
         self._seconds["schedule"] += self._clock() - begin_s

@@ -14,9 +14,12 @@
     ├── NotOfferedError           501  a part of the API that this server was started without
     ├── OverloadedError           503  a queue is full; retry later
     │   ├── TooManyRequestsError  503  as many requests are under way as may be; retry later
+    │   ├── RateLimitError        429  as many requests of this API key are under way as may be; retry later
     │   └── NoReplicaError        503  no replica of the model is there; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
+    ├── SlowReaderError           408  the client did not read its answer; a retry that reads may go well
     ├── EngineDeadError           503  a worker died under the request; retry
+    │   └── EngineStalledError    503  ...or does not end its step
     ├── StorageError              503  where files and batches are kept cannot be used now; mend it, or retry
     └── UnreachableError          503  a server that a command asks does not answer; start it, or retry
 
@@ -129,6 +132,13 @@ class TooManyRequestsError(OverloadedError):
     """As many requests are under way as may be."""
 
 
+class RateLimitError(OverloadedError):
+    """As many requests of one API key are under way as may be."""
+
+    status = 429
+    kind = "RateLimitError"
+
+
 class NoReplicaError(OverloadedError):
     """No replica of the model can answer."""
 
@@ -143,6 +153,17 @@ class EngineDeadError(MantaError):
     status = 503
     kind = "ServiceUnavailableError"
     retryable = True
+
+
+class EngineStalledError(EngineDeadError):
+    """A step does not end: a worker is stopped, or its device hangs."""
+
+
+class SlowReaderError(MantaError):
+    """The client did not read its answer, so it was ended."""
+
+    status = 408
+    kind = "RequestTimeoutError"
 
 
 class StorageError(MantaError):

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -209,6 +212,19 @@ class RayExecutor:
         if self._reason is not None:
             raise self._dead()
 
+    def stopped_workers(self) -> list[str]:
+        """Return the names of workers whose processes are stopped. From any thread."""
+        ranks = enumerate(self.worker_pids)
+        return [f"rank {rank} (process {pid})" for rank, pid in ranks if _is_stopped(pid)]
+
+    def give_up(self, reason: str) -> None:
+        """Mark the engine as dead and end its workers; a stopped one hears nothing but SIGKILL."""
+        self._fail(reason)
+        for pid in self.worker_pids:
+            if _is_stopped(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End all workers, their group and the threads. Idempotent."""
         self._reason = self._reason or "it was closed"
@@ -307,6 +323,14 @@ class RayExecutor:
                 ray.kill(actor)
             except Exception as error:  # Ray itself is gone, and its workers with it
                 logger.debug("ray.kill: %s", error)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped, or a debugger holds it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def _start_worker(topology: Topology, rank: int, placement: Placement) -> Actor:

@@ -1,0 +1,170 @@
+"""Notices a step that takes far longer than such steps take: its worker is stopped, or its device hangs.
+
+The thread that runs steps says when a call of the executor begins and ends; another thread of the same
+process ticks. Only time that was seen tick by tick counts: while the whole process is suspended (SIGSTOP of
+its group, a laptop that sleeps) nothing does. Steps of a kind that was not seen often are not judged, for
+libraries compile and capture in them, unless a process that they wait for is known to be stopped. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .plan import AdmittedRequest, SchedulerOutput
+
+FLOOR_S = 20.0  # no step is too long before
+FACTOR = 100.0  # times what such steps take
+TICK_S = 0.5
+_SEEN = 2  # steps of a kind, before one is judged
+_YOUNG_STEPS = 32  # after a request asked for what none before it did: its kernels are compiled when needed
+_DECAY = 0.5  # of the slowest step of a kind, by each later one: a hiccup is forgotten
+
+
+class _Kind(NamedTuple):
+    """What a step's seconds depend on, roughly: sizes by powers of two."""
+
+    rows: int
+    requests: int
+    drafts: bool
+    prompts: bool
+
+
+@dataclass(slots=True)
+class _Seen:
+    count: int = 0
+    slowest_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A plan in the executor."""
+
+    kind: _Kind
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A call of the executor that has not returned; `limit_s` is None where it is not judged."""
+
+    limit_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A step that does not end.
+
+    Attributes:
+        waited_s: for it, as far as that was seen.
+        limit_s: what it may take.
+        suspects: processes that are stopped, by name; empty where none is known to be.
+    """
+
+    waited_s: float
+    limit_s: float
+    suspects: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """A clause for messages."""
+        said = f"a step has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
+        stopped = ", ".join(self.suspects)
+        return f"{said}; stopped by a signal or a debugger: {stopped}" if stopped else said
+
+
+class StepWatch:
+    """Watches the steps of one engine.
+
+    `submitting`, `submitted`, `collecting`, `collected` and `forget` are the step thread's, `tick` another's.
+
+    Args:
+        floor_s: no shorter step is a stall.
+        factor: nor one that takes less than so many times the slowest of its kind lately.
+    """
+
+    def __init__(self, floor_s: float = FLOOR_S, factor: float = FACTOR) -> None:
+        self.floor_s, self._factor = floor_s, factor
+        self._flights: deque[_Flight] = deque()
+        self._seen: dict[_Kind, _Seen] = {}
+        self._features: dict[tuple[bool, ...], int] = {}
+        self._young_steps = 0
+        self._call: _Call | None = None  # replaced as a whole: another thread reads it
+        # Of the ticking thread.
+        self._watched: _Call | None = None
+        self._waited_s = self._ticked_s = 0.0
+
+    def submitting(self, plan: SchedulerOutput) -> None:
+        """The executor is about to get a plan."""
+        self._look_for_features(plan.admitted)
+        flight = _Flight(_kind_of(plan))
+        self._flights.append(flight)
+        self._call = _Call(self._limit_s(flight.kind))
+
+    def submitted(self, seconds: float) -> None:
+        """The executor has it, after so long."""
+        self._flights[-1].seconds += seconds
+        self._call = None
+
+    def collecting(self) -> None:
+        """The oldest plan's result is about to be waited for."""
+        self._call = _Call(self._limit_s(self._flights[0].kind))
+
+    def collected(self, seconds: float) -> None:
+        """It is here, after so long."""
+        flight = self._flights.popleft()
+        seen = self._seen.setdefault(flight.kind, _Seen())
+        seen.count += 1
+        seen.slowest_s = max(flight.seconds + seconds, _DECAY * seen.slowest_s)
+        self._young_steps = max(self._young_steps - 1, 0)
+        self._call = None
+
+    def forget(self) -> None:
+        """Steps are computed in another way from now on, by another drafter: what was seen says nothing."""
+        self._seen = {}
+
+    def tick(self, now_s: float, stopped: Callable[[], Sequence[str]]) -> Stall | None:
+        """Look at the call under way; called every TICK_S.
+
+        Args:
+            now_s: monotonic.
+            stopped: names processes of the executor that are stopped; asked when the floor is reached.
+        """
+        call, passed_s = self._call, now_s - self._ticked_s
+        self._ticked_s = now_s
+        if call is None or call is not self._watched:
+            self._watched, self._waited_s = call, 0.0
+            return None
+        self._waited_s += min(passed_s, 2 * TICK_S)  # more has passed only where nothing ran here
+        if self._waited_s < self.floor_s:
+            return None
+        if suspects := stopped():
+            return Stall(self._waited_s, self.floor_s, tuple(suspects))
+        if call.limit_s is not None and self._waited_s >= call.limit_s:
+            return Stall(self._waited_s, call.limit_s, ())
+        return None
+
+    def _limit_s(self, kind: _Kind) -> float | None:
+        seen = self._seen.get(kind)
+        if self._young_steps or seen is None or seen.count < _SEEN:
+            return None
+        return max(self.floor_s, self._factor * seen.slowest_s)
+
+    def _look_for_features(self, admitted: Sequence[AdmittedRequest]) -> None:
+        for request in admitted:
+            sampling = request.sampling
+            asked = (
+                *(sampling.rules is not None, sampling.grammar is not None, sampling.temperature > 0.0),
+                *(sampling.logprobs is not None, sampling.prompt_logprobs is not None, request.on_trial),
+            )
+            count = self._features.get(asked, 0)
+            if count < _SEEN:
+                self._features[asked] = count + 1
+                self._young_steps = _YOUNG_STEPS
+
+
+def _kind_of(plan: SchedulerOutput) -> _Kind:
+    rows, requests, drafts = plan.num_batched_tokens, plan.num_requests, plan.num_draft_tokens
+    return _Kind(rows.bit_length(), requests.bit_length(), drafts > 0, rows - drafts > requests)
