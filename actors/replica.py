@@ -168,8 +168,8 @@ class RoutedReplica(Replica):
         from .gateway.door import Door
 
         host = asyncio.create_task(asyncio.to_thread(door_host))
-        # The gateway asks for keys and answers browsers; its replicas need not do so again.
-        inner = replace(settings, api_key=None, admin_api_key=None, allowed_origins=())
+        # The gateway asks for keys, answers browsers and waits for slow clients; its replicas need not.
+        inner = replace(settings, api_key=None, admin_api_key=None, allowed_origins=(), reader_timeout=0.0)
         await super().__init__(config, inner)
         self._started_s = int(time.time())
         directory = DirectoryClient(serve.get_replica_context().app_name)

@@ -16,7 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol, get_args
 
 from ..cluster.engine import EngineStats
-from ..cluster.errors import DrainingError, EngineDeadError, MantaError, TooManyRequestsError
+from ..cluster.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineStalledError,
+    MantaError,
+    RateLimitError,
+    TooManyRequestsError,
+)
 from ..cluster.histogram import Histogram
 from ..cluster.label_values import LabelValues
 from ..cluster.metrics import CATALOGUE
@@ -40,6 +47,8 @@ REJECTIONS: Mapping[type[MantaError], str] = {
     TooManyRequestsError: "too_many_requests",
     DrainingError: "draining",
     EngineDeadError: "engine_dead",
+    EngineStalledError: "engine_dead",
+    RateLimitError: "key_limit",
 }
 
 

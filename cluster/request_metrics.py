@@ -35,7 +35,8 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         "counter",
         "requests",
         "Requests that were not let in, by reason. queue_full: max_num_queued_reqs wait; too_many_requests: "
-        "as many are here as may be; draining: the server stops; engine_dead: it is being replaced.",
+        "as many are here as may be; draining: the server stops; engine_dead: it is being replaced; "
+        "key_limit: as many of the API key are under way as may be.",
         (*SHARED_LABELS, "reason"),
     ),
     Metric(

@@ -55,6 +55,23 @@ SERVER_OPTIONS = {
     "max_request_bytes": _server(
         int, "--max-request-bytes", help="Largest body of a request.", parser=parse_size, metavar="SIZE"
     ),
+    "max_unread_bytes": _server(
+        int,
+        "--max-unread-bytes",
+        help="Memory of what a client has not read of its streams; beyond it they end (408). 4 MiB.",
+        parser=parse_size,
+        metavar="SIZE",
+    ),
+    "reader_timeout": _server(
+        float,
+        "--reader-timeout",
+        help="Seconds after which a client that takes nothing of its answer is cut off; 300, 0: never.",
+    ),
+    "max_requests_per_key": _server(
+        int,
+        "--max-requests-per-key",
+        help="Completions of one API key, running and waiting, at each replica; more get 429. Else no limit.",
+    ),
     "tool_call_parser": _server(
         str,
         "--tool-call-parser",

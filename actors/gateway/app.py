@@ -20,6 +20,7 @@ from ...cluster.errors import DrainingError
 from ...version import __version__
 from ..haproxy.scrape import joined
 from ..http.explain import PATH, lives_response
+from ..http.key_shares import KeyShares
 from ..http.layers import surround
 from ..http.messages.errors import LostMessage
 from ..http.models import model_card
@@ -73,7 +74,7 @@ def create_gateway(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal parts
-        parts = Parts(fleet, Upstream(), figures, traffic)
+        parts = Parts(fleet, Upstream(), figures, traffic, KeyShares(settings))
         watching = asyncio.create_task(fleet.watch_forever())
         yield
         watching.cancel()

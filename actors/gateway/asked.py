@@ -24,11 +24,13 @@ BEFORE = ("system", "instructions")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Of one request. `model` and `session` are None where it names none; `chain` is its prompt's."""
+    """Of one request. `model` and `session` are None where it names none; `chain` is its prompt's;
+    `num_completions` is 1 where what it says makes no sense."""
 
     model: str | None = None
     session: str | None = None
     chain: list[int] = field(default_factory=list[int], repr=False)
+    num_completions: int = 1
 
 
 async def read_asked(http: Request, body: bytes) -> Asked:
@@ -51,7 +53,16 @@ def _asked(headers: Headers, fields: Any) -> Asked:  # Any: JSON.
         model=model if isinstance(model, str) else None,
         session=session,
         chain=hash_chain(_prompt_bytes(fields), salt if isinstance(salt, str) else None),
+        num_completions=_num_completions(fields),
     )
+
+
+def _num_completions(fields: dict[str, Any]) -> int:
+    prompt, n = fields.get("prompt"), fields.get("n")
+    each = n if isinstance(n, int) and n > 0 else 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return each * len(prompt)
+    return each
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:

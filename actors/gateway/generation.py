@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from ...cluster.errors import EngineDeadError, MantaError, OverloadedError
 from ...cluster.request import MAX_SEED
 from ..http.errors import ClientGoneError, error_response, log_if_ours
+from ..http.key_shares import KeyShares, key_of
 from ..http.origin import ORIGIN_HEADER, TOLD_HEADER, Origin
 from ..http.refusals import logged_elsewhere
 from ..http.sse import DONE, KEEP_ALIVE, Ending, unless_gone
@@ -56,6 +57,7 @@ class Parts:
     upstream: Upstream
     figures: GatewayFigures
     traffic: Traffic
+    key_shares: KeyShares
 
 
 class Generation(Response):
@@ -101,6 +103,11 @@ class Generation(Response):
             await self._finish(self._ending.failed(error) + self._ending.done)
 
     async def _run(self) -> None:
+        num_replicas = len(self._parts.fleet.ready(self._model))
+        with self._parts.key_shares.take(key_of(self._http.scope), self._asked.num_completions, num_replicas):
+            await self._take_through()
+
+    async def _take_through(self) -> None:
         while True:
             if not self._begun:  # also when the last one has refused, because it was to go
                 await self._parts.fleet.rouse(self._model)

@@ -18,6 +18,7 @@ MEANINGS = {
     413: "The body is too large.",
     422: "Valid, but it can never be served by this engine.",
     431: "The headers are too large.",
+    429: "As many requests of this API key are under way as may be; `Retry-After` says when to come back.",
     500: "A fault of the server's; a retry is in vain.",
     501: "A part of the API that this server was started without.",
     503: "Overloaded, loading, or stopping; `Retry-After` says when to come back.",

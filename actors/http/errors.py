@@ -16,7 +16,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from ...cluster.errors import EngineDeadError, MantaError, RequestError, StorageError, shown
+from ...cluster.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    MantaError,
+    RequestError,
+    StorageError,
+    shown,
+)
 from .refusals import note
 
 logger = logging.getLogger(__name__)
@@ -57,7 +64,7 @@ def kind_of(status: int) -> str:
 
 def public_error(error: BaseException) -> MantaError:
     """What a client may know of a failure: our own error if it is meant for users, else a bland one."""
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError) and not isinstance(error, EngineStalledError):
         return EngineDeadError(ENGINE_DEAD)
     if isinstance(error, MantaError) and error.status != 500:
         return error

@@ -21,6 +21,7 @@ from ..telemetry import Telemetry
 from ..tokenizer import Tokenizer
 from .defaults import GenerationDefaults
 from .fields import check_extra_fields
+from .key_shares import KeyShares
 from .protocol import GenerationRequest
 from .settings import ServerSettings
 from .tracing import Tracing
@@ -51,6 +52,7 @@ class Frontend:
     ) -> None:
         self.engine = engine
         self.settings = settings
+        self.key_shares = KeyShares(settings)
         self.defaults = defaults
         self.telemetry = telemetry
         self.audit = audit

@@ -27,6 +27,7 @@ from .keys import OPEN_PATHS, Keys
 from .protocol import REQUEST_ID
 from .refusals import Refusal, ignore, log_refusal, refusal_of
 from .settings import ServerSettings
+from .stalls import StallGuard
 from .traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Gate:
         self._max_requests = max_requests
         self._num_whole = 0
         self._keys = Keys(settings)
+        self.reader_timeout_s = settings.reader_timeout
         self._limit = BodyLimit.of(settings, "max_request_bytes")
         self._upload_limit = self._limit
         if settings.batch_storage is not None:
@@ -114,7 +116,9 @@ class Gate:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._upload_limit if scope["path"] == UPLOADS else self._limit
-        refusal = self._refusal(scope, Headers(scope=scope), limit)
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers, limit)
+        scope["state"]["key"] = self._keys.digest(headers)
         with ExitStack() as place:
             arrived = partial(self._take_place, place)
             await (refusal or self._app)(scope, limit.applied(receive, arrived), send)
@@ -157,7 +161,7 @@ class _Exchange:
         self._gate = gate
         self._scope = scope
         self._receive = receive
-        self._send = send
+        self._guard = StallGuard(send, gate.reader_timeout_s)
         self._status: int | None = None
         asked = acceptable_id(Headers(scope=scope).get(ID_HEADER))
         self._state: dict[str, Any] = scope.setdefault("state", {})  # Any: Starlette's open state
@@ -170,10 +174,17 @@ class _Exchange:
         try:
             await self._gate.serve(self._scope, self._receive, self._forward)
         except Exception:  # the process's edge: log once, answer properly
+            if self._guard.has_cut:
+                logger.warning(
+                    "request %s is cut off: its client took nothing for %g s (reader_timeout)",
+                    *(self._state["request_id"], self._gate.reader_timeout_s),
+                )
+                return  # the server closes the connection, for the answer is not whole
             logger.exception("request %s failed", self._state["request_id"])
             if self._status is None:
                 await json_error(500, INTERNAL)(self._scope, self._receive, self._forward)
         finally:
+            self._guard.close()
             self._gate.observe(self._scope, self._status or 499, time.monotonic() - begin_s)
 
     async def _forward(self, message: Message) -> None:
@@ -183,4 +194,4 @@ class _Exchange:
             del headers[ID_HEADER]  # a replica's, at a gateway
             if self._gate.echo_request_id:
                 headers[ID_HEADER] = self._state["request_id"]
-        await self._send(message)
+        await self._guard.send(message)

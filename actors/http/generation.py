@@ -25,6 +25,7 @@ from ..prompts import EncodedPrompt
 from . import sse
 from .frontend import Frontend
 from .gate import new_id
+from .key_shares import key_of
 from .logprobs import token_lengths
 from .origin import Origin, told
 from .prompt_parts import PromptParts
@@ -110,6 +111,7 @@ def prepare(
         request=request,
         created_s=int(time.time()) if origin is None else origin.created_s,
         asker=asker_of(http.headers, (request.model_extra or {}).get("metadata")),
+        key=key_of(http.scope),
         may_be_kept=request.store is not False and "no-store" not in http.headers.get("cache-control", ""),
         origin=origin,
         resumable=resumable,

@@ -86,6 +86,10 @@ class Keys:
             return None
         return 401, "Send a valid API key: `Authorization: Bearer <key>`."
 
+    def digest(self, headers: Mapping[str, str]) -> str | None:
+        """Tells the key of a request apart from others; None where none is asked for."""
+        return _digest(_key_in(headers)).hex() if self._any else None
+
 
 def _key_in(headers: Mapping[str, str]) -> str:
     """As OpenAI's clients bring it, or as Anthropic's do."""

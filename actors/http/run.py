@@ -10,11 +10,12 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Seque
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
-from ...cluster.errors import EngineDeadError, MantaError
+from ...cluster.errors import EngineDeadError, MantaError, UnprocessableError
 from ..capture.traffic import CapturedAnswers
 from ..engine import RequestOptions
 from ..outputs import RequestMetrics, RequestOutput, begun_text
 from ..prompts import EncodedPrompt
+from ..unread import ReaderLimit, size_of
 from .errors import public_error
 from .figures import RequestFigures
 from .frontend import Frontend
@@ -27,6 +28,7 @@ from .work import Work
 T = TypeVar("T")
 
 BEGIN_AT_ONCE = 16  # engine requests, in a turn of the loop
+MAX_ANSWER_BYTES = 1 << 30  # of an answer that is made whole; with 20 log probabilities a token is 1,600
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -49,6 +51,7 @@ class Run:
         if frontend.receipts is not None:
             begins = work.origin is None or work.origin.attempt == 0
             self._account = frontend.receipts.account(work.asker, begins=begins)
+        self._num_bytes = 0  # of the answers that are made whole
         self._captured: CapturedAnswers | None = None
         if frontend.capture is not None and work.may_be_kept and not work.request.echoes_only:
             self._captured = frontend.capture.choose(work.prompts, work.begun, work.model, work.asker)
@@ -56,8 +59,9 @@ class Run:
     async def outputs(self) -> Outputs:
         """(prompt's index, what is new), as it comes. Leaving early aborts; the end is logged."""
         engine, work = self.frontend.engine, self.work
+        limit = ReaderLimit(work.request_id, self.frontend.settings.max_unread_bytes)
         streams = [
-            engine.add(self._engine_id(i), prompt, self._params, **self._options())
+            engine.add(self._engine_id(i), prompt, self._params, limit=limit, **self._options())
             for i, prompt in enumerate(work.prompts)
         ]
         with self._logged():
@@ -78,10 +82,20 @@ class Run:
             self._engine_id(index),
             work.prompts[index],
             self._params,
-            watch=lambda output: self._watch(index, self._shown(output)),
+            watch=lambda output: self._watch_whole(index, self._shown(output)),
             **self._options(),
         )
         return self._shown(answer)
+
+    def _watch_whole(self, index: int, output: RequestOutput) -> None:
+        self._num_bytes += sum(map(size_of, output.outputs))
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            raise UnprocessableError(
+                f"The answer is larger than {MAX_ANSWER_BYTES} bytes in memory. Stream it, or ask for less: "
+                "`n`, prompts, tokens, log probabilities.",
+                param="stream",
+            )
+        self._watch(index, output)
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         return without_answer(output) if self.work.request.echoes_only else output
@@ -126,10 +140,13 @@ class Run:
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Whatever happens inside, the request is logged with the status that it ends in."""
+        """Whatever happens inside, the request is logged with the status that it ends in. Raises
+        RateLimitError if its key has too many."""
         status = 499
+        work = self.work
+        count = len(work.prompts) * work.params.n
         try:
-            with self.frontend.audit.online():
+            with self.frontend.key_shares.take(work.key, count), self.frontend.audit.online():
                 yield
             status = 200
         except MantaError as error:

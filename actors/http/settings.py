@@ -27,6 +27,7 @@ ENDPOINT_SETTINGS = frozenset(
     {
         *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "allowed_origins"),
         *("max_request_bytes", "batch_storage", "receipts", "shutdown_timeout", "ui"),
+        *("max_requests_per_key", "max_unread_bytes", "reader_timeout"),
         *("log_format", "otlp_traces_endpoint"),
     }
 )
@@ -34,6 +35,7 @@ _HOOK = re.compile(r"[\w.]+:\w+")
 _KEY = re.compile(r"[\x21-\x7e]+")
 LEAST = {
     "max_request_bytes": 1024,
+    "max_unread_bytes": 1024,
     "max_batch_file_bytes": 1024,
     "max_batch_lines": 1,
     "max_metric_labels": 0,
@@ -64,6 +66,13 @@ class ServerSettings:
         sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it
             is set, a stream may begin (status 200) before its first token.
         max_request_bytes: larger request bodies are refused with 413.
+        max_unread_bytes: memory that a client's streams may hold because it does not read them, all streams
+            of a request together; beyond it they end with an error event (408), and their slots are free.
+            A streamed token takes about 12 bytes, with 20 log probabilities 1,600.
+        reader_timeout: seconds after which a client is cut off that takes nothing of an answer which waits
+            for it; 0 waits for ever.
+        max_requests_per_key: completions of one API key, running and waiting, that may be under way at each
+            replica; more get 429. None sets no limit; a server without keys has nobody to count.
         api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
             Only from flags and code: no YAML file may hold keys (`keys.py`).
         api_key_file: a file with such keys, one a line. MANTA_API_KEY stands in for both.
@@ -113,6 +122,9 @@ class ServerSettings:
     per_request_spec_decode_metrics: SpeculationMetrics = "summary"
     sse_keep_alive_interval: float = 0.0
     max_request_bytes: int = 32 * 1024 * 1024
+    max_unread_bytes: int = 4 * 1024 * 1024
+    reader_timeout: float = 300.0
+    max_requests_per_key: int | None = None
     api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     api_key_file: str | None = None
     admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
@@ -157,7 +169,11 @@ class ServerSettings:
             one_of(name, getattr(self, name), get_args(kind))
         if self.reasoning_field_name is not None:
             one_of("reasoning_field_name", self.reasoning_field_name, get_args(ReasoningField))
-        for name, at_zero in (("sse_keep_alive_interval", "off"), ("shutdown_timeout", "at once")):
+        for name, at_zero in (
+            ("sse_keep_alive_interval", "off"),
+            ("shutdown_timeout", "at once"),
+            ("reader_timeout", "never"),
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} must be 0 ({at_zero}) or seconds.", param=name
@@ -165,6 +181,12 @@ class ServerSettings:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.", param=name)
+        if self.max_requests_per_key is not None and self.max_requests_per_key < 1:
+            raise ConfigError(
+                f"max_requests_per_key={self.max_requests_per_key!r} must be at least 1; leave it out for no "
+                "limit.",
+                param="max_requests_per_key",
+            )
         for name in ("lossless_audit", "capture_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(

@@ -27,8 +27,8 @@ def operation_of(request: GenerationRequest) -> str:
 class Work:
     """One HTTP request, ready to run. `id` is the response's and the engine's; `request_id` the client's.
 
-    `created_s` is Unix time; `asker` for whom it is counted; `may_be_kept`
-    where traffic is captured; `origin` what a gateway fixed of the request;
+    `created_s` is Unix time; `key` the digest of the client's API key; `asker` for whom it is counted;
+    `may_be_kept` where traffic is captured; `origin` what a gateway fixed of the request;
     `resumable` says whether its stream can go on at another replica, `reading` how its answers are read,
     `trace_headers` what the client says of the trace that it is a part of.
     """
@@ -43,6 +43,7 @@ class Work:
     request: GenerationRequest
     created_s: int
     asker: Asker
+    key: str | None = None
     may_be_kept: bool = True
     origin: Origin | None = None
     resumable: bool = True
