@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from manta.actors.engine import AsyncEngine
+from manta.actors.executor import make_executor
 from manta.actors.gateway.app import create_gateway
 from manta.actors.gateway.door import Door
 from manta.actors.gateway.fleet import Fleet, ServedModel
@@ -20,6 +21,7 @@ from manta.actors.http.app import create_app
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.executor import Executor
+from manta.cluster.step_watch import FLOOR_S, StepWatch
 
 
 class LocalDirectory:
@@ -49,11 +51,12 @@ class StandReplica:
         directory: LocalDirectory,
         max_requests: int,
         make: Callable[[EngineConfig], Executor] | None,
+        watch: StepWatch | None,
     ) -> None:
         self.name = name
-        self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
+        self.engine = AsyncEngine(config, make or make_executor, watch)
         self._names = settings.model_names(config.model)
-        self._settings = replace(settings, api_key=None, admin_api_key=None)
+        self._settings = replace(settings, api_key=None, admin_api_key=None, reader_timeout=0.0)
         self._directory = directory
         self._max_requests = max_requests
 
@@ -86,6 +89,7 @@ class GatewayStand:
     Args:
         models: a replica for each; those of one name are replicas of one model.
         makers: executors of the replicas, where they are not to be the real ones.
+        floor_s: no shorter step is too long.
     """
 
     def __init__(
@@ -94,10 +98,11 @@ class GatewayStand:
         *,
         makers: Sequence[Callable[[EngineConfig], Executor] | None] | None = None,
         max_requests: int = 64,
+        floor_s: float = FLOOR_S,
     ) -> None:
         self.directory = LocalDirectory()
         self.replicas = [
-            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make)
+            StandReplica(f"r{i}", config, settings, self.directory, max_requests, make, StepWatch(floor_s))
             for i, ((config, settings), make) in enumerate(
                 zip(models, makers or [None] * len(models), strict=True)
             )

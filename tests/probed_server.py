@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -69,11 +71,19 @@ class ProbedServer:
     Args:
         model: folder of a checkpoint with a tokenizer of at most VOCAB tokens.
         settings: of the front, `ServerSettings`.
+        keeps_little: the system keeps little of what clients do not read.
         engine: further settings of the engine.
     """
 
-    def __init__(self, model: Path, settings: dict[str, Any] | None = None, **engine: Any) -> None:
-        given = json.dumps([str(model), settings or {}, engine])
+    def __init__(
+        self,
+        model: Path,
+        settings: dict[str, Any] | None = None,
+        *,
+        keeps_little: bool = False,
+        **engine: Any,
+    ) -> None:
+        given = json.dumps([str(model), settings or {}, engine, keeps_little])
         self._process = subprocess.Popen(
             [sys.executable, __file__, given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -159,7 +169,14 @@ def make_executor(config: EngineConfig) -> Executor:
     return WithLogprobs(SimulatedExecutor(info, cost=LinearCost(verify_floor_s=STEP_S), spend=time.sleep))
 
 
-async def serve(model: str, settings: dict[str, Any], engine_settings: dict[str, Any]) -> None:
+def keep_little(listener: socket.socket) -> None:
+    """Have the system keep little of what the clients of its connections do not read."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
+
+async def serve(
+    model: str, settings: dict[str, Any], engine_settings: dict[str, Any], keeps_little: bool
+) -> None:
     """Until stdin ends; each line there is answered with what `Found` holds."""
     many = {"max_num_seqs": 256, "max_num_batched_tokens": 1 << 16, "enable_prefix_caching": False}
     engine = AsyncEngine(EngineConfig.from_dict({"model": model, **many, **engine_settings}), make_executor)
@@ -171,6 +188,8 @@ async def serve(model: str, settings: dict[str, Any], engine_settings: dict[str,
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
+    if keeps_little:
+        keep_little(socket.socket(fileno=os.dup(server.servers[0].sockets[0].fileno())))
     spare_streams()
     probe = LoopProbe()
     loop = asyncio.get_running_loop()

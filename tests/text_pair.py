@@ -12,10 +12,12 @@ from pathlib import Path
 import tokenizers
 import uvicorn
 from manta.actors.engine import AsyncEngine
+from manta.actors.executor import make_executor
 from manta.actors.http.app import create_app
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig
 from manta.cluster.executor import Executor
+from manta.cluster.step_watch import StepWatch
 from tiny import make_tiny_drafter, make_tiny_target
 
 VOCAB = 384
@@ -59,9 +61,10 @@ class LiveServer:
         settings: ServerSettings | None = None,
         make: Callable[[EngineConfig], Executor] | None = None,
         max_requests: int | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         self._max_requests = max_requests
-        self.engine = AsyncEngine(config) if make is None else AsyncEngine(config, make)
+        self.engine = AsyncEngine(config, make or make_executor, watch)
         self._settings = settings or ServerSettings()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._socket.getsockname()

@@ -1,0 +1,38 @@
+"""A real server of two replicas, one of whose workers is stopped: streams go on, and it is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from served import Served, wait_for
+from serving_load import Load
+from text_pair import make_text_pair
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_stopped_worker_costs_no_stream_and_its_replica_is_replaced(tmp_path: Path) -> None:
+    target, _ = make_text_pair(tmp_path)
+    settings = {
+        "model": str(target),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "num_pages": 512,
+        "num_threads": 1,
+    }
+    with Served(settings, tmp_path / "log", replicas=2) as served:
+        wait_for(lambda: served.replicas_up() == 2, 240.0, "there are not two replicas")
+        undisturbed = [stream.text for stream in Load(served.url, 8, 400).join()]
+        load = Load(served.url, 8, 400)
+        load.wait_for_tokens()
+        stopped = served.pids("target worker")[0]
+        os.kill(stopped, signal.SIGSTOP)
+        assert [stream.text for stream in load.join()] == undisturbed
+        assert "stopped by a signal or a debugger: rank 0" in (tmp_path / "log").read_text()
+        wait_for(lambda: stopped not in served.pids("target worker"), 60.0, "the stopped worker is left")
+        wait_for(lambda: served.replicas_up() == 2, 240.0, "no replica came in its place")
+        assert served.end() == []

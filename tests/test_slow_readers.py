@@ -1,0 +1,268 @@
+"""Readers that are behind, or never come: outputs are merged, bounded, and at last ended; shares of keys."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import probed_server
+import pytest
+from abuse import MODEL
+from abuse_readers import STREAMS, Reader, never_read
+from gateway_stand import GatewayStand
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manta.actors.http import run as running
+from manta.actors.http.settings import ServerSettings
+from manta.actors.logprobs import OutputLogprobs
+from manta.actors.outputs import CompletionOutput, RequestTracker
+from manta.actors.prompts import EncodedPrompt
+from manta.actors.unread import KEPT_APART, MERGED_TOKENS, ReaderLimit, Unread
+from manta.cluster.config import EngineConfig
+from manta.cluster.logprobs import TokenLogprobs
+from manta.cluster.outcome import SequenceUpdate
+from manta.cluster.request import SamplingParams
+from probed_server import ProbedServer, keep_little, make_executor
+from text_pair import LiveServer
+
+UNREAD_BYTES = 1 << 18
+GROWTH_BYTES = 48 << 20  # of which the system's buffers of sockets are no part
+
+
+def update(index: int, token_ids: list[int], *, ends: bool) -> SequenceUpdate:
+    return SequenceUpdate(
+        request_id=f"r-{index}",
+        token_ids=tuple(token_ids),
+        finish_reason="length" if ends else None,
+        stop_reason=None,
+        num_cached_tokens=0,
+        num_drafted=0,
+        num_accepted=0,
+    )
+
+
+def delta(index: int, token_ids: list[int], *, ends: bool) -> CompletionOutput:
+    told = [TokenLogprobs(-1.0, 1, (t, t + 1), (-1.0, -2.0)) for t in token_ids]
+    logprobs = OutputLogprobs(None, told, token_ids)
+    text = "".join(f"<{t}>" for t in token_ids)
+    return CompletionOutput(index, text, token_ids, "length" if ends else None, None, logprobs)
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), min_size=1, max_size=40), st.booleans())
+    ),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_merged_a_reader_gets_each_token_once_in_order(
+    count: int, steps: list[tuple[int, list[int], bool]]
+) -> None:
+    tracker = RequestTracker("r", EncodedPrompt((1,)), SamplingParams(n=count, logprobs=2), None)
+    limit = ReaderLimit("client", 1 << 30)
+    unread, wanted = Unread(tracker, limit), dict[int, list[int]]()
+    got: dict[int, list[CompletionOutput]] = {}
+    finished: list[bool] = []
+
+    def take() -> None:
+        output = unread.take()
+        (completion,) = output.outputs
+        got.setdefault(completion.index, []).append(completion)
+        finished.append(output.finished)
+
+    last = [(index, [7], False) for index in range(count)]
+    ended = len(steps)
+    for number, (index, token_ids, reads) in enumerate([*steps, *last]):
+        index %= count
+        tracker.feed(index, update(index, token_ids, ends=number >= ended))
+        unread.add(delta(index, token_ids, ends=number >= ended))
+        wanted.setdefault(index, []).extend(token_ids)
+        if reads and len(unread):
+            take()
+    while len(unread):
+        take()
+    assert limit.num_bytes == 0
+    assert finished[-1] and not any(finished[:-1])
+    for index, token_ids in wanted.items():
+        outputs = got[index]
+        assert [t for output in outputs for t in output.token_ids] == token_ids
+        assert "".join(output.text for output in outputs) == "".join(f"<{t}>" for t in token_ids)
+        places = [t for output in outputs for (t, *_) in (output.logprobs or OutputLogprobs(None)).numbers]
+        assert places == token_ids
+        assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+        assert max(len(output.token_ids) for output in outputs) <= MERGED_TOKENS
+
+
+def test_a_reader_that_keeps_up_gets_an_output_a_step_and_one_that_is_behind_few() -> None:
+    tracker = RequestTracker("r", EncodedPrompt((1,)), SamplingParams(), None)
+    unread = Unread(tracker)
+    for step in range(1000):
+        unread.add(delta(0, [step], ends=False))
+        assert unread.take().outputs[0].token_ids == [step]
+    for step in range(10_000):
+        unread.add(delta(0, [step], ends=False))
+    assert len(unread) <= KEPT_APART + 10_000 / MERGED_TOKENS + 1
+
+
+@pytest.fixture(scope="module")
+def probed() -> Iterator[ProbedServer]:
+    front = {"max_unread_bytes": UNREAD_BYTES, "reader_timeout": 2.0}
+    with ProbedServer(MODEL, front, keeps_little=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    settings = ServerSettings(served_model_name="tiny", max_unread_bytes=UNREAD_BYTES // 8)
+    server = LiveServer(EngineConfig.from_dict({"model": str(MODEL)}), settings, make_executor)
+    keep_little(server._socket)
+    with server:
+        yield server
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_memory_is_bounded_and_nothing_is_left_of_clients_that_never_read(probed: ProbedServer) -> None:
+    never_read(probed.port, 1.0, streams=STREAMS[:3])  # what the first ones make is there to stay
+    before = probed.rest()
+    readers = [Reader(probed.port, *STREAMS[2]) for _ in range(2)]
+    until(lambda: probed.look().running == 0)  # ended by the server, and nobody has read or left
+    rested = probed.rest(before.tasks)
+    assert not rested.busy(before.tasks), "a place is held"
+    assert rested.rss_bytes < before.rss_bytes + GROWTH_BYTES
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.parametrize("place", [2, 4])
+def test_a_stream_that_is_not_read_ends_with_an_error_event_and_a_line_in_the_log(
+    live: LiveServer, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "manta")
+    path, body = STREAMS[place]
+    reader = Reader(live.address[1], path, body, headers={"X-Request-Id": f"lazy-{place}"})
+    until(lambda: any(f"lazy-{place} is ended" in record.getMessage() for record in caplog.records))
+    until(lambda: live.engine.stats().running == 0)
+    assert live.engine.stats().kv_usage == 0.0
+    said = reader.read()
+    assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or b"data: [DONE]\n\n" in said[-40:]
+    (error,) = [json.loads(line[6:]) for line in said.split(b"\n") if line.startswith(b'data: {"error"')]
+    assert error["error"]["code"] == 408 and error["error"]["param"] == "max_unread_bytes"
+    reader.close()
+
+
+def test_an_answer_too_large_to_be_made_whole_is_refused_and_can_be_streamed(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MAX_ANSWER_BYTES", 10_000)
+    body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 50, "logprobs": 5}
+    url = f"{live.url}/v1/completions"
+    refused = httpx.post(url, json=body)
+    assert refused.status_code == 422 and "10000 bytes" in refused.text
+    assert httpx.post(url, json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
+    until(lambda: live.engine.stats().running == 0)
+
+
+def test_a_gateway_hands_on_that_its_client_was_too_slow_and_asks_no_other_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probed_server, "STEP_S", 0.0005)
+    settings = ServerSettings(served_model_name="tiny", max_unread_bytes=4096)
+    config = EngineConfig.from_dict({"model": str(MODEL)})
+    with GatewayStand([(config, settings)] * 2, makers=[make_executor] * 2) as stand:
+        port = int(stand.url.rpartition(":")[2])
+        for listener in (stand._socket, *(replica.door._socket for replica in stand.replicas)):
+            keep_little(listener)
+        reader = Reader(port, *STREAMS[0])
+        engines = [replica.engine for replica in stand.replicas]
+        until(lambda: sum(engine.stats().running for engine in engines) == 1)
+        until(lambda: sum(engine.stats().running for engine in engines) == 0, 60)
+        said = reader.read()
+        assert b'"code":408' in said and b"[DONE]" in said
+        lines = httpx.get(f"{stand.url}/metrics").text.splitlines()
+        assert not [line for line in lines if "resumed_streams_total{" in line and not line.endswith(" 0.0")]
+        reader.close()
+
+
+def test_a_client_that_takes_nothing_for_too_long_is_cut_off_and_a_slow_one_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "manta")
+
+    def is_cut(name: str) -> bool:
+        return any(f"{name} is cut off" in record.getMessage() for record in caplog.records)
+
+    settings = ServerSettings(served_model_name="tiny", reader_timeout=1.0)
+    config = EngineConfig.from_dict({"model": str(MODEL)})
+    server = LiveServer(config, settings, make_executor)
+    keep_little(server._socket)
+    with server:
+        path, whole = "/v1/completions", {"prompt": "x", "max_tokens": 60, "n": 64, "logprobs": 20}
+        stream = Reader(server.address[1], *STREAMS[2], headers={"X-Request-Id": "stream"})
+        answer = Reader(server.address[1], path, whole, stream=False, headers={"X-Request-Id": "whole"})
+        until(lambda: is_cut("stream") and is_cut("whole"))
+        until(lambda: server.engine.stats().running == 0)
+        assert b"[DONE]" not in stream.read()
+        head, _, content = answer.read().partition(b"\r\n\r\n")
+        (length,) = re.findall(rb"content-length: (\d+)", head)
+        assert b" 200 " in head and len(content) < int(length) / 2
+        stream.close()
+        answer.close()
+        body: dict[str, Any] = {"prompt": "x", "max_tokens": 300, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as response:
+            lines = []
+            for line in response.iter_lines():
+                lines.append(line)
+                if len(lines) % 200 == 0:
+                    time.sleep(0.7)
+        assert "data: [DONE]" in lines
+
+
+def test_one_key_has_no_more_than_its_share_and_others_have_theirs() -> None:
+    settings = ServerSettings(served_model_name="tiny", api_key=("a", "b"), max_requests_per_key=4)
+    config = EngineConfig.from_dict({"model": str(MODEL), "max_num_seqs": 8})
+    body = {"prompt": "x", "max_tokens": 50, "n": 2}
+
+    def ask(url: str, key: str, **more: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{url}/v1/completions", json={**body, **more}, headers=headers, timeout=60)
+
+    with (
+        LiveServer(config, settings, make_executor) as server,
+        GatewayStand([(config, settings)], makers=[make_executor]) as stand,
+    ):
+        engines = {server.url: server.engine, stand.url: stand.replicas[0].engine}
+        for url, engine in engines.items():
+            port, key = int(url.rpartition(":")[2]), {"Authorization": "Bearer a"}
+            long = {"prompt": ["x", "y"], "max_tokens": 100_000}
+            held = Reader(port, "/v1/completions", {**long, "n": 1}, headers=key)
+            until(lambda engine=engine: engine.stats().running == 2)
+            assert ask(url, "a").status_code == 200
+            refused = ask(url, "a", n=3)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            error = refused.json()["error"]
+            assert error["type"] == "RateLimitError" and error["param"] == "max_requests_per_key"
+            assert "max_requests_per_key" in error["message"]
+            assert ask(url, "a", n=3, stream=True).status_code == 429
+            assert ask(url, "b", n=3).status_code == 200
+            alone = ask(url, "b", n=5)
+            assert alone.status_code == 400 and alone.json()["error"]["param"] == "n"
+            said = httpx.post(
+                f"{url}/v1/messages",
+                json={"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
+                headers={"X-Api-Key": "b"},
+            )
+            assert said.status_code == 200
+            held.close()
+            until(lambda engine=engine: engine.stats().running == 0)
+            assert ask(url, "a", n=4).status_code == 200

@@ -1,0 +1,292 @@
+"""Steps that do not end: which are judged, and what an engine, its server and a gateway do then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from cluster_checker import make_info, make_request
+from gateway_stand import GatewayStand
+from manta.actors.engine import AsyncEngine
+from manta.actors.executor import make_executor
+from manta.actors.http.settings import ServerSettings
+from manta.actors.prompts import EncodedPrompt
+from manta.actors.workers.ray_executor import RayExecutor
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine
+from manta.cluster.errors import EngineDeadError, EngineStalledError
+from manta.cluster.executor import Executor
+from manta.cluster.plan import StepResult
+from manta.cluster.request import SamplingParams
+from manta.cluster.simulator import SimulatedExecutor
+from manta.cluster.step_watch import FACTOR, FLOOR_S, TICK_S, StepWatch
+from passing_executor import PassingExecutor
+from text_pair import LiveServer, make_text_pair
+
+FLOOR_IN_TESTS_S = 1.0
+BODY = {"prompt": "x", "max_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    target, _ = make_text_pair(tmp_path_factory.mktemp("pair"))
+    return EngineConfig(model=str(target), dtype="float32", device="cpu", max_num_seqs=8, num_pages=256)
+
+
+class Hanging(PassingExecutor):
+    """Does not end a step, as a device that hangs, until it is released.
+
+    Attributes:
+        left: steps until then.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(make_executor(config))
+        self.left = 0
+        self.released = threading.Event()
+
+    def collect(self) -> StepResult:
+        self.left -= 1
+        if self.left == 0:
+            self.released.wait(60)
+        return super().collect()
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+class Driven:
+    """A watch, told of real plans whose seconds a test makes up."""
+
+    def __init__(self) -> None:
+        self.watch = StepWatch()
+        config = EngineConfig(model="", max_num_seqs=8, skip_tokenizer_init=True)
+        self._engine = Engine(
+            config, SimulatedExecutor(make_info(max_model_len=1000, num_pages=(500,), eos_token_ids=()))
+        )
+        self._executor = self._engine._executor
+        self._now_s = 0.0
+        self._num_requests = 0
+
+    def add(self, **params: Any) -> None:
+        self._num_requests += 1
+        self._engine.add_request(make_request(str(self._num_requests), max_tokens=900, **params))
+
+    def step(self, seconds: float = 0.01, *, ticks: bool = False) -> bool:
+        """A step that takes so long; whether it is found to have stalled."""
+        plan = self._engine.plan()
+        assert plan is not None
+        self.watch.submitting(plan)
+        self._executor.submit(plan)
+        self.watch.submitted(0.0)
+        self.watch.collecting()
+        stalled = ticks and self.tick(seconds)
+        self._engine.commit(self._executor.collect())
+        self.watch.collected(seconds)
+        return stalled
+
+    def tick(self, seconds: float, stopped: Sequence[str] = ()) -> bool:
+        """Whether a stall was found while so much time passed, tick by tick."""
+        found = False
+        for _ in range(round(seconds / TICK_S) + 1):
+            self._now_s += TICK_S
+            found = self.watch.tick(self._now_s, lambda: stopped) is not None
+        return found
+
+    def suspend(self, seconds: float) -> bool:
+        """Whether a stall is found after the whole process was stopped for so long."""
+        self._now_s += seconds
+        return self.watch.tick(self._now_s, tuple) is not None
+
+
+@pytest.fixture
+def driven() -> Driven:
+    driven = Driven()
+    driven.add(temperature=0.0)
+    for _ in range(50):
+        driven.step()
+    return driven
+
+
+def test_a_step_of_a_known_kind_is_too_long_after_the_floor_and_a_hundred_times_its_like(
+    driven: Driven,
+) -> None:
+    assert not driven.step(FLOOR_S - 2, ticks=True)
+    for _ in range(20):  # that hiccup is forgotten
+        driven.step()
+    assert driven.step(FLOOR_S + 2, ticks=True)
+    for _ in range(40):
+        driven.step(0.5)
+    assert not driven.step(FLOOR_S + 10, ticks=True)
+    for _ in range(40):
+        driven.step(0.5)
+    assert driven.step(FACTOR * 0.5 + 2, ticks=True)
+
+
+def test_steps_that_may_compile_are_not_judged(driven: Driven) -> None:
+    driven.add(temperature=0.0, prompt=[5] * 100)
+    assert not driven.step(290.0, ticks=True)  # a longer prompt than any before
+    for _ in range(40):
+        driven.step()
+    driven.add(temperature=0.7)
+    driven.step()
+    assert not driven.step(290.0, ticks=True)  # the first that samples
+    for _ in range(40):
+        driven.step()
+    assert driven.step(30.0, ticks=True)
+    driven.watch.forget()  # another drafter
+    assert not driven.step(290.0, ticks=True)
+
+
+def test_a_process_that_was_suspended_counts_nothing(driven: Driven) -> None:
+    plan = driven._engine.plan()
+    assert plan is not None
+    driven.watch.submitting(plan)
+    assert not driven.tick(1.0)
+    assert not any(driven.suspend(3600.0) for _ in range(10))
+    assert not driven.tick(FLOOR_S - 12.0) and driven.tick(2.0)
+
+
+def test_a_stopped_process_compiles_nothing_so_its_step_is_judged_by_the_floor() -> None:
+    driven = Driven()
+    driven.add()
+    plan = driven._engine.plan()
+    assert plan is not None
+    driven.watch.submitting(plan)
+    assert not driven.tick(100.0)
+    assert driven.tick(1.0, ["rank 3 (process 7)"])
+    stall = driven.watch.tick(driven._now_s + TICK_S, lambda: ["rank 3 (process 7)"])
+    assert stall is not None and "rank 3 (process 7)" in stall.reason
+    driven.watch.submitted(1.0)
+    assert not driven.tick(100.0, ["rank 3 (process 7)"])  # nothing waits for it
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1] if line.startswith("data: ")]
+
+
+def test_streams_of_a_step_that_hangs_end_health_says_so_and_it_is_well_when_it_ends(
+    config: EngineConfig,
+) -> None:
+    made: list[Hanging] = []
+
+    def make(config: EngineConfig) -> Executor:
+        made.append(Hanging(config))
+        return made[0]
+
+    watch = StepWatch(FLOOR_IN_TESTS_S)
+    with LiveServer(config, make=make, watch=watch) as server:
+        ask = lambda: httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)  # noqa: E731
+        _, whole = ask(), ask()  # steps of kinds that were not seen are not judged
+        made[0].left = 45
+        cut = ask()
+        error = events(cut)[-1]["error"]
+        assert error["code"] == 503 and "a step has not ended" in error["message"]
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503 and "a step has not ended" in health.text
+        assert httpx.post(f"{server.url}/v1/completions", json={**BODY, "stream": False}).status_code == 503
+        made[0].released.set()
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        again = ask()
+        until(lambda: server.engine.stats().running == 0 and server.engine.stats().kv_usage == 0.0)
+    texts = ["".join(e["choices"][0]["text"] for e in events(r) if "choices" in e) for r in (whole, again)]
+    assert texts[0] == texts[1] and texts[0]
+
+
+def test_a_gateway_moves_streams_away_from_a_replica_whose_step_hangs(config: EngineConfig) -> None:
+    made: list[Hanging] = []
+
+    def make(config: EngineConfig) -> Executor:
+        made.append(Hanging(config))
+        return made[-1]
+
+    settings = ServerSettings(served_model_name="tiny")
+    body = {**BODY, "return_token_ids": True}
+    stand = GatewayStand([(config, settings)] * 2, makers=[make, None], floor_s=FLOOR_IN_TESTS_S)
+    with stand:
+        path = f"{stand.url}/v1/completions"
+        _, whole = (httpx.post(path, json=body, timeout=60) for _ in range(2))
+        made[0].left = 45
+        moved = httpx.post(path, json=body, timeout=60)
+        after = httpx.post(path, json=body, timeout=60)
+        assert [replica.engine.is_alive for replica in stand.replicas] == [False, True]
+        text = httpx.get(f"{stand.url}/metrics").text
+        made[0].released.set()
+    ids = [
+        [i for e in events(r) for c in e["choices"] for i in c.get("token_ids", ())]
+        for r in (whole, moved, after)
+    ]
+    assert ids[0] == ids[1] == ids[2] and len(ids[0]) == 60
+    assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 1.0' in text
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_stopped_worker_is_named_its_streams_end_and_closing_leaves_nothing_of_it(
+    tiny_qwen3: Path,
+) -> None:
+    base = EngineConfig(
+        model=str(tiny_qwen3),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        max_model_len=192,
+        max_num_seqs=4,
+        num_pages=48,
+        num_threads=1,
+        tensor_parallel_size=2,
+    )
+    executors: list[RayExecutor] = []
+
+    def make(config: EngineConfig) -> Executor:
+        executors.append(RayExecutor(config))
+        return executors[0]
+
+    async def ask(engine: AsyncEngine, id: str, first: asyncio.Event | None = None) -> list[int]:
+        params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
+        found: list[int] = []
+        async for output in engine.add(id, EncodedPrompt((5, 6, 7)), params):
+            found += output.outputs[0].token_ids
+            if first is not None:
+                first.set()
+        return found
+
+    async def main() -> None:
+        engine = AsyncEngine(base, make, StepWatch(FLOOR_IN_TESTS_S))
+        await engine.start()
+        pids = executors[0].worker_pids
+        whole = await ask(engine, "whole")
+        first = asyncio.Event()
+        task = asyncio.create_task(ask(engine, "cut", first))
+        await first.wait()
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(EngineStalledError, match=rf"rank 1 \(process {pids[1]}\)"):
+            await asyncio.wait_for(task, 30)
+        with pytest.raises(EngineStalledError, match="rank 1"):
+            engine.check_health()
+        os.kill(pids[1], signal.SIGCONT)
+        while not engine.is_alive:
+            await asyncio.sleep(0.05)
+        assert await ask(engine, "again") == whole
+        os.kill(pids[0], signal.SIGSTOP)
+        task = asyncio.create_task(ask(engine, "second"))
+        with pytest.raises(EngineDeadError, match="rank 0"):
+            await asyncio.wait_for(task, 30)
+        await asyncio.to_thread(engine.close)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+    asyncio.run(main())
