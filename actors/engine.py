@@ -459,7 +459,8 @@ class AsyncEngine:
                     *(stall.reason, ids),
                     extra={"request_ids": ids},
                 )
-                self._post(self._streams.fail_online, _stalled(stall))
+                # To them, and to a gateway, it is a death like others; the reason is for whoever probes.
+                self._post(self._streams.fail_online, EngineDeadError(_stalled(stall).message))
 
     def _await_work(self, engine: Engine) -> bool:
         """Run commands; sleep while there is nothing to do. False when closing."""

@@ -18,6 +18,7 @@ from cluster_checker import make_info, make_request
 from gateway_stand import GatewayStand
 from manta.actors.engine import AsyncEngine
 from manta.actors.executor import make_executor
+from manta.actors.http.errors import ENGINE_DEAD
 from manta.actors.http.settings import ServerSettings
 from manta.actors.prompts import EncodedPrompt
 from manta.actors.workers.ray_executor import RayExecutor
@@ -196,7 +197,7 @@ def test_streams_of_a_step_that_hangs_end_health_says_so_and_it_is_well_when_it_
         made[0].left = 45
         cut = ask()
         error = events(cut)[-1]["error"]
-        assert error["code"] == 503 and "a step has not ended" in error["message"]
+        assert error["code"] == 503 and error["message"] == ENGINE_DEAD
         health = httpx.get(f"{server.url}/health")
         assert health.status_code == 503 and "a step has not ended" in health.text
         assert httpx.post(f"{server.url}/v1/completions", json={**BODY, "stream": False}).status_code == 503
@@ -274,7 +275,7 @@ def test_a_stopped_worker_is_named_its_streams_end_and_closing_leaves_nothing_of
         task = asyncio.create_task(ask(engine, "cut", first))
         await first.wait()
         os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(EngineStalledError, match=rf"rank 1 \(process {pids[1]}\)"):
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pids[1]}\)"):
             await asyncio.wait_for(task, 30)
         with pytest.raises(EngineStalledError, match="rank 1"):
             engine.check_health()
