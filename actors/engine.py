@@ -503,4 +503,4 @@ class AsyncEngine:
 
 
 def _stalled(stall: Stall) -> EngineStalledError:
-    return EngineStalledError(f"{EngineStalledError.OPENING}{stall.reason}. Retry.")
+    return EngineStalledError(f"The engine cannot serve: {stall.reason}. Retry.")

@@ -211,12 +211,7 @@ class EngineGoneError(EngineDeadError):
 
 
 class EngineStalledError(EngineDeadError):
-    """A step does not end: a worker is stopped, or its device hangs.
-
-    Its message begins with `OPENING`, by which a gateway recognizes it in a response.
-    """
-
-    OPENING: ClassVar[str] = "The engine cannot serve: "
+    """A step does not end: a worker is stopped, or its device hangs."""
 
 
 class SlowReaderError(MantaError):

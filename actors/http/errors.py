@@ -79,13 +79,12 @@ def public_error(error: BaseException) -> MantaError:
 
 def is_engine_death(error: Mapping[str, Any]) -> bool:  # Any: JSON
     """Return whether a response's error object says that an engine died or stalled under the request."""
-    message = str(error.get("message"))
-    return message == ENGINE_DEAD or message.startswith(EngineStalledError.OPENING)
+    return error.get("message") == ENGINE_DEAD
 
 
 def ends_with_engine_death(end: bytes) -> bool:
     """Return whether the end of a stream, in any API's events, says the same."""
-    return ENGINE_DEAD.encode() in end or EngineStalledError.OPENING.encode() in end
+    return ENGINE_DEAD.encode() in end
 
 
 def error_response(error: MantaError) -> Response:
