@@ -114,7 +114,8 @@ def name_of(kind: str, token_id: int) -> str:
 
 def byte_ids(kind: str, data: bytes) -> list[int]:
     spelt = [SPELLING[byte] if kind in BYTE_LEVELS else f"<0x{byte:02X}>" for byte in data]
-    return [TOKENIZERS[kind]._backend.token_to_id(name) for name in spelt]
+    found = (TOKENIZERS[kind]._backend.token_to_id(name) for name in spelt)
+    return [token_id for token_id in found if token_id is not None]
 
 
 def ids_of(kind: str, *parts: str | bytes) -> list[int]:
