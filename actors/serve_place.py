@@ -17,7 +17,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray import serve
+from ray._common.network_utils import is_localhost
+from ray._common.tls_utils import add_port_to_grpc_server
 from ray._private import worker
 from ray.serve._private import logging_utils
 from ray.serve.exceptions import RayServeException
@@ -55,6 +58,18 @@ def restore_print() -> None:
     Standard output and error stay Serve's.
     """
     builtins.print = logging_utils.buildin_print
+
+
+def listen_as_ray_does() -> None:
+    """Have Serve's channel between replicas, which unpickles calls, listen on loopback where Ray does.
+
+    Serve opens it on all interfaces once the replica is constructed; so call it in the constructor.
+    """
+    from ray.serve._private import replica
+
+    if is_localhost(ray.util.get_node_ip_address()):
+        assert hasattr(replica, "add_port_to_grpc_server"), "Ray is another version than this was made for"
+        replica.add_port_to_grpc_server = lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0")
 
 
 class ServePlace:
