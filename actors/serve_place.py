@@ -19,7 +19,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._common.network_utils import is_localhost
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray._private import worker
 from ray.serve._private import logging_utils
@@ -35,6 +34,7 @@ from .http.keys import OPEN_PATHS
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"
+_OPENS = "add_port_to_grpc_server"
 OVERLOADED = "The queue of this server is full. Retry."
 NOT_READY = "The server is loading its models, or stopping. Retry."
 SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (503, OVERLOADED)}
@@ -67,9 +67,9 @@ def listen_as_ray_does() -> None:
     """
     from ray.serve._private import replica
 
-    if is_localhost(ray.util.get_node_ip_address()):
-        assert hasattr(replica, "add_port_to_grpc_server"), "Ray is another version than this was made for"
-        replica.add_port_to_grpc_server = lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0")
+    if ray.util.get_node_ip_address() == "127.0.0.1":
+        assert hasattr(replica, _OPENS), "Ray is another version than this was made for"
+        setattr(replica, _OPENS, lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0"))
 
 
 class ServePlace:
