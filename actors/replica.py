@@ -33,7 +33,7 @@ from .http.keys import behind_gateway, refuse_written_keys, with_keys
 from .http.settings import ServerSettings, parse_replicas, split_models, wants_gateway
 from .http.tracing import check_tracing
 from .process_log import Event, LogSettings, log_to_stderr
-from .serve_place import door_is_there, restore_print
+from .serve_place import door_is_there, listen_as_ray_does, restore_print
 from .workers.room import check_room, machine_resources, warn_of_this_machine
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Replica:
         replica = serve.get_replica_context().replica_id.unique_id
         name = settings.model_names(config.model)[0]
         restore_print()
+        listen_as_ray_does()
         log_to_stderr(LogSettings(settings.log_format).of(process="replica", replica=replica, engine=name))
         self._config = config
         self._settings = settings

@@ -18,7 +18,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray import serve
+from ray._common.tls_utils import add_port_to_grpc_server
 from ray._private import worker
 from ray.serve._private import logging_utils
 from ray.serve.exceptions import RayServeException
@@ -33,6 +35,7 @@ from .http.keys import OPEN_PATHS
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _ENDS_THE_PROCESS = "raise_sys_exit_with_custom_error_message"
+_OPENS = "add_port_to_grpc_server"
 OVERLOADED = "The queue of this server is full. Retry."
 NOT_READY = "The server is loading its models, or stopping. Retry."
 SAID = {404: (503, NOT_READY), 408: (408, "The request took too long."), 503: (503, OVERLOADED)}
@@ -56,6 +59,18 @@ def restore_print() -> None:
     Standard output and error stay Serve's.
     """
     builtins.print = logging_utils.buildin_print
+
+
+def listen_as_ray_does() -> None:
+    """Have Serve's channel between replicas, which unpickles calls, listen on loopback where Ray does.
+
+    Serve opens it on all interfaces once the replica is constructed; so call it in the constructor.
+    """
+    from ray.serve._private import replica
+
+    if ray.util.get_node_ip_address() == "127.0.0.1":
+        assert hasattr(replica, _OPENS), "Ray is another version than this was made for"
+        setattr(replica, _OPENS, lambda server, _: add_port_to_grpc_server(server, "127.0.0.1:0"))
 
 
 class ServePlace:

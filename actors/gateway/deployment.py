@@ -19,7 +19,7 @@ from ..http.settings import ServerSettings
 from ..http.traffic import Traffic
 from ..process_log import LogSettings, log_to_stderr
 from ..replica_life import LOOK_S
-from ..serve_place import ServePlace, door_is_there, restore_print
+from ..serve_place import ServePlace, door_is_there, listen_as_ray_does, restore_print
 from ..workers.room import may_grow
 from .directory import DirectoryClient
 from .fleet import Fleet, ServedModel
@@ -45,6 +45,7 @@ class Gateway:
     ) -> None:
         replica = serve.get_replica_context().replica_id.unique_id
         restore_print()
+        listen_as_ray_does()
         log_to_stderr(LogSettings(settings.log_format).of(process="gateway", replica=replica))
         self._settings = settings
         self._traffic = Traffic()
