@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol, get_args
 
 from ..cluster.engine import EngineStats
-from ..cluster.errors import DrainingError, EngineDeadError, MantaError, TooManyRequestsError
+from ..cluster.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineGoneError,
+    MantaError,
+    TooManyRequestsError,
+)
 from ..cluster.histogram import Histogram
 from ..cluster.label_values import LabelValues
 from ..cluster.metrics import CATALOGUE
@@ -40,6 +46,7 @@ REJECTIONS: Mapping[type[MantaError], str] = {
     TooManyRequestsError: "too_many_requests",
     DrainingError: "draining",
     EngineDeadError: "engine_dead",
+    EngineGoneError: "engine_dead",
 }
 
 
