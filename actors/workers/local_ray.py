@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, worker
+from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as token_setup
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
@@ -38,9 +38,6 @@ def start_ray(**settings: Any) -> None:  # Any: `ray.init`'s own
     use_token()
     with on_loopback():
         ray.init(**settings)
-    node = worker.global_worker.node  # there is no public way
-    if node is not None and node.is_head():  # started here: its logs and sockets are its user's alone
-        Path(node.get_session_dir_path()).chmod(0o700)
 
 
 def use_token() -> None:
