@@ -180,8 +180,8 @@ def _locked(output: Storage, path: Path) -> IO[str]:
         file = None
         try:
             output.path(LOCK)  # raises if a link leads there
+            make_folder(path.parent, private=output.private)
             with contextlib.suppress(FileNotFoundError):
-                make_folder(path.parent, private=output.private)
                 handle = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
                 file = os.fdopen(handle, "a+", encoding="utf-8")
                 if output.private:
