@@ -21,6 +21,7 @@ from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
 from manta.actors.capture.store import SegmentRing
 from manta.actors.files import write_whole
+from manta.cluster.caller import SERVER
 from manta.cluster.errors import ConfigError, MantaError, NotFoundError, OutputError
 
 NUM_ROWS = 20
@@ -167,10 +168,10 @@ def test_a_files_paper_names_pieces_of_its_storage(tmp_path: Path, victim: Path)
     for piece in (*OUTSIDE, "files/../../victim/notes.txt", "work/batch_1/out/../x.jsonl"):
         path.write_text(json.dumps({**told, "pieces": [piece]}))
         with pytest.raises(ValueError, match="names no file"):
-            files.get(file.id)
+            files.get(file.id, SERVER)
     path.write_text(json.dumps({**told, "id": "file-../../victim"}))
     with pytest.raises(ValueError, match="does not tell of"):
-        files.get(file.id)
+        files.get(file.id, SERVER)
     assert untouched(victim)
 
 
@@ -182,7 +183,7 @@ def test_an_id_is_no_path(given: str, tmp_path: Path) -> None:
     for find, prefix in ((FileStore(storage).get, "file-"), (BatchStore(storage).get, "batch_")):
         for named in (given, prefix + given):
             with pytest.raises(NotFoundError):
-                find(named)
+                find(named, SERVER)
 
 
 def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, victim: Path) -> None:
@@ -205,9 +206,9 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, victim: P
 
 def test_cancels_of_one_batch_at_once_all_succeed(tmp_path: Path) -> None:
     batches = BatchStore(Storage.open(str(tmp_path), field="batch_storage"))
-    batch = batches.create("/v1/completions", "file-1", "24h", 86400, None)
+    batch = batches.create("/v1/completions", "file-1", "24h", 86400, None, SERVER, None)
     with ThreadPoolExecutor(16) as pool:
-        told = list(pool.map(batches.cancel, [batch.id] * 48))
+        told = list(pool.map(partial(batches.cancel, caller=SERVER), [batch.id] * 48))
     assert {each.status for each in told} == {"cancelling"}
 
 
