@@ -112,7 +112,7 @@ def _labels(ask: Ask) -> Iterator[str]:
         headers: Any = {"X-Tenant": odd.encode("latin-1"), "User-Agent": f"agent-{i}"}
         ask(OWNER, "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 1, **told}, headers=headers)
         ask(OWNER, f"M{i}", f"/v1/invented-{i}", headers=headers)
-    told = ask(None, "GET", "/metrics").text
+    told = ask(ROOT, "GET", "/metrics").text
     found = set(re.findall(r'(?:tenant|category|method|handler)="([^"]*)"', told))
     if invented := {each for each in found if re.fullmatch(r"[tmcMu]\d+|.*invented.*", each)}:
         yield f"invented names have labels: {sorted(invented)[:5]}"
