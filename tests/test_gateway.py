@@ -462,8 +462,11 @@ def metric(stand: GatewayStand, name: str) -> float:
 
 @pytest.mark.parametrize(
     ("num_tokens", "more"),
-    [(0, {}), (12, {"stream": True}), (12, {"stream": True, "n": 2})],
-    ids=["whole", "stream, late", "several, late"],
+    [
+        pytest.param(0, {}, id="whole", marks=pytest.mark.slow),
+        pytest.param(12, {"stream": True}, id="stream, late"),
+        pytest.param(12, {"stream": True, "n": 2}, id="several, late", marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_that_kills_has_two_replicas_and_its_neighbors_lose_nothing(
     config: EngineConfig, num_tokens: int, more: dict[str, Any]
@@ -501,6 +504,7 @@ def _errors(response: httpx.Response) -> dict[str, Any]:
     return events(response)[-1]["error"]
 
 
+@pytest.mark.slow
 def test_streams_survive_the_deaths_of_two_replicas_that_something_else_killed(config: EngineConfig) -> None:
     stand, kills = poisoned(replace(config, max_num_seqs=16, num_pages=1024), 3)
     with stand, ThreadPoolExecutor(32) as pool:

@@ -364,6 +364,7 @@ def test_an_engine_serves_on_after_a_grammar_that_would_have_ended_it(pair: tupl
     asyncio.run(check())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_workers_under_ray_compile_beside_their_steps(pair: tuple[Path, Path]) -> None:
     config = EngineConfig.from_dict(

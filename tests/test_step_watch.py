@@ -236,6 +236,7 @@ def test_a_gateway_moves_streams_away_from_a_replica_whose_step_hangs(config: En
     assert 'manta:gateway_resumed_streams_total{gateway="0",model_name="tiny"} 1.0' in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_stopped_worker_is_named_its_streams_end_and_closing_leaves_nothing_of_it(
     tiny_qwen3: Path,
