@@ -14,14 +14,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
-
-from starlette.types import Scope
+from typing import TYPE_CHECKING, Any
 
 from ...cluster.caller import Caller, domain_of, owner_of
 from ...cluster.errors import ConfigError
 from ...cluster.label_values import ANY
 from .settings import ServerSettings
+
+if TYPE_CHECKING:  # commands that know keys run without a web server
+    from starlette.types import Scope
 
 # Setting -> the variable that stands in for it.
 ENVIRONMENT = {
