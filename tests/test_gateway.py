@@ -180,6 +180,17 @@ def test_each_model_is_listed_and_answers_and_no_other(http: httpx.Client, stand
     assert wrong.status_code == 404 and "tiny, other" in wrong.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses", "/v1/completions"])
+def test_a_body_nested_deeper_than_json_is_written_is_answered_by_a_replica(
+    http: httpx.Client, path: str
+) -> None:
+    deep = b"[" * 300 + b'"x"' + b"]" * 300
+    body = b'{"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": %b}]' % deep
+    body += b', "prompt": %b, "input": %b}' % (deep, deep)
+    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500, answer.text
+
+
 def test_what_is_wrong_is_said_by_a_replica_in_openais_shape(http: httpx.Client) -> None:
     for content, param in ((b"{", None), (b'{"prompt": "x", "n": 0}', "n"), (b'{"prompt": {}}', "prompt")):
         wrong = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})

@@ -68,7 +68,17 @@ def _num_completions(fields: dict[str, Any]) -> int:
 
 
 def _prompt_bytes(fields: dict[str, Any]) -> bytes:
-    """A prompt as bytes that begin alike where prompts do."""
+    """Return a prompt as bytes that begin alike where prompts do; no bytes if it is nested too deep.
+
+    orjson reads 1,024 levels and writes 254. A replica answers such a prompt; no cache helps it.
+    """
+    try:
+        return _written_prompt(fields)
+    except orjson.JSONEncodeError:
+        return b""
+
+
+def _written_prompt(fields: dict[str, Any]) -> bytes:
     if spoken := [fields[name] for name in (*BEFORE, "input") if name in fields]:
         return orjson.dumps([*spoken, fields.get("messages")])
     prompt = fields.get("messages", fields.get("prompt"))

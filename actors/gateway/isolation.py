@@ -13,7 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import orjson
 
@@ -250,5 +250,6 @@ def _digest(path: str, body: bytes) -> bytes:
             fields = None
         if isinstance(fields, dict):
             kept = {name: value for name, value in fields.items() if name not in _NAMES}
-            body = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
+            with suppress(orjson.JSONEncodeError):  # nested deeper than orjson writes: compared by its bytes
+                body = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(path.encode() + b"\0" + body).digest()
