@@ -68,16 +68,20 @@ def test_csv_and_text_are_answered_with_default_flags(model: str, tmp_path: Path
 
 
 def test_a_template_makes_prompts_and_columns_are_handed_on(model: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("id,word,language\na,house,French\nb,tree,Dutch\n")
+    rows = [{"id": "a", "word": "house", "language": "French", "n": 1.0}]
+    rows += [{"id": "b", "word": "tree", "language": ["Dutch"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = run(
         model,
-        tmp_path / "rows.csv",
+        tmp_path / "rows.jsonl",
         tmp_path / "out",
         template="{word} in {language}",
-        pass_through=("language",),
+        pass_through=("language", "n"),
     )
     assert (figures.rows, figures.failed) == (2, 0)
-    assert [row["language"] for row in read_results(tmp_path / "out")] == ["French", "Dutch"]
+    french, dutch = read_results(tmp_path / "out")
+    assert (french["language"], french["n"], dutch["language"]) == ("French", 1.0, ["Dutch"])
+    assert "n" not in dutch
 
 
 def test_parts_read_by_name_give_the_rows_in_order_where_that_is_asked(model: str, tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ class RowAnswerer:
             operation = operation_of(request.body)
             account = None if self._account_of is None else self._account_of(Asker(category=category))
             answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
-            result = self._success(name, request, answer, reading, shown) | handed_on(record, self._columns)
+            result = self._success(name, request, answer, reading, shown)
+            result |= handed_on(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
             raise
         except MantaError as error:
@@ -273,7 +274,7 @@ def failure(
     """The result of a row that has no answer, but for when it was worked on (`begin_s`, `end_s`)."""
     text = row.fault is not None or layout.lines
     try:
-        kept = handed_on(record_of(row, layout), columns)
+        kept = handed_on(record_of(row, layout), columns, _line(row, layout))
     except MantaError:
         kept = {}
     return {
@@ -293,6 +294,10 @@ def unanswered(
     result = failure(row, MantaError(message), layout, columns, attempts=attempts)
     now_s = time.time()
     return result | {"error": result["error"] | {"type": kind}, "begin_s": now_s, "end_s": now_s}
+
+
+def _line(row: Row, layout: Layout) -> str | None:
+    return row.record["text"] if layout.lines else None
 
 
 def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:

@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from ...cluster.errors import ConfigError
 from ...cluster.inner_names import inner_name
 from ...cluster.row_ranges import RowRanges, count, of_rows
 from .answering import RESULT_SCHEMA, Result, wire_schema
+from .columns import is_member
 from .failures import Failures, failures_in
 from .figures import RowFigures
 from .rows import content_id
@@ -85,7 +87,7 @@ class OutputForm:
         return pa.Table.from_pylist(list(results), schema=self.wire)
 
     def as_json(self) -> Json:
-        columns = {column.name: str(column.type) for column in self.columns}
+        columns = {each.name: "json" if is_member(each) else str(each.type) for each in self.columns}
         return {"format": self.format, "columns": columns, "ordered": self.ordered}
 
 
@@ -210,7 +212,9 @@ def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buf
         return _lines(make(row) for row in table.to_pylist())
     schema = form.written
     written = pa.table([table[name] for name in schema.names], schema=schema)
-    return _lines(written.to_pylist()) if form.format == "jsonl" else _parquet(written)
+    if form.format == "parquet":
+        return _parquet(written)
+    return _lines(written.to_pylist(), [column.name for column in form.columns if is_member(column)])
 
 
 def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
@@ -242,8 +246,20 @@ def _parquet(table: pa.Table) -> pa.Buffer:
     return sink.getvalue()
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+def _lines(rows: Iterable[Json], members: Sequence[str] = ()) -> bytes:
+    return "".join(map(partial(_line, members=members), rows)).encode()
+
+
+def _line(row: Json, members: Sequence[str]) -> str:
+    """A result as a line.
+
+    Args:
+        members: columns that hold JSON (`columns.MEMBER`).
+    """
+    texts = {name: row.pop(name) for name in members}
+    line = json.dumps(row, ensure_ascii=False, default=str)
+    further = (f", {json.dumps(name, ensure_ascii=False)}: {text}" for name, text in texts.items() if text)
+    return f"{line[:-1]}{''.join(further)}}}\n"
 
 
 def _openai_success(row: Mapping[str, Any]) -> Json:
