@@ -135,13 +135,13 @@ def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tm
             category_column="kind",
         )
         assert (figures.rows, figures.failed) == (2, 1)
-        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        report = json.loads((tmp_path / "out" / "_report.json").read_text())
         assert (report["ok"], report["failed"]) == (1, 1)
         assert [error["rows"] for error in report["errors"].values()] == [1]
         counted = report["acceptance"]["by_category"]["x"]
         assert (counted["rows"], counted["failed"]) == (2, 1)
         assert [row["id"] for row in read_results(tmp_path / "out")] == ["bad", "good"]
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert [each["run"] for each in manifest["runs"]] == [1, 2]
 
 

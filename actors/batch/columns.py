@@ -73,13 +73,14 @@ def chosen(schema: pa.Schema, layout: Layout) -> pa.Schema:
         raise DatasetError(
             f"columns: no column {unknown!r} in the data. It has: {', '.join(schema.names)}.", param="columns"
         )
-    return pa.schema([_plain(schema.field(name)) for name in names])
+    return pa.schema([_readable(schema.field(name)) for name in names])
 
 
 def of_parquet(schemas: Iterable[pa.Schema], layout: Layout) -> pa.Schema:
     """Those of Parquet files, whose types may differ as far as one holds the other."""
+    plain = [pa.schema(map(_plain, schema)) for schema in schemas]
     try:
-        return chosen(pa.unify_schemas(list(schemas), promote_options="permissive"), layout)
+        return chosen(pa.unify_schemas(plain, promote_options="permissive"), layout)
     except pa.ArrowException as error:
         raise DatasetError(f"columns: the files' columns differ: {error}.", param="columns") from None
 
@@ -145,7 +146,12 @@ def _plain(field: pa.Field) -> pa.Field:
         kind = kind.storage_type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return pa.field(field.name, kind, metadata=field.metadata if MARK in (field.metadata or {}) else None)
+    return pa.field(field.name, kind)
+
+
+def _readable(field: pa.Field) -> pa.Field:
+    """Columns without any value are text: many readers of Parquet know no type of nulls alone."""
+    return field.with_type(pa.string()) if pa.types.is_null(field.type) else field
 
 
 def _fit(value: Any, text: str | None, field: pa.Field) -> Any:

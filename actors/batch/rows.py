@@ -35,6 +35,7 @@ Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 PROMPT_COLUMNS = ("messages", "prompt")
 ID_COLUMNS = ("custom_id", "id")
+CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, numbered or not
 SAMPLING_COLUMNS = (
     "max_tokens",
     "max_completion_tokens",
