@@ -142,4 +142,5 @@ def ray_session(pytestconfig: pytest.Config) -> None:
     import ray
 
     if not ray.is_initialized():
-        pytestconfig.stash[_SHARED_RAY].enter_context(small_ray(8, num_gpus=0))
+        often = {"metrics_report_interval_ms": 500}
+        pytestconfig.stash[_SHARED_RAY].enter_context(small_ray(8, num_gpus=0, _system_config=often))

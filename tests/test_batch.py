@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.batch.figures import RowFigures
+from manta.actors.batch.figures import ErrorCount, RowFigures
 from manta.actors.batch.rows import row_seed
 from manta.actors.batch.source import read_results
 from manta.cluster.config import EngineConfig
@@ -75,29 +75,40 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["id"], r["token_ids"], r["text"], r["finish_reason"]) for r in read_results(folder)]
 
 
-Answered = dict[bool, tuple[Path, RowFigures]]
+Answered = tuple[Path, RowFigures]
 
 
 @pytest.fixture(scope="module")
 def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
-    """The same rows with speculation (True) and without: folder and figures."""
-    done: Answered = {}
-    for speculate in (True, False):
-        output = tmp_path_factory.mktemp("answered") / "out"
-        job = options(parquet, output, sampling={"max_tokens": 16})
-        done[speculate] = output, run_batch(config(pair, speculate=speculate), job).figures
-    return done
+    """The rows with speculation: folder and figures."""
+    output = tmp_path_factory.mktemp("answered") / "out"
+    job = options(parquet, output, sampling={"max_tokens": 16})
+    return output, run_batch(config(pair), job).figures
 
 
-def test_speculation_changes_no_answer(answered: Answered) -> None:
-    (on, with_drafts), (off, without) = answered[True], answered[False]
-    assert answers(on) == answers(off)
-    assert with_drafts.num_draft_tokens > 0
-    assert without.num_draft_tokens == 0
+def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], answered: Answered) -> None:
+    folder, figures = answered
+    rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}
+    assert len(rows) == len(ROWS) - 3 and figures.num_draft_tokens > 0
+    asked = [row for row in ROWS if row["id"] in rows]
+    params = [
+        SamplingParams(
+            max_tokens=row["max_tokens"] or 16,
+            seed=row_seed(0, row["id"]),
+            **({} if row["temperature"] is None else {"temperature": row["temperature"]}),
+        )
+        for row in asked
+    ]
+    settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
+    with LLM(str(pair[0]), speculative_config=None, **settings) as llm:
+        wanted = llm.generate([row["prompt"] for row in asked], params)
+    for row, output in zip(asked, wanted, strict=True):
+        found, plain = rows[row["id"]], output.outputs[0]
+        assert (found["token_ids"], found["text"]) == (plain.token_ids, plain.text)
 
 
 def test_every_row_is_answered_or_explained(answered: Answered) -> None:
-    folder, figures = answered[True]
+    folder, figures = answered
     assert (figures.rows, figures.failed) == (len(ROWS), 3)
     rows = {row["id"]: row for row in read_results(folder)}
     assert set(rows) == {row["id"] for row in ROWS}
@@ -109,15 +120,6 @@ def test_every_row_is_answered_or_explained(answered: Answered) -> None:
     assert json.loads(rows["cold"]["input"])["temperature"] == -1.0
     report = json.loads((folder / "_report.json").read_text())
     assert report["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in rows.values())
-
-
-def test_a_row_is_answered_as_llm_answers_it(pair: tuple[Path, Path], answered: Answered) -> None:
-    rows = {row["id"]: row for row in read_results(answered[True][0])}
-    settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
-    with LLM(str(pair[0]), speculative_config=None, **settings) as llm:
-        wanted = llm.generate("import ", SamplingParams(max_tokens=16, seed=row_seed(0, "warm")))
-    assert rows["warm"]["token_ids"] == wanted[0].outputs[0].token_ids
-    assert rows["warm"]["text"] == wanted[0].outputs[0].text
 
 
 def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
@@ -261,14 +263,12 @@ def test_workers_of_their_own_and_two_engines_find_room(
             concurrency=Concurrency(engines, engines),
         )
         run_batch(engine, job)
-        assert answers(tmp_path / name) == answers(answered[True][0])
+        assert answers(tmp_path / name) == answers(answered[0])
 
 
-def test_a_job_whose_rows_all_failed_has_failed(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"id": "a", "prompt": "x", "temperature": -1}\n')
-    job = options(path, tmp_path / "out")
-    figures = run_batch(config(pair), job).figures
+def test_a_job_whose_rows_all_failed_has_failed() -> None:
+    job = BatchOptions(input=("rows.jsonl",), output="out")
+    error = ErrorCount(1, "temperature=-1 must be at least 0.")
     with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
-        check_answered(figures, job)
+        check_answered(RowFigures(rows=1, failed=1, errors={"BadRequestError": error}), job)
     check_answered(RowFigures(rows=2, failed=1), job)

@@ -50,38 +50,35 @@ def ids_by_part(output: Path) -> list[str]:
     return [name for path in sorted(output.glob("part-*")) for name in pq.read_table(path)["id"].to_pylist()]
 
 
-def test_csv_and_text_are_answered_with_default_flags(model: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text('id,prompt,label\na,"one, two",x\nb,three,y\n')
+def test_text_is_answered_with_default_flags(model: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("first line\nsecond line\n")
-    for source, wanted in (("rows.csv", ["a", "b"]), ("lines.txt", None)):
-        output = tmp_path / f"{source}-out"
-        run_batch(
-            job(model, tmp_path / source, output).config,
-            BatchOptions(input=(str(tmp_path / source),), output=str(output)),
-            make=chaos_job.make_counting,
-        )
-        rows = read_results(output)
-        assert len(rows) == 2
-        assert wanted is None or [row["id"] for row in rows] == wanted
-        assert all(row["error"] is None and row["text"] is not None for row in rows)
-        assert list(output.glob("part-*.jsonl"))
-
-
-def test_a_template_makes_prompts_and_columns_are_handed_on(model: str, tmp_path: Path) -> None:
-    rows = [{"id": "a", "word": "house", "language": "French", "n": 1.0}]
-    rows += [{"id": "b", "word": "tree", "language": ["Dutch"]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figures = run(
-        model,
-        tmp_path / "rows.jsonl",
-        tmp_path / "out",
-        template="{word} in {language}",
-        pass_through=("language", "n"),
+    output = tmp_path / "out"
+    run_batch(
+        job(model, tmp_path / "lines.txt", output).config,
+        BatchOptions(input=(str(tmp_path / "lines.txt"),), output=str(output)),
+        make=chaos_job.make_counting,
     )
+    rows = read_results(output)
+    assert len(rows) == 2
+    assert all(row["error"] is None and row["text"] is not None for row in rows)
+    assert list(output.glob("part-*.jsonl"))
+
+
+def test_a_template_makes_prompts_columns_are_handed_on_and_duplicate_ids_are_refused_or_numbered(
+    model: str, tmp_path: Path
+) -> None:
+    rows = [{"id": "a", "word": "house", "language": "French", "n": 1.0}]
+    rows += [{"id": "a", "word": "tree", "language": ["Dutch"]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"template": "{word} in {language}", "pass_through": ("language", "n")}
+    with pytest.raises(DatasetError, match="'a'"):
+        run(model, path, tmp_path / "out", **flags)
+    figures = run(model, path, tmp_path / "out", duplicate_ids="number", **flags)
     assert (figures.rows, figures.failed) == (2, 0)
     french, dutch = read_results(tmp_path / "out")
-    assert (french["language"], french["n"], dutch["language"]) == ("French", 1.0, ["Dutch"])
-    assert "n" not in dutch
+    assert (french["id"], french["language"], french["n"]) == ("a", "French", 1.0)
+    assert (dutch["id"], dutch["language"], "n" in dutch) == ("a-2", ["Dutch"], False)
 
 
 def test_parts_read_by_name_give_the_rows_in_order_where_that_is_asked(model: str, tmp_path: Path) -> None:
@@ -121,15 +118,11 @@ def test_a_sample_grows_into_the_whole_and_a_finished_job_is_not_done_again(
 
 
 def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tmp_path: Path) -> None:
-    rows = [
-        {"id": "good", "prompt": "a", "kind": "x"},
-        {"id": "bad", "prompt": "b", "kind": "x", "temperature": -1},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.csv").write_text('id,prompt,kind,temperature\ngood,"a, b",x,\nbad,c,x,-1\n')
     for retry_failed in (False, True):
         figures = run(
             model,
-            tmp_path / "rows.jsonl",
+            tmp_path / "rows.csv",
             tmp_path / "out",
             retry_failed=retry_failed,
             category_column="kind",
@@ -145,23 +138,15 @@ def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tm
     assert [each["run"] for each in manifest["runs"]] == [1, 2]
 
 
-def test_duplicate_ids_are_refused_or_numbered(model: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "x"}\n' * 2)
-    with pytest.raises(DatasetError, match="'a'"):
-        run(model, tmp_path / "rows.jsonl", tmp_path / "out")
-    run(model, tmp_path / "rows.jsonl", tmp_path / "out", duplicate_ids="number")
-    assert len({row["id"] for row in read_results(tmp_path / "out")}) == 2
-
-
 def test_a_time_limit_keeps_what_is_answered_and_the_next_run_does_the_rest(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 300)
     with pytest.raises(TimeUp) as ended:
-        run(model, tmp_path / "rows.jsonl", tmp_path / "out", limit_time_s=4.0)
+        run(model, tmp_path / "rows.jsonl", tmp_path / "out", limit_time_s=2.0)
     assert (ended.value.exit_code, ended.value.told) == (3, True)
     kept = len(read_results(tmp_path / "out"))
-    assert f"stopped by its time limit of 4 s: {kept} of 300 rows are in" in capsys.readouterr().err
+    assert f"stopped by its time limit of 2 s: {kept} of 300 rows are in" in capsys.readouterr().err
     assert kept < 300
     assert run(model, tmp_path / "rows.jsonl", tmp_path / "out").rows == 300
     assert len({row["id"] for row in read_results(tmp_path / "out")}) == 300

@@ -6,7 +6,7 @@ import random
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import StringIO
 
 import pytest
@@ -23,7 +23,6 @@ from manta.jobs.batch.gauges import JobGauges
 from manta.jobs.batch.pace import Pace, Progress, spell_time
 from manta.jobs.batch.progress import ProgressView
 from rich.console import Console
-from small_ray import small_ray
 
 SEATS = 8
 
@@ -317,16 +316,11 @@ def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
     assert "speed-up" not in text, "a job that measures nothing does not promise to"
 
 
-@pytest.fixture(scope="module")
-def metrics_of_ray() -> Iterator[str]:
-    """The address of a small cluster's metrics, which come every second."""
+@pytest.mark.usefixtures("ray_session")
+def test_ray_shows_the_progress_of_a_job() -> None:
     import ray
 
-    with small_ray(1, num_gpus=0, _system_config={"metrics_report_interval_ms": 500}):
-        yield f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-
-
-def test_ray_shows_the_progress_of_a_job(metrics_of_ray: str) -> None:
+    metrics_of_ray = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
     now = Progress(3, 10, 1, 50, 60, 7.5, 7.0, 12.0, 2.5, 3.25, 2, True)
     JobGauges("answers").show(now)
     found: dict[str, float] = {}
