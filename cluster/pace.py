@@ -19,6 +19,7 @@ from .halves import Halves, Turn
 from .limits import SchedulerConfig
 from .outcome import StepOutcome
 from .plan import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult, StepTimings
+from .prefill_budget import PrefillBudget
 from .request import Request
 from .speculation.costs import Costs, Load
 from .speculation.policy import Choice, Decoding, Policy
@@ -87,6 +88,9 @@ class Pace:
             if config.halves:
                 self._policies[True] = Policy(*bounds, costs.with_other_drafts(), whole)
         self._share = BackgroundShare(config.max_rows, chunks=config.enable_chunked_prefill)
+        # None: a prompt is computed in one step.
+        self._prefill = PrefillBudget(config.max_rows) if config.enable_chunked_prefill else None
+        self._max_rows = config.max_rows
         self._halves = Halves() if config.halves else None
         self._ended_s = -math.inf  # the last step
         self._num_learned = self._num_plain = 0  # steps that ended; of these the last ones without drafts
@@ -157,6 +161,10 @@ class Pace:
         """How long the blocks were that were chosen the last time."""
         return self._choices[background].length
 
+    def prefill_rows(self) -> int:
+        """Return the most rows of prompts in a step in which other online requests decode."""
+        return self._max_rows if self._prefill is None else self._prefill.rows()
+
     def beside(self, online: tuple[int, int], num_decoding: int) -> Portion:
         """Background work of a step in which so many online requests decode, with blocks of so many drafts.
 
@@ -222,6 +230,8 @@ class Pace:
             if self._tells_costs(flight.choice):
                 self._learn_costs(flight, outcome, result, elapsed_s)
                 self._num_untold, self._untold_s = 0, 0.0
+        if self._prefill is not None:
+            self._prefill.learn(flight.load.prompt_rows, result.timings.total_s)
         if self._halves is None and not shares:
             return
         plan, num_online, timings = flight.plan, flight.num_online, result.timings
