@@ -4,8 +4,8 @@
 
 For each door (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes answer
 a prompt as their first request, then a dozen others, and the first one again. `fresh` has no cache, `kept`
-that of an undisturbed earlier process, `stale` the same with drafting ten times as dear and drafts that hardly
-ever stand, as a busy machine or other text would leave it.
+that of an undisturbed earlier process, `stale` the same with drafting ten times as dear and drafts that
+hardly ever stand, as a busy machine or other text would leave it.
 
 The bars: the first request has 0.9 of the steady acceptance length and speed; a server is ready within 10 s.
 """
@@ -32,8 +32,7 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 PROCESSES, SERVERS = 10, 5
 NUM_OTHERS, MAX_TOKENS = 12, 128
 STATES = ("fresh", "kept", "stale")
-PROCESS = (
-    """
+PROCESS = """
 import json, sys, time
 from manta import LLM, SamplingParams
 models, prompts = sys.argv[1], json.loads(sys.argv[2])
@@ -50,8 +49,6 @@ if __name__ == "__main__":
             ask(prompt)
         print(json.dumps({"first": first, "steady": ask(prompts[0])}))
 """
-    % MAX_TOKENS
-)
 
 
 def read_prompts() -> list[str]:
