@@ -52,8 +52,8 @@ class TemplateRoles:
     def takes(self, *roles: str) -> bool:
         """Return whether the template shows every message of a conversation with these roles.
 
-        `call` is an assistant's message with a call, `text call` one whose arguments are text, `said call` one
-        with reasoning and text. What they say is not looked for.
+        `call` is an assistant's message with a call, `text call` one whose arguments are text, and `said
+        call` one with reasoning and text. What they say is not looked for.
         """
         if roles not in self._taken:
             self._taken[roles] = self._try(roles)
