@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import minijinja
 
 from ...cluster.errors import RequestError, shown
+from .call_arguments import ArgumentForms, has_calls
 from .typescript import declare, sort_keys
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
@@ -104,6 +106,8 @@ class ChatTemplate:
         Raises:
             RequestError: the template refuses the messages, or `variables` names an argument of its own.
         """
+        if has_calls(messages):
+            messages = self._argument_forms.apply(messages)
         variables = dict(variables or {})
         for name in TEMPLATE_ARGUMENTS & variables.keys():
             raise RequestError(
@@ -114,17 +118,13 @@ class ChatTemplate:
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
             declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
-        try:
-            text = self._environment.render_template(
-                "chat",
-                messages=[dict(message) for message in messages],
-                tools=tools or None,
-                documents=list(documents) if documents else None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **{**self._special_tokens, **declared, **self._defaults, **variables},
-            )
-        except minijinja.TemplateError as error:
-            raise _refusal("refused them", error.message) from error
+        text = self._text(
+            messages,
+            tools=tools or None,
+            documents=list(documents) if documents else None,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            **{**declared, **self._defaults, **variables},
+        )
         if len(text) > MAX_PROMPT_CHARS:
             raise RequestError(
                 f"messages: the chat template makes {len(text)} characters of them; at most "
@@ -132,6 +132,20 @@ class ChatTemplate:
                 param="messages",
             )
         return _cut_after_final_message(text, messages) if continue_final_message else text
+
+    @cached_property
+    def _argument_forms(self) -> ArgumentForms:
+        return ArgumentForms.of(lambda messages: self._text(messages, **self._defaults))
+
+    def _text(self, messages: Sequence[Message], **variables: Any) -> str:
+        try:
+            return self._environment.render_template(
+                "chat",
+                messages=[dict(message) for message in messages],
+                **{**self._special_tokens, **variables},
+            )
+        except minijinja.TemplateError as error:
+            raise _refusal("refused them", error.message) from error
 
     def _told(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Tools as the model knows them."""
