@@ -175,7 +175,10 @@ def test_tools_that_a_client_runs_become_functions() -> None:
         "Edits.\n\nThe input follows this lark grammar:\nstart: A\n\n(Tools n__*: About n.)"
     )
     assert patch.parameters is not None and patch.parameters["required"] == ["input"]
-    assert ResponsesRequest.model_validate(body).ignored(NONE) == ["tools.web_search", "tools.mcp"]
+    request = ResponsesRequest.model_validate(body)
+    assert request.ignored(NONE) == ["tools.web_search", "tools.mcp"]
+    unread = request.client_tools.called("n__patch").call_item("c1", '{"patch": "x"}')
+    assert (unread["type"], unread["input"]) == ("custom_tool_call", '{"patch": "x"}')
     for choice, name in (
         ({"type": "custom", "name": "patch"}, "n__patch"),
         ({"type": "function", "name": "f", "namespace": "mcp__s__"}, "mcp__s__f"),
