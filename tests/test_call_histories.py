@@ -78,7 +78,7 @@ SLIPS = {
     "template": "{{ 1 / 0 }} {% raw %}",
 }
 RESULT, NEXT = "rain", {"role": "user", "content": "So?"}
-HEEDS = Heeds(developers=False, effort=False, switch=False, thinks=True)
+HEEDS = Heeds(effort=False, switch=False, thinks=True)
 USAGE: dict[str, Any] = {
     **{"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
     "prompt_tokens_details": {"cached_tokens": 0},
@@ -120,7 +120,7 @@ def responses(piece: Piece, cut: bool) -> ChatRequest:
         if item["type"] == "function_call"
     ]
     request = ResponsesRequest.model_validate({"input": [NEXT, *through_json(items), *results, NEXT]})
-    return request.for_chat(request.conversation(knows_developers=False), HEEDS)
+    return request.for_chat(request.conversation(), HEEDS)
 
 
 def messages(piece: Piece, cut: bool) -> ChatRequest:
@@ -235,7 +235,7 @@ def test_arguments_of_any_json_type_are_taken(given: Any) -> None:
     block = {"type": "tool_use", "id": "a", "name": "f", "input": given}
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": given}
     body = ResponsesRequest.model_validate({"input": [NEXT, item, NEXT]})
-    by_responses = body.for_chat(body.conversation(knows_developers=False), HEEDS)
+    by_responses = body.for_chat(body.conversation(), HEEDS)
     by_messages = of_blocks([block], [{"type": "text", "text": "So?"}])
     for template in TEMPLATES.values():
         texts = {rendered(request, template) for request in (by_chat, by_responses, by_messages)}

@@ -24,13 +24,13 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     {"role": "user", "content": "So?"},
 ]
-ALL = Heeds(developers=True, effort=True, switch=True, thinks=True)
-NONE = Heeds(developers=False, effort=False, switch=False, thinks=False)
+ALL = Heeds(effort=True, switch=True, thinks=True)
+NONE = Heeds(effort=False, switch=False, thinks=False)
 
 
 def responses(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
     request = ResponsesRequest.model_validate(body)
-    return request.for_chat(request.conversation(knows_developers=False), heeds)
+    return request.for_chat(request.conversation(), heeds)
 
 
 def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
@@ -110,15 +110,65 @@ def test_answers_of_different_turns_stay_apart() -> None:
     assert len(said(chat)[2]["tool_calls"]) == 2 and said(chat)[3]["reasoning_content"] == "d"
 
 
-def test_what_the_system_is_told_first_is_one_message() -> None:
-    developer = {"role": "developer", "content": "Use tools."}
-    request = ResponsesRequest.model_validate(
-        {"instructions": "Be brief.", "input": [developer, {"role": "user", "content": "x"}]}
-    )
-    folded = request.conversation(knows_developers=False).messages
-    assert [m["content"] for m in folded] == ["Be brief.\n\nUse tools.", "x"]
-    kept = request.conversation(knows_developers=True).messages
-    assert [m["role"] for m in kept] == ["system", "developer", "user"]
+TEXT = {"type": "text", "text": "found"}
+SOURCE = {"type": "text", "media_type": "text/plain", "data": "page"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+NO_IMAGE = "[image: left out, this model reads text only]"
+RETURNED: list[tuple[Any, str]] = [
+    (None, ""),
+    ("rain", "rain"),
+    ([TEXT, TEXT], "found\nfound"),
+    ([{"type": "tool_reference", "tool_name": "weather"}, TEXT], "weather\nfound"),
+    ([{"type": "search_result", "source": "s", "title": "t", "content": [TEXT]}], "t\ns\nfound"),
+    ([{"type": "document", "title": "t", "context": "c", "source": SOURCE}], "t\nc\npage"),
+    ([{"type": "document", "source": {"type": "content", "content": [TEXT, IMAGE]}}], f"found\n{NO_IMAGE}"),
+    ([{"type": "document", "source": {"type": "content", "content": "page"}}], "page"),
+    (
+        [{"type": "document", "title": "t", "source": {"type": "url", "url": "u"}}],
+        NO_IMAGE.replace("image", "document t"),
+    ),
+    ([IMAGE, TEXT], f"{NO_IMAGE}\nfound"),
+    ([{"type": "image_url", "image_url": {"url": "u"}}], NO_IMAGE),
+    ([{"type": "input_image", "image_url": "u"}, {"type": "input_text", "text": "x"}], f"{NO_IMAGE}\nx"),
+    ([{"type": "input_file", "filename": "a.pdf"}], NO_IMAGE.replace("image", "file a.pdf")),
+    ([{"type": "of_next_year", "x": {"y": 1}}], NO_IMAGE.replace("image", "of_next_year")),
+]
+
+
+@pytest.mark.parametrize(("returned", "text"), RETURNED)
+def test_what_a_tool_returned_is_read_or_named_whichever_way_it_comes(returned: Any, text: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": returned}
+    message = {"role": "tool", "tool_call_id": "c1", "content": returned}
+    output = {"type": "function_call_output", "call_id": "c1", "output": returned}
+    chats = [
+        messages(messages=[{"role": "user", "content": [result]}]),
+        responses(input=[output]),
+        ChatRequest.model_validate({"messages": [message]}),
+    ]
+    wanted = [{"role": "tool", "tool_call_id": "c1", "content": text}]
+    assert [said(chat) for chat in chats] == [wanted] * 3
+    failed = messages(messages=[{"role": "user", "content": [{**result, "is_error": True}]}])
+    assert said(failed)[0]["content"] == f"Error: {text}".rstrip()
+
+
+def test_a_users_own_documents_are_read_and_images_refused_with_a_sentence() -> None:
+    document = {"type": "document", "title": "t", "source": SOURCE}
+    chat = messages(messages=[{"role": "user", "content": [document, {**TEXT, "text": "So?"}]}])
+    assert said(chat) == [{"role": "user", "content": "t\npage\nSo?"}]
+    for block in (IMAGE, {**document, "source": IMAGE["source"]}):
+        with pytest.raises(RequestError, match="This model reads text") as refused:
+            messages(messages=[{"role": "user", "content": [TEXT, block]}])
+        assert refused.value.param == "messages.0.content.1"
+
+
+def test_text_behind_a_call_goes_on_with_the_text_before_it() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'}
+    use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
+    items = [{"role": "assistant", "content": text} for text in ("a ", "b")]
+    blocks = [{"type": "text", "text": text} for text in ("a ", "b")]
+    one = responses(input=[items[0], call, items[1]])
+    other = messages(messages=[{"role": "assistant", "content": [blocks[0], use, blocks[1]]}])
+    assert said(one) == said(other) == [{"role": "assistant", "content": "a b", "tool_calls": [CALL]}]
 
 
 def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
@@ -259,6 +309,16 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (responses, {"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
     (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     (responses, {"input": [{"type": "function_call_output", "call_id": 1}]}, "input.0.call_id"),
+    (
+        responses,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": {}}]},
+        "input.0.output",
+    ),
+    (
+        responses,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [1]}]},
+        "input.0.output.0",
+    ),
     (responses, {"input": []}, "input"),
     (responses, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     (responses, {"input": "x", "background": True}, "background"),

@@ -12,15 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import minijinja
 
 from ...cluster.errors import RequestError, shown
 from .call_arguments import ArgumentForms, has_calls
+from .roles import Message, TemplateRoles
 from .typescript import declare, sort_keys
 
-Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_SHOWN = 300  # characters of what a template's error says
 MAX_TEMPLATE_STEPS = 2_000_000
 MAX_TEMPLATE_CHARS = 256 * 1024
@@ -78,6 +78,7 @@ class ChatTemplate:
                 f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
                 param="chat_template",
             ) from None
+        self._roles = TemplateRoles(self._render, names_developers=self.uses("developer"))
 
     def another(self, source: str) -> ChatTemplate:
         """The same with other Jinja."""
@@ -97,7 +98,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt.
+        """The prompt. Messages are given to the template as it takes them (`roles.py`).
 
         Args:
             variables: further ones, `chat_template_kwargs`.
@@ -106,8 +107,6 @@ class ChatTemplate:
         Raises:
             RequestError: the template refuses the messages, or `variables` names an argument of its own.
         """
-        if has_calls(messages):
-            messages = self._argument_forms.apply(messages)
         variables = dict(variables or {})
         for name in TEMPLATE_ARGUMENTS & variables.keys():
             raise RequestError(
@@ -118,13 +117,13 @@ class ChatTemplate:
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
             declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
-        text = self._text(
-            messages,
-            tools=tools or None,
-            documents=list(documents) if documents else None,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            **{**declared, **self._defaults, **variables},
-        )
+        messages = self._roles.fit(messages)
+        arguments = {
+            "tools": tools or None,
+            "documents": list(documents) if documents else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._render(messages, {**arguments, **declared, **self._defaults, **variables})
         if len(text) > MAX_PROMPT_CHARS:
             raise RequestError(
                 f"messages: the chat template makes {len(text)} characters of them; at most "
@@ -135,14 +134,21 @@ class ChatTemplate:
 
     @cached_property
     def _argument_forms(self) -> ArgumentForms:
-        return ArgumentForms.of(lambda messages: self._text(messages, **self._defaults))
+        return ArgumentForms.of(self._text)
 
-    def _text(self, messages: Sequence[Message], **variables: Any) -> str:
+    # Any: a template's variables.
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """What the template makes of messages, with its defaults for absent variables."""
+        if has_calls(messages):
+            messages = self._argument_forms.apply(messages)
+        return self._text(messages, variables)
+
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+        given |= self._defaults if variables is None else variables
         try:
             return self._environment.render_template(
-                "chat",
-                messages=[dict(message) for message in messages],
-                **{**self._special_tokens, **variables},
+                "chat", messages=[dict(message) for message in messages], **given
             )
         except minijinja.TemplateError as error:
             raise _refusal("refused them", error.message) from error

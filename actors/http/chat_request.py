@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ...cluster.errors import RequestError, shown
 from ...cluster.request import MAX_LOGPROBS
+from ..chat.template import Message
 from ..prompts import Chat, needed
 from ..tokenizer import Tokenizer
 from .numbers import Integer
 from .protocol import GenerationRequest
+from .tool_outputs import output_text
 from .tools import ToolOptions
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 # Any: validators see raw JSON.
@@ -63,7 +67,9 @@ class ChatMessage(BaseModel):
     def for_template(self, at: str) -> dict[str, Any]:
         """Its content as one string, and its reasoning under each name that templates know."""
         message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
-        if isinstance(self.content, list):
+        if self.role == "tool":
+            message["content"] = output_text(self.content, f"{at}.content")
+        elif isinstance(self.content, list):
             message["content"] = "\n".join(
                 _text(part, f"{at}.content.{i}") for i, part in enumerate(self.content)
             )
@@ -106,6 +112,26 @@ class ChatTemplateOptions(ToolOptions):
         return "add_generation_prompt" in self.model_fields_set
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatPrompt(ChatTemplateOptions):
+    """A conversation and how it becomes a prompt, given in Python."""
+
+    messages: Messages
+
+    @classmethod
+    def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
+        """Return it for the engine's door, read as a body is read. Raises RequestError."""
+        try:
+            given = cls.model_validate({"messages": [dict(each) for each in messages], **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RequestError(f"{where}: {first['msg']}.", param=where) from None
+        return conversation(given, given.messages, tokenizer)
+
+
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
     """The body of /v1/chat/completions.
 
@@ -116,7 +142,7 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
         include_reasoning: tell the reasoning, too.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
     top_logprobs: Integer | None = None
     include_reasoning: bool = True
@@ -181,8 +207,9 @@ def conversation(
 
 
 def _text(part: Mapping[str, Any], at: str) -> str:
-    text = part.get("text")
-    if part.get("type") not in ("text", "input_text") or not isinstance(text, str):
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in TEXT_PARTS or not isinstance(text, str):
         raise RequestError(
             f'{at}: only parts {{"type": "text", "text": ...}} are supported; this model reads no images or '
             "sound.",

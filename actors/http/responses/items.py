@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
+from ..tool_outputs import output_text
 from ..wire import JsonObject
 from .tools import INPUT, flat_name
 
@@ -41,28 +42,19 @@ class Conversation:
         self.messages.append(message)
 
 
-def read_items(
-    instructions: str | None, items: Sequence[Mapping[str, Any]], *, knows_developers: bool
-) -> Conversation:
-    """The conversation of a request.
-
-    Args:
-        instructions: stand before it, in one message with what the first items say to the system: few
-            templates take a second one.
-        knows_developers: whether the model's chat template has a role for them; else they are the system.
-    """
-    reader = _Reader(knows_developers)
+def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> Conversation:
+    """The conversation of a request; instructions stand before it."""
+    reader = _Reader()
     if instructions:
-        reader.add_system(instructions, "system", "instructions")
+        reader.conversation.add({"role": "system", "content": instructions}, "instructions")
     for i, item in enumerate(items):
         reader.read(item, f"input.{i}")
     return reader.conversation
 
 
 class _Reader:
-    def __init__(self, knows_developers: bool) -> None:
+    def __init__(self) -> None:
         self.conversation = Conversation()
-        self._knows_developers = knows_developers
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
         kind = _string(item, "type", at) if item.get("type") is not None else "message"
@@ -84,25 +76,22 @@ class _Reader:
         elif f"input.{kind}" not in self.conversation.skipped:
             self.conversation.skipped.append(f"input.{kind}")
 
-    def add_system(self, text: str, role: str, at: str) -> None:
-        if role == "developer" and not self._knows_developers:
-            role = "system"
-        messages = self.conversation.messages
-        if len(messages) == 1 and messages[0]["role"] == role:
-            messages[0]["content"] += "\n\n" + text
-        else:
-            self.conversation.add({"role": role, "content": text}, at)
-
     def _read_message(self, item: Mapping[str, Any], at: str) -> None:
         role, text = item.get("role"), text_of(item.get("content"), f"{at}.content")
         if role not in ROLES:
             raise RequestError(f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role")
-        if role in ("system", "developer"):
-            self.add_system(text, role, at)
-        elif role == "assistant":
-            self._answer(at, without=PARTS[1:])["content"] = text
+        if role == "assistant":
+            self._read_text(text, at)
         else:
             self.conversation.add({"role": role, "content": text}, at)
+
+    def _read_text(self, text: str, at: str) -> None:
+        """What an answer says behind a call goes on with what it said before."""
+        messages = self.conversation.messages
+        if messages and messages[-1].get("tool_calls"):
+            messages[-1]["content"] += text
+        else:
+            self._answer(at, without=PARTS[1:])["content"] = text
 
     def _read_call(self, kind: str, item: Mapping[str, Any], at: str) -> None:
         name = _string(item, "name", at) if kind in NAMED_CALLS else kind.removesuffix("_call")
@@ -195,5 +184,5 @@ def _output(item: Mapping[str, Any], at: str) -> str:
     """What a tool returned; what is neither a string nor parts of a message, as JSON."""
     output = item.get("output")
     if item["type"] in TEXT_OUTPUTS or isinstance(output, str):
-        return text_of(output, f"{at}.output")
+        return output_text(output, f"{at}.output")
     return json.dumps(output, ensure_ascii=False)

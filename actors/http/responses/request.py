@@ -134,8 +134,8 @@ class ResponsesRequest(BaseModel):
         unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
         return [*found, "reasoning.effort"] if unheeded else found
 
-    def conversation(self, *, knows_developers: bool) -> Conversation:
-        return read_items(self.instructions, self.input, knows_developers=knows_developers)
+    def conversation(self) -> Conversation:
+        return read_items(self.instructions, self.input)
 
     def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
         """What is asked for, as a chat. Raises RequestError, in this body's words."""

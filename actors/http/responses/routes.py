@@ -24,7 +24,7 @@ def response_routes(frontend: Frontend) -> APIRouter:
         """OpenAI's responses; nothing is stored."""
         with said_of(NAMES):
             heeds = Heeds.of(frontend)
-        conversation = body.conversation(knows_developers=heeds.developers)
+        conversation = body.conversation()
         chat = body.for_chat(conversation, heeds)
         with said_of({**NAMES, **conversation.names}):
             ignored = [*body.ignored(heeds), *conversation.skipped]
