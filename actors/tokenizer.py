@@ -144,6 +144,10 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token behind others; None where it has none of its own."""
+        return self._pieces.bytes_of(token_id)
+
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]

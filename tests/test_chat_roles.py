@@ -110,6 +110,30 @@ def test_joined_answers_keep_their_reasoning_and_calls_and_parts() -> None:
     assert user["content"] == [{"type": "text", "text": "U"}, *parts]
 
 
+def test_calls_are_given_as_a_template_takes_them() -> None:
+    """DeepSeek-R1 adds arguments to a text; gpt-oss refuses text beside reasoning and calls."""
+    adds = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ '[' + c.function.arguments + ']' }}{% endfor %}{% endfor %}",
+        {},
+    )
+    refuses = ChatTemplate(
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+        "{{ raise_exception('both') }}{% endif %}{{ m.thinking or m.content }}{% endfor %}",
+        {},
+    )
+    call = {**CALL, "function": {"name": "f", "arguments": {"a": "é"}}}
+    said = {**A, "thinking": "T", "reasoning_content": "T", "tool_calls": [call]}
+    told = {"role": "tool", "content": "R", "tool_call_id": CALL["id"]}
+    assert adds.render([U, said, told]) == 'UA[{"a": "é"}]R'
+    assert (
+        adds.render([U, {**said, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}])
+        == "UA[{]"
+    )
+    assert refuses.render([U, said, told]) == "UT\n\nAR"
+    assert refuses.render([U, {**A, "thinking": "T"}]) == "UT"
+
+
 def test_a_system_message_that_is_never_taken_begins_a_users_even_where_several_may_follow() -> None:
     template = ChatTemplate("{% for m in messages if m.role != 'system' %}[{{ m.content }}]{% endfor %}", {})
     assert template.render([S, S, U, U]) == "[S\n\nS\n\nU][U]"

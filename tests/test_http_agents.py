@@ -244,6 +244,26 @@ def test_an_answer_that_is_cut_says_so(stand: AgentsStand) -> None:
     assert stopped.content[0].text == "One, two"
 
 
+@pytest.mark.parametrize("max_tokens", [513, 32_000])
+def test_a_message_that_allows_more_tokens_than_the_context_has_ends_there(
+    stand: AgentsStand, max_tokens: int
+) -> None:
+    asked = {**ASK_A, "max_tokens": max_tokens}
+    stand.say("On and on. " * 200)
+    whole = stand.anthropic.messages.create(**asked)
+    assert whole.stop_reason == "model_context_window_exceeded"
+    assert prompt_tokens(whole.usage) + whole.usage.output_tokens == 512
+    with stand.anthropic.messages.stream(**asked) as stream:
+        assert stream.get_final_message().stop_reason == "model_context_window_exceeded"
+    fits = {**asked, "max_tokens": 512 - prompt_tokens(whole.usage)}
+    assert stand.anthropic.messages.create(**fits).stop_reason == "max_tokens"
+    stand.say("It rains.")
+    assert stand.anthropic.messages.create(**asked).stop_reason == "end_turn"
+    with pytest.raises(anthropic.BadRequestError, match="prompt"):
+        long = {"role": "user", "content": "On and on. " * 200}
+        stand.anthropic.messages.create(**{**asked, "messages": [long]})
+
+
 def test_answers_are_held_to_schemas_and_calls_are_forced(stand: AgentsStand) -> None:
     """The model's own words here: it is random, and grammars make sense of it."""
 

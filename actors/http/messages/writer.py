@@ -28,11 +28,15 @@ class MessageWriter(SectionWriter):
 
     Args:
         id, model: of the message.
+        max_tokens: that the request allows; an answer that was cut off earlier has filled the context.
         metrics: called at the end, for what stands beside `usage`.
     """
 
-    def __init__(self, id: str, model: str, metrics: Callable[[], JsonObject | None] = lambda: None) -> None:
+    def __init__(
+        self, id: str, model: str, max_tokens: int, metrics: Callable[[], JsonObject | None] = lambda: None
+    ) -> None:
         super().__init__()
+        self._max_tokens = max_tokens
         self._metrics = metrics
         self._message: JsonObject = {
             "id": id,
@@ -75,7 +79,8 @@ class MessageWriter(SectionWriter):
         events = [*self.ensure_content(), *self.close(whole=whole)]
         stopped = stop_reason if whole and isinstance(stop_reason, str) else None
         if not whole:
-            shown = "max_tokens"
+            is_full = usage["completion_tokens"] < self._max_tokens
+            shown = "model_context_window_exceeded" if is_full else "max_tokens"
         elif stopped is not None:
             shown = "stop_sequence"
         else:
