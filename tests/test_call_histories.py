@@ -124,7 +124,7 @@ def responses(piece: Piece, cut: bool) -> ChatRequest:
 
 
 def messages(piece: Piece, cut: bool) -> ChatRequest:
-    writer = MessageWriter("msg_1", "m")
+    writer = MessageWriter("msg_1", "m", 9)
     writer.feed(piece)
     writer.finish("length" if cut else "stop", None, USAGE)
     content = through_json(writer.whole()["content"])
