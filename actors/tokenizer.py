@@ -16,6 +16,7 @@ import tokenizers
 
 from ..cluster.errors import CheckpointError, RequestError
 from ..drafter.compute.config_json import read_json
+from .chat.call_arguments import parse_arguments
 from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
 from .detokenizer import IncrementalDetokenizer, TokenPieces
@@ -184,6 +185,7 @@ class Tokenizer:
                 param="messages",
             )
         template = self.template if source is None else self.template.another(source)
+        messages = parse_arguments(messages)
         if self._guard is None:
             return template.render(messages, **options), None
         options |= {name: self._guard.mark(options[name]) for name in _FOREIGN if options.get(name)}

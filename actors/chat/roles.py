@@ -12,7 +12,6 @@ template takes is given to it as it came. Anything else becomes a part of a mess
                                     behind it, else a user message of its own
     a user message behind a user's  one message; an assistant's likewise
     a user message behind a tool's  the end of what the tool returned
-    a call's arguments              text, where the template takes no object (DeepSeek-R1)
     text beside reasoning and calls reasoning, where the template takes one of them (gpt-oss)
 
 What a template takes is found by rendering short conversations, each once. Used by `ChatTemplate`.
@@ -20,12 +19,12 @@ What a template takes is found by rendering short conversations, each once. Used
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 from ...cluster.errors import RequestError
+from .call_arguments import has_calls
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 SYSTEM_ROLES = ("system", "developer")
@@ -52,8 +51,8 @@ class TemplateRoles:
     def takes(self, *roles: str) -> bool:
         """Return whether the template shows every message of a conversation with these roles.
 
-        `call` is an assistant's message with a call, `text call` one whose arguments are text, and `said
-        call` one with reasoning and text. What they say is not looked for.
+        `call` is an assistant's message with a call, `said call` one with reasoning and text. What they say
+        is not looked for.
         """
         if roles not in self._taken:
             self._taken[roles] = self._try(roles)
@@ -68,16 +67,15 @@ class TemplateRoles:
         leading, behind = found[:num_leading], found[num_leading:]
         taken = self._leading(leading, ("user",) if behind else ())
         found = self._behind(found) if taken is None else taken + self._behind(behind)
-        call = "call"
-        if any(each.get("tool_calls") for each in found):
-            call, found = self._called(found)
+        if has_calls(found) and self._wants_thought_text():
+            found = [_with_text_as_reasoning(each) for each in found]
         for role, probed in (
             ("user", ("user", "user")),
             ("assistant", ("user", *2 * ("assistant",), "user")),
         ):
             if _is_in_a_row(found, role, role) and not self.takes(*probed):
                 found = _joined(found, role, role)
-        answered = ("user", call, "tool")
+        answered = ("user", "call", "tool")
         if (
             _is_in_a_row(found, "tool", "user")
             and self.takes(*answered)
@@ -123,14 +121,9 @@ class TemplateRoles:
             found.append(message)
         return found
 
-    def _called(self, messages: list[Message]) -> tuple[str, list[Message]]:
-        """Messages with calls as the template takes them, and how `takes` names them."""
-        call = "call"
-        if not self.takes("user", call, "tool") and self.takes("user", "text call", "tool"):
-            call, messages = "text call", [_with_text_arguments(each) for each in messages]
-        if self.takes("user", "call", "tool") and not self.takes("user", "said call", "tool"):
-            messages = [_with_text_as_reasoning(each) for each in messages]
-        return call, messages
+    def _wants_thought_text(self) -> bool:
+        """Whether text beside reasoning and calls must be reasoning, too."""
+        return self.takes("user", "call", "tool") and not self.takes("user", "said call", "tool")
 
     def _takes_behind(self, role: str) -> bool:
         return self.takes("user", role, "user") and self.takes("user", "assistant", role, "user")
@@ -149,26 +142,9 @@ class TemplateRoles:
 def _probe(role: str, text: str) -> Message:
     if not role.endswith("call"):
         return {"role": role, "content": text} | ({"tool_call_id": _CALL_ID} if role == "tool" else {})
-    function = {"name": "probe", "arguments": "{}" if role == "text call" else {}}
-    message = {"role": "assistant", "content": "", "tool_calls": [_call(function)]}
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": {}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
     return message | ({"content": text, **dict.fromkeys(_REASONING, text)} if role == "said call" else {})
-
-
-def _call(function: Mapping[str, object]) -> Mapping[str, object]:
-    return {"id": _CALL_ID, "type": "function", "function": function}
-
-
-def _with_text_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = [{**call, "function": _in_text(call["function"])} for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}
-
-
-def _in_text(function: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON.
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return {**function, "arguments": text}
 
 
 def _with_text_as_reasoning(message: Message) -> Message:

@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import minijinja
 
 from ...cluster.errors import RequestError, shown
+from .call_arguments import ArgumentForms, has_calls
 from .roles import Message, TemplateRoles
 from .typescript import declare, sort_keys
 
@@ -130,9 +132,18 @@ class ChatTemplate:
             )
         return _cut_after_final_message(text, messages) if continue_final_message else text
 
+    @cached_property
+    def _argument_forms(self) -> ArgumentForms:
+        return ArgumentForms.of(self._text)
+
     # Any: a template's variables.
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """What the template makes of messages, with its defaults for absent variables."""
+        if has_calls(messages):
+            messages = self._argument_forms.apply(messages)
+        return self._text(messages, variables)
+
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         given |= self._defaults if variables is None else variables
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ...cluster.errors import RequestError, shown
@@ -34,10 +33,10 @@ def _whether_logprobs(value: Any) -> Any:
 
 
 class CalledFunction(BaseModel):
-    """`arguments` is JSON, as text (OpenAI) or as what it says."""
+    """`arguments` is JSON, as text (OpenAI) or as what it says. Any: `call_arguments.py` reads it."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class ToolCall(BaseModel):
@@ -49,21 +48,9 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self, at: str) -> dict[str, Any]:
-        """With the arguments as an object, which is what templates are written for."""
-        function = {"name": self.function.name, "arguments": self._arguments(f"{at}.function.arguments")}
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
         return {**self.model_dump(exclude={"function"}, exclude_none=True), "function": function}
-
-    def _arguments(self, at: str) -> dict[str, Any]:
-        given = self.function.arguments or {}
-        if isinstance(given, str):
-            try:
-                given = orjson.loads(given)
-            except ValueError:
-                given = None
-        if not isinstance(given, dict):
-            raise RequestError(f"{at}: must be a JSON object, written as text.", param=at)
-        return given
 
 
 class ChatMessage(BaseModel):
@@ -89,8 +76,7 @@ class ChatMessage(BaseModel):
         if reasoning := self.reasoning_content or self.reasoning:
             message |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
         if self.tool_calls:
-            calls = enumerate(self.tool_calls)
-            message["tool_calls"] = [call.for_template(f"{at}.tool_calls.{i}") for i, call in calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 

@@ -105,10 +105,7 @@ def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:
-    arguments = block.get("input")
-    if not isinstance(arguments, Mapping):
-        raise RequestError(f"{at}.input must be an object.", param=f"{at}.input")
-    function = {"name": _string(block, "name", at), "arguments": arguments}
+    function = {"name": _string(block, "name", at), "arguments": block.get("input")}
     return {"id": _string(block, "id", at), "type": "function", "function": function}
 
 

@@ -13,9 +13,8 @@ import base64
 import hashlib
 from collections.abc import Callable
 
-import orjson
-
 from ....cluster.request import FinishReason
+from ...chat.call_arguments import invalid_json, read_object
 from ..errors import public_error
 from ..sections import Events, Section, SectionWriter
 from ..wire import JsonObject
@@ -113,12 +112,10 @@ def _delta(section: Section, delta: JsonObject) -> JsonObject:
     return {"type": "content_block_delta", "index": section.at, "delta": delta}
 
 
-def _object(arguments: str) -> object:
-    """Of a call that was cut off in its arguments, nothing: a block holds an object, no text."""
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}
+def _object(arguments: str) -> JsonObject:
+    """A block holds an object; arguments that are none, as of a call that was cut off, stand in one."""
+    found = read_object(arguments)
+    return invalid_json(arguments) if found is None else found
 
 
 def _signature(thinking: str) -> str:

@@ -1,12 +1,14 @@
 """Input items of /v1/responses become messages of a chat.
 
 An answer comes as several items (its reasoning, its text, each of its calls), and clients send them back like
-that; a chat has one message for all. Every item is read or refused, none is dropped: only reasoning that
-another server has encrypted says nothing here.
+that; a chat has one message for all. Calls of all tools that a client runs are read, with what the tools
+returned. Items that say nothing here (calls that OpenAI's servers answered, what another server has
+encrypted, unknown types) are skipped, and named to the client: a session goes on with them in it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,18 +16,26 @@ from typing import Any
 from ....cluster.errors import RequestError
 from ..tool_outputs import output_text
 from ..wire import JsonObject
+from .tools import INPUT, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("reasoning_content", "content", "tool_calls")  # of an answer, in their order
 TEXT_PARTS = ("input_text", "output_text", "text")
+NAMED_CALLS = ("function_call", "custom_tool_call")
+TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with."""
+    """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with.
+
+    Attributes:
+        skipped: types of items that were skipped, as X-Ignored-Params names them.
+    """
 
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
     names: dict[str, str] = field(default_factory=dict[str, str])
+    skipped: list[str] = field(default_factory=list[str])
 
     def add(self, message: JsonObject, name: str) -> None:
         self.names[f"messages.{len(self.messages)}"] = name
@@ -53,13 +63,18 @@ class _Reader:
         elif kind == "reasoning":
             if text := _reasoning(item, at):
                 self._answer(at, without=PARTS)["reasoning_content"] = text
-        elif kind == "function_call":
-            self._read_call(item, at)
-        elif kind == "function_call_output":
-            id, output = _string(item, "call_id", at), output_text(item.get("output"), f"{at}.output")
-            self.conversation.add({"role": "tool", "tool_call_id": id, "content": output}, at)
-        else:
-            raise RequestError(_refusal(kind, at), param=f"{at}.type")
+        elif kind in NAMED_CALLS or (kind.endswith("_call") and _call_id(item)):
+            self._read_call(kind, item, at)
+        elif kind in TEXT_OUTPUTS or (kind.endswith("_call_output") and _call_id(item)):
+            id = _call_id(item) or _string(item, "call_id", at)
+            self.conversation.add({"role": "tool", "tool_call_id": id, "content": _output(item, at)}, at)
+        elif kind == "item_reference":
+            raise RequestError(
+                f"{at}: this server keeps no items that could be referred to. Send the item itself.",
+                param=f"{at}.type",
+            )
+        elif f"input.{kind}" not in self.conversation.skipped:
+            self.conversation.skipped.append(f"input.{kind}")
 
     def _read_message(self, item: Mapping[str, Any], at: str) -> None:
         role, text = item.get("role"), text_of(item.get("content"), f"{at}.content")
@@ -78,8 +93,9 @@ class _Reader:
         else:
             self._answer(at, without=PARTS[1:])["content"] = text
 
-    def _read_call(self, item: Mapping[str, Any], at: str) -> None:
-        function = {"name": _string(item, "name", at), "arguments": _string(item, "arguments", at)}
+    def _read_call(self, kind: str, item: Mapping[str, Any], at: str) -> None:
+        name = _string(item, "name", at) if kind in NAMED_CALLS else kind.removesuffix("_call")
+        function = {"name": flat_name(item.get("namespace"), name), "arguments": _arguments(kind, item)}
         call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
         calls = self._answer(at).setdefault("tool_calls", [])
         place = f"messages.{len(self.conversation.messages) - 1}.tool_calls.{len(calls)}"
@@ -122,8 +138,7 @@ def _reasoning(item: Mapping[str, Any], at: str) -> str:
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = item.get(name) or []
         if not isinstance(parts, list) or not all(
-            isinstance(part, Mapping) and part.get("type") == kind and isinstance(part.get("text"), str)
-            for part in parts
+            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
             raise RequestError(
                 f'{at}.{name} must be a list of parts {{"type": "{kind}", "text": ...}}.',
@@ -141,10 +156,33 @@ def _string(item: Mapping[str, Any], name: str, at: str) -> str:
     return value
 
 
-def _refusal(kind: str, at: str) -> str:
-    if kind == "item_reference":
-        return f"{at}: this server keeps no items that could be referred to. Send the item itself."
-    return (
-        f"{at}: items of type {kind[:60]} belong to tools that OpenAI's servers run. Send messages, "
-        "reasoning, function_call and function_call_output."
-    )
+def _call_id(item: Mapping[str, Any]) -> str | None:
+    """The id of a call. What the local shell returned has it as an id of its own."""
+    found = item.get("call_id")
+    if found is None and item["type"] == "local_shell_call_output":
+        found = item.get("id")
+    return found if isinstance(found, str) else None
+
+
+def _arguments(kind: str, item: Mapping[str, Any]) -> Any:
+    """Of a call: as `tools.py` tells the model to write them, where it does."""
+    if kind == "function_call":
+        return item.get("arguments")
+    if kind == "custom_tool_call":
+        return {INPUT: item.get("input")}
+    told = item.get("action") or item.get("operation") or item.get("arguments")
+    if isinstance(told, Mapping):
+        return {
+            name: value
+            for name, value in told.items()
+            if value not in (None, {}) and (name, value) != ("type", "exec")
+        }
+    return told
+
+
+def _output(item: Mapping[str, Any], at: str) -> str:
+    """What a tool returned; what is neither a string nor parts of a message, as JSON."""
+    output = item.get("output")
+    if item["type"] in TEXT_OUTPUTS or isinstance(output, str):
+        return output_text(output, f"{at}.output")
+    return json.dumps(output, ensure_ascii=False)
