@@ -20,8 +20,9 @@ from manta.cluster.fleet_metrics import BATCH_CATALOGUE
 from manta.cluster.plain_sample import PlainSample, num_plain_rows
 from manta.jobs.batch import progress
 from manta.jobs.batch.gauges import JobGauges
-from manta.jobs.batch.pace import Pace, Progress, spell_time
+from manta.jobs.batch.pace import Pace, Progress
 from manta.jobs.batch.progress import ProgressView
+from manta.jobs.time_left import spell_time
 from rich.console import Console
 from small_ray import small_ray
 

@@ -17,7 +17,7 @@ from ...cluster.acceptance import acceptance_by_position
 from ...cluster.plain_sample import Comparison
 from ..pictures.page import Tile
 from ..tables import NO_FIGURE, decimals, print_table
-from .pace import spell_time
+from ..time_left import spell_time
 from .report_html import page
 
 NOT_MEASURED = "not measured: --plain-sample N answers about N rows without it (the more, the surer)"
