@@ -180,6 +180,7 @@ def serve(
             help="TCP port for probes and /metrics alone, with connections that no client can take.",
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own lines, too.")] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
     settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **settings, **server}
@@ -189,7 +190,7 @@ def serve(
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server
 
-            options = ServeOptions(**address, plain_proxy=plain_proxy, probe_port=probe_port)
+            options = ServeOptions(**address, plain_proxy=plain_proxy, probe_port=probe_port, verbose=verbose)
             with start_server(settings, options, signals=signals) as running:
                 running.serve_until_stopped()
     except Stopped as stopped:
