@@ -22,6 +22,7 @@ from ..cluster.request import FinishReason, SamplingParams
 from .chat.template import Message
 from .executor import make_executor
 from .grammars import GrammarDoor
+from .http.chat_request import ChatPrompt
 from .kept_speculation import KeptSpeculation
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
 from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
@@ -108,16 +109,22 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         max_draft_tokens: int | None = None,
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments, and
-        those of `generate`)."""
+        those of `generate`). Messages and tools are read as /v1/chat/completions reads them."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            Chat(conversation, add_generation_prompt, continue_final_message, chat_template_kwargs)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+            "tools": None if tools is None else list(tools),
+            "chat_template": chat_template,
+        }
+        prompts = [ChatPrompt.read(each, self.tokenizer, **options) for each in conversations]  # type: ignore[arg-type]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, max_draft_tokens=max_draft_tokens, trace=trace
         )

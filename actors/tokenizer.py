@@ -16,6 +16,7 @@ import tokenizers
 
 from ..cluster.errors import CheckpointError, RequestError
 from ..drafter.compute.config_json import read_json
+from .chat.call_arguments import parse_arguments
 from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
 from .detokenizer import IncrementalDetokenizer, TokenPieces
@@ -143,6 +144,10 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token behind others; None where it has none of its own."""
+        return self._pieces.bytes_of(token_id)
+
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
@@ -180,6 +185,7 @@ class Tokenizer:
                 param="messages",
             )
         template = self.template if source is None else self.template.another(source)
+        messages = parse_arguments(messages)
         if self._guard is None:
             return template.render(messages, **options), None
         options |= {name: self._guard.mark(options[name]) for name in _FOREIGN if options.get(name)}

@@ -11,14 +11,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import minijinja
 
 from ...cluster.errors import RequestError, shown
+from .call_arguments import ArgumentForms, has_calls
+from .roles import Message, TemplateRoles
 from .typescript import declare, sort_keys
 
-Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_SHOWN = 300  # characters of what a template's error says
 MAX_TEMPLATE_STEPS = 2_000_000
 MAX_TEMPLATE_CHARS = 256 * 1024
@@ -76,6 +78,7 @@ class ChatTemplate:
                 f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
                 param="chat_template",
             ) from None
+        self._roles = TemplateRoles(self._render, names_developers=self.uses("developer"))
 
     def another(self, source: str) -> ChatTemplate:
         """The same with other Jinja."""
@@ -95,7 +98,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt.
+        """The prompt. Messages are given to the template as it takes them (`roles.py`).
 
         Args:
             variables: further ones, `chat_template_kwargs`.
@@ -114,17 +117,13 @@ class ChatTemplate:
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
             declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
-        try:
-            text = self._environment.render_template(
-                "chat",
-                messages=[dict(message) for message in messages],
-                tools=tools or None,
-                documents=list(documents) if documents else None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **{**self._special_tokens, **declared, **self._defaults, **variables},
-            )
-        except minijinja.TemplateError as error:
-            raise _refusal("refused them", error.message) from error
+        messages = self._roles.fit(messages)
+        arguments = {
+            "tools": tools or None,
+            "documents": list(documents) if documents else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = self._render(messages, {**arguments, **declared, **self._defaults, **variables})
         if len(text) > MAX_PROMPT_CHARS:
             raise RequestError(
                 f"messages: the chat template makes {len(text)} characters of them; at most "
@@ -132,6 +131,27 @@ class ChatTemplate:
                 param="messages",
             )
         return _cut_after_final_message(text, messages) if continue_final_message else text
+
+    @cached_property
+    def _argument_forms(self) -> ArgumentForms:
+        return ArgumentForms.of(self._text)
+
+    # Any: a template's variables.
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """What the template makes of messages, with its defaults for absent variables."""
+        if has_calls(messages):
+            messages = self._argument_forms.apply(messages)
+        return self._text(messages, variables)
+
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+        given |= self._defaults if variables is None else variables
+        try:
+            return self._environment.render_template(
+                "chat", messages=[dict(message) for message in messages], **given
+            )
+        except minijinja.TemplateError as error:
+            raise _refusal("refused them", error.message) from error
 
     def _told(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Tools as the model knows them."""
