@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -72,7 +72,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         max_draft_tokens: int | None = None,
         trace: bool = False,
     ) -> list[RequestOutput]:
@@ -84,15 +84,16 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
             sampling_params: for all, or one per prompt.
-            use_tqdm: show progress; by default when stderr is a terminal.
+            use_tqdm: show progress, by default when stderr is a terminal; or what makes a bar, as tqdm does.
             max_draft_tokens: most drafts per step of each prompt; 0 decodes plainly. No answer changes.
             trace: `metrics.trace` of each output is to tell its steps (of one completion per prompt).
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
         trackers = self._add_all(batch, params, max_draft_tokens, trace=trace)
-        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        with tqdm(total=len(trackers), disable=not show, unit="request") as bar:
+        show = sys.stderr.isatty() if use_tqdm is None else bool(use_tqdm)
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        with make(total=len(trackers), disable=not show, unit="request") as bar:
             while self._engine.has_unfinished:
                 bar.update(sum(delta.finished for delta in self._step()))
         for tracker in trackers:
@@ -104,7 +105,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,

@@ -64,6 +64,7 @@ class ServeOptions:
         port: TCP port; it must be free.
         plain_proxy: Serve's own proxy instead of HAProxy (several times the cost per token).
         probe_port: TCP port on which HAProxy answers probes and /metrics alone, whatever clients do.
+        verbose: let Ray log on this terminal, too.
         name: of the Serve application.
         num_cpus: that a Ray started here may give out; None counts the machine's.
         ready_timeout_s: loading longer than that is a failure.
@@ -73,6 +74,7 @@ class ServeOptions:
     port: int = 8000
     plain_proxy: bool = False
     probe_port: int | None = None
+    verbose: bool = False
     name: str = "manta"
     num_cpus: int | None = None
     ready_timeout_s: float = 1800.0
@@ -229,7 +231,9 @@ def start_server(
             check_storage(settings.batch_storage)
         if settings.receipts is not None:
             check_writable(Path(settings.receipts), "receipts")
-        environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
+        environment = ServeEnvironment(
+            plain_proxy=options.plain_proxy, probe_port=options.probe_port, verbose=options.verbose
+        )
     if (warning := warning_of_exposure(options.host, settings)) is not None:
         report(warning)
     checks = in_thread(lambda: None if existing else _check_models(models, report))
@@ -245,7 +249,7 @@ def start_server(
     except BaseException:
         server.stop()
         raise
-    report(f"serving on {server.url}")
+    report(f"serving on {server.url}" + (f"; live page: {server.url}/ui" if settings.ui else ""))
     if not existing:
         report(f"try it: {try_it(server.url, config, settings)}")
     return server
@@ -268,9 +272,8 @@ def _check_models(models: Sequence[tuple[EngineConfig, ServerSettings]], report:
 def _ray(options: ServeOptions, environment: ServeEnvironment | None) -> bool:
     """A Ray to serve on; whether it was started here."""
     try:
-        owns_ray = join_or_start_ray(
-            num_cpus=options.num_cpus, namespace="serve", logging_level=logging.WARNING
-        )
+        level = logging.INFO if options.verbose else logging.ERROR
+        owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve", logging_level=level)
     except BaseException:
         if environment is not None:
             environment.restore()

@@ -7,7 +7,6 @@ off, `compare.py` Manta with others, `busy.py` an idle machine with a busy one.
 from __future__ import annotations
 
 import operator
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.request import SamplingParams
 from ..generate import open_llm
+from ..time_left import say as say
 from .provenance import provenance
 
 MODES = ("on", "off")
@@ -266,11 +266,6 @@ def subject(config: EngineConfig | None, options: RunOptions) -> Figures:
         "engine": None if config is None else asdict(config),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
     }
-
-
-def say(line: str) -> None:
-    """Progress, on standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _prompt_of(record: Mapping[str, Any], path: Path) -> Any:
