@@ -35,6 +35,7 @@ from .server_flags import server_options
 from .settings import engine_config, sampling_params
 from .simulate.cli import simulate
 from .stop import Stopped, StopSignals
+from .vllm_flags import without_vllm_flags
 
 app = typer.Typer(
     name="manta",
@@ -43,7 +44,10 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long option names
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --max_num_seqs, as vLLM takes it
+    },
 )
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         _speak_utf8()
     try:
-        app(arguments, prog_name="manta")
+        app(without_vllm_flags(sys.argv[1:] if arguments is None else arguments), prog_name="manta")
     except MantaError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(error.message)}")
         sys.exit(1)
@@ -133,7 +137,8 @@ def generate(
     config, params = engine_config(settings), sampling_params(sampling)
     from .generate import generate_text
 
-    generate_text(config, _standard_input() if prompt == "-" else prompt, params)
+    text = _standard_input() if prompt == "-" else prompt
+    generate_text(config, text, params, limit=sampling.get("max_tokens"))
 
 
 @app.command()
@@ -149,7 +154,7 @@ def chat(
     config, params = engine_config(settings), sampling_params(sampling)
     from .chat import run_chat
 
-    run_chat(config, params, system)
+    run_chat(config, params, system, limit=sampling.get("max_tokens"))
 
 
 @app.command()

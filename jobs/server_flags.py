@@ -13,7 +13,7 @@ import typer
 
 from ..actors.http.settings import Isolation, UnknownParams
 from ..actors.process_log import LogFormat
-from .flags import Command, parse_size, with_options
+from .flags import Command, parse_object, parse_size, with_options
 
 SERVER = "Server"
 
@@ -61,6 +61,19 @@ SERVER_OPTIONS = {
     "categories": _server(list[str], "--categories", help="The same for X-Category."),
     "allowed_origins": _server(
         list[str], "--allowed-origins", help="Origin whose web pages may ask (CORS); may be repeated."
+    ),
+    "generation_config": _server(
+        str,
+        "--generation-config",
+        help="Defaults of sampling: the checkpoint's generation_config.json (auto), OpenAI's (openai; vLLM's "
+        "name is vllm), or those of a folder.",
+    ),
+    "override_generation_config": _server(
+        dict,
+        "--override-generation-config",
+        parser=parse_object,
+        metavar="JSON",
+        help='Defaults over those: \'{"temperature": 0.6, "max_new_tokens": 512}\'.',
     ),
     "unknown_params": _server(
         UnknownParams,
@@ -132,6 +145,8 @@ SERVER_OPTIONS = {
     "replicas": _server(
         str,
         "--replicas",
+        "--data-parallel-size",
+        "-dp",
         metavar="N|LEAST:MOST",
         help="Engines; 1:4 follows the load, 0:4 goes away when idle, 1:1 keeps streams when it dies.",
     ),

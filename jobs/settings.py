@@ -15,15 +15,19 @@ from ..actors.http.defaults import DEFAULT_MAX_TOKENS
 from ..actors.http.keys import refuse_written_keys
 from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig, SpeculativeConfig, from_mapping
-from ..cluster.errors import ConfigError
+from ..cluster.errors import ConfigError, did_you_mean
 from ..cluster.request import SamplingParams
+from ..cluster.vllm_settings import accept, accept_speculation
 from .yaml_file import read_yaml
 
 DEFAULT_CONFIG = Path("ray_config.yaml")
-# vLLM's names for what is called otherwise here.
-ALIASES = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages"}
 # Flag -> the key of `speculative_config` that it refines.
 _REFINED = {"spec_model": "model", "spec_method": "method", "spec_tokens": "num_speculative_tokens"}
+# Of Serve's schema (`ServeApplicationSchema`), which would have to import Ray.
+APPLICATION_KEYS = (
+    *("name", "route_prefix", "import_path", "args", "deployments", "runtime_env", "host", "port"),
+    *("logging_config", "external_scaler_enabled", "autoscaling_policy"),
+)
 _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
 
 
@@ -45,7 +49,8 @@ def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) ->
     settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
     if not settings.get("model") and not settings.get("models"):
         raise ConfigError(
-            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config).",
+            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config). The "
+            "pair that ships is --model models/target --spec-model models/drafter.",
             param="model",
         )
     return settings
@@ -72,7 +77,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             param="config",
         )
     names = {str(key).replace("-", "_"): value for key, value in found.items()}
-    settings = {ALIASES.get(name, name): value for name, value in names.items()}
+    settings = accept(names)
     refuse_written_keys(settings, f"{path}, as any Serve config,")
     speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
     return settings | {"speculative_config": merge_speculation(None, speculation)}
@@ -119,13 +124,19 @@ def parse_speculation(value: Any) -> dict[str, Any] | None:
             f"speculative_config={value!r} must be a mapping with the drafter's `model`, or none.",
             param="speculative_config",
         )
-    config = {str(key).replace("-", "_"): item for key, item in value.items()}
+    config = accept_speculation({str(key).replace("-", "_"): item for key, item in value.items()})
     from_mapping(SpeculativeConfig, config, "speculative_config.")
     return config
 
 
 def _application_args(applications: Any, path: Path) -> Any:
     if isinstance(applications, list) and applications and isinstance(applications[0], Mapping):
+        for key in applications[0]:
+            if key not in APPLICATION_KEYS:
+                hint = did_you_mean(
+                    str(key), APPLICATION_KEYS, else_say="Settings of Manta stand under args."
+                )
+                raise ConfigError(f"config: {path}: applications[0].{key} is unknown. {hint}", param="config")
         return applications[0].get("args") or {}
     raise ConfigError(
         f"config: {path} has no application: `applications` must be a list, its first item with `args`.",

@@ -103,6 +103,13 @@ def test_every_command_reads_its_engine_from_a_serve_config_and_flags_win(serve_
     assert config.speculative_config.num_speculative_tokens == 15
 
 
+@pytest.mark.parametrize("typo", ["arg", "arguments", "arsg", "Args"])
+def test_a_misspelled_args_of_a_serve_config_is_named(serve_config: Path, typo: str) -> None:
+    serve_config.write_text(SERVE_CONFIG.replace("args:", f"{typo}:"))
+    with pytest.raises(ConfigError, match=rf"applications\[0\]\.{typo} is unknown.*args"):
+        read_settings(serve_config)
+
+
 def test_a_yaml_file_of_flag_names_is_a_config_too(tmp_path: Path) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text("model: m\nmax-num-seqs: 3\nblock-size: 32\nspec-model: d\nspec-tokens: 4\n")

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...cluster.errors import RequestError
+from ...cluster.limits import check_room
 from ..chat.parts import Piece
 from ..chat.reading import Answer, Reading
 from ..outputs import CompletionOutput, RequestOutput
@@ -133,15 +134,8 @@ def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions
 def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
     """Refuse a limit that the context has no room for; one that is left open is what is left."""
     name, limit = request.token_limit
-    most = frontend.engine.info.max_model_len
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    if limit is not None and longest + limit > most:
-        raise RequestError(
-            f"{name}={limit} and a prompt of {longest} tokens are {longest + limit} tokens, more than this "
-            f"model's context of {most} (max_model_len). Ask for at most {most - longest}, or leave {name} "
-            "out for what is left.",
-            param=name,
-        )
+    check_room(longest, limit, frontend.engine.info.max_model_len, name)
 
 
 async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:
