@@ -60,6 +60,11 @@ def resolve_checkpoint(
     return _download(name, field, files, revision, download_dir)
 
 
+def shipped(path: Path) -> Path:
+    """Return a path, or the file or folder of that name that is part of the package (`models/...`)."""
+    return path if path.exists() or not (_ROOT / path).exists() else _ROOT / path
+
+
 def revision_of(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
     """The commit of a snapshot from the hub that is here; empty for a folder of one's own. No network.
 

@@ -205,13 +205,14 @@ def demo(
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Rows that run at once.")] = 2,
 ) -> None:
     """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
+    from ..actors.checkpoints import shipped
     from .demo import DemoOptions, run_demo
 
     run_demo(
         DemoOptions(
-            target=target,
-            drafter=drafter,
-            prompts=prompts,
+            target=shipped(target),
+            drafter=shipped(drafter),
+            prompts=shipped(prompts),
             rows=rows,
             max_tokens=max_tokens,
             max_num_seqs=max_num_seqs,

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", *FACES, *FLOORS)
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "models", *FACES, *FLOORS)
 
 IMPORT_ALL = """
 import importlib, sys
@@ -44,6 +44,8 @@ def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
     with build_wheel(tmp_path) as wheel:
         packed = {name for name in wheel.namelist() if name.endswith(".py")}
         assert "manta/actors/http/ui/page.html" in wheel.namelist()
+        shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "models").rglob("*") if path.is_file()}
+        assert {f"manta/{name}" for name in shipped} <= set(wheel.namelist())
         wheel.extractall(tmp_path / "installed")
     in_repository = {
         f"manta/{path.relative_to(ROOT).as_posix()}"
