@@ -16,8 +16,8 @@ RUN python -m build --wheel --no-isolation --outdir /wheels
 FROM python:3.11-slim
 ARG PIP_ARGS=""
 ARG EXTRAS="[gpu]"
-# gcc: Triton compiles its launchers with it. HAProxy stands in front of the replicas.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev haproxy && rm -rf /var/lib/apt/lists/*
+# Triton compiles its launchers with gcc.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /wheels/ /wheels/
 RUN wheel="$(echo /wheels/manta-*.whl)" && pip install --no-cache-dir $PIP_ARGS "$wheel$EXTRAS"
 RUN useradd --create-home manta

@@ -79,14 +79,12 @@ class Pace:
         most = self._most_drafts = config.num_speculative_tokens
         self._choices = [Choice(np.zeros(0, np.int32), most)] * 2  # the last, of online and of background
         self._weights = Weights(config.num_slots, by_priority=config.by_priority)
+        self._config = config
         self._policies: dict[bool, Policy] = {}  # of all requests, and of halves by turns
         self.survival: Survival | None = None
         if config.adaptive_drafts and most > 0:
             self.survival = Survival(most, config.num_slots)
-            costs, bounds = Costs(config.row_buckets), (most, config.max_rows, self.survival)
-            whole = self._policies[False] = Policy(*bounds, costs)
-            if config.halves:
-                self._policies[True] = Policy(*bounds, costs.with_other_drafts(), whole)
+            self._make_policies(self.survival, Costs(config.row_buckets))
         self._share = BackgroundShare(config.max_rows, chunks=config.enable_chunked_prefill)
         # None: a prompt is computed in one step.
         self._prefill = PrefillBudget(config.max_rows) if config.enable_chunked_prefill else None
@@ -98,6 +96,12 @@ class Pace:
         self._turn = 0
         self.speculating_s = self.plain_s = 0.0
         self.undrafted_s: dict[Undrafted, float] = {}
+
+    def _make_policies(self, survival: Survival, costs: Costs) -> None:
+        bounds = self._most_drafts, self._config.max_rows, survival
+        whole = self._policies[False] = Policy(*bounds, costs)
+        if self._config.halves:
+            self._policies[True] = Policy(*bounds, costs.with_other_drafts(), whole)
 
     @property
     def costs(self) -> Costs | None:
@@ -117,6 +121,24 @@ class Pace:
             self.survival.enter(slots, [request.params.temperature for request in requests])
             for policy in self._policies.values():
                 policy.enter(slots)
+
+    @property
+    def pays(self) -> bool:
+        """Whether one request would have drafts, by what is known of drafts and costs; also if nothing is."""
+        policy = self._policies.get(False)
+        return policy is None or not policy.costs.know_drafts or policy.pays()
+
+    def forget(self, *, costs: bool) -> None:
+        """Forget what was learned of drafts, and of the costs of steps if so asked; and all sums."""
+        if self.survival is not None:
+            self.survival.renew()
+            self._make_policies(self.survival, self._policies[False].costs)
+            if costs:
+                self._policies[False].costs.forget()
+        self._num_learned = self._num_plain = 0
+        self._num_untold, self._untold_s = 0, 0.0
+        self.speculating_s = self.plain_s = 0.0
+        self.undrafted_s.clear()
 
     def renew_drafter(self) -> None:
         """There is another one."""

@@ -23,6 +23,7 @@ from collections import deque
 import numpy as np
 
 from .background_share import NOTHING, Portion
+from .counters import Counters
 from .drafter_context import DrafterContext
 from .executor import DrafterHealth
 from .journal import Journal
@@ -60,6 +61,11 @@ class Scheduler:
     def drafter_is(self, health: DrafterHealth) -> None:
         """How the executor's drafter is, told before every plan."""
         self.drafter.drafter_is(health)
+
+    def end_warm_up(self) -> None:
+        """Forget the requests so far: only what their steps took stays known."""
+        self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
+        self._pace.forget(costs=False)
 
     # A step is planned.
 

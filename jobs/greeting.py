@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..actors.checkpoints import drafter_folder, target_folder
 from ..actors.http.settings import ServerSettings
 from ..cluster.config import EngineConfig
 
@@ -17,6 +18,18 @@ from ..cluster.config import EngineConfig
 START_S = {"cpu": 15.0, "cuda": 60.0}
 BYTES_PER_S = 1e9
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def find_checkpoints(config: EngineConfig) -> None:
+    """Find the folders of a model, or download them, without importing torch.
+
+    Raises:
+        CheckpointError: there is no such folder, and no such model on the hub.
+    """
+    target_folder(config)
+    spec = config.speculative_config
+    if spec is not None and spec.model is not None:
+        drafter_folder(config, spec.model)
 
 
 def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
