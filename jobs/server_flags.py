@@ -6,6 +6,8 @@ A command declared with `@server_options` receives those that were given as `ser
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,6 +201,14 @@ SERVER_OPTIONS = {
 }
 
 
+def _listed(values: Sequence[str]) -> list[str]:
+    """Return values of which some are lists in JSON, as vLLM's --allowed-origins takes them."""
+    try:
+        return [item for value in values for item in (json.loads(value) if value[:1] == "[" else [value])]
+    except ValueError:
+        raise typer.BadParameter(f"--allowed-origins: {values!r} holds a list that is no JSON.") from None
+
+
 def server_options(command: Command) -> Command:
     """Give `command` the endpoint's flags; it receives those that were given as `server`."""
 
@@ -207,6 +217,8 @@ def server_options(command: Command) -> Command:
         for name in ("batch_storage", "capture", "receipts"):
             if name in given and "://" not in str(given[name]):
                 given[name] = str(Path(given[name]).absolute())
+        if "allowed_origins" in given:
+            given["allowed_origins"] = _listed(given["allowed_origins"])
         return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
     return with_options(command, SERVER_OPTIONS, "server", gather)

@@ -74,6 +74,7 @@ def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
     flags = ["--api-key", "a", "--api-key", "b", "--api-key-file", "/run/keys", "--admin-api-key", "root"]
     flags += ["--unknown-params", "reject", "--sse-keep-alive-interval", "5", "--max-request-bytes", "1M"]
     flags += ["--served-model-name", "x", "--allowed-origins", "https://a.example", "--batch-storage", "b"]
+    flags += ["--allowed-origins", '["https://b.example", "https://c.example"]']
     assert run(capsys, "serve", "--config", str(serve_config), *flags)[0] == 1
     wanted = {
         "api_key": ["a", "b"],
@@ -83,7 +84,7 @@ def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
         "sse_keep_alive_interval": 5.0,
         "max_request_bytes": 2**20,
         "served_model_name": ["x"],
-        "allowed_origins": ["https://a.example"],
+        "allowed_origins": ["https://a.example", "https://b.example", "https://c.example"],
         "batch_storage": str(Path("b").absolute()),
         "shutdown_timeout": 30.0,
         "max_num_seqs": 8,
