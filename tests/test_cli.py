@@ -202,7 +202,7 @@ def test_wrong_input_of_jobs_and_servers_is_named(
             ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out"): "not a readable Parquet file",
             ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out", "--concurrency", "0"): "concurrency=0",
             ("bench", "m"): "speculative_config is missing",
-            ("demo",): "models/target is missing",
+            ("demo", "--target", "nowhere"): "nowhere is missing",
         }
         for arguments, said in cases.items():
             code, err = run(capsys, *arguments)
