@@ -7,6 +7,7 @@ Every mistake that config files, tensor headers and settings can show is reporte
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from ..model.spec import ModelSpec
 from ..model.weights import open_checkpoint, target_shapes
 from .backends import BackendName
 from .cpu_ways import choose_way
+
+logger = logging.getLogger(__name__)
 
 NGRAM_DRAFTS = 8  # by default, of prompt look-up
 
@@ -137,6 +140,8 @@ def plan_models(
     liked = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
     way = choose_way(config, models, target.dtype, liked, num_values)
+    if device.type == "cpu" and way.dtype is torch.float16:
+        logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
     return LoadPlan(
