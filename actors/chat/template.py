@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import minijinja
 
 from ...cluster.errors import RequestError, shown
+from ..tokenizer_config import DEFAULT, TOOL_USE
 from .typescript import declare, sort_keys
 
 Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
@@ -33,14 +34,21 @@ _GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")
 
 
 class ChatTemplate:
-    """A template and what it is given besides messages.
+    """A model's template, or several by name, and what they are given besides messages.
+
+    Of several, `tool_use` renders conversations with tools and `default` all others, as in transformers; the
+    rest are for those who name them.
 
     Args:
-        source: Jinja.
+        source: Jinja; or of several, by name.
         special_tokens: by their names in templates (`bos_token` ..).
         defaults: variables that a rendering may replace: `default_chat_template_kwargs`.
         sorts_tools: the model knows tools with the keys of all their objects in order, as one does whose
             template takes declarations in TypeScript (`tools_ts_str`).
+
+    Attributes:
+        source: of all of them.
+        names: of several.
 
     Raises:
         RequestError: it is too long, or no template; `param` is `chat_template`.
@@ -48,37 +56,33 @@ class ChatTemplate:
 
     def __init__(
         self,
-        source: str,
+        source: str | Mapping[str, str],
         special_tokens: Mapping[str, str],
         defaults: Mapping[str, Any] | None = None,
         *,
         sorts_tools: bool = False,
     ) -> None:
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise RequestError(
-                f"chat_template: it has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
-                param="chat_template",
-            )
+        self._named = {} if isinstance(source, str) else dict(source)
+        if not isinstance(source, str):
+            source = self._named.get(DEFAULT) or _refusing(self._named)
         for name in TEMPLATE_ARGUMENTS & (defaults or {}).keys():
             raise RequestError(
                 f"default_chat_template_kwargs.{name}: every request says this itself. Leave it out.",
                 param="default_chat_template_kwargs",
             )
-        self.source = source
+        self.names = frozenset(self._named)
+        self.source = "\n".join(dict.fromkeys((source, *self._named.values())))
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
         self._declares = self.uses(_TYPESCRIPT)
         self._sorts_tools = sorts_tools or self._declares
-        try:
-            self._environment = _environment(_GENERATION.sub(r"{#\1 \2#}", source))
-        except minijinja.TemplateError as error:
-            raise RequestError(
-                f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
-                param="chat_template",
-            ) from None
+        self._environment = self._tool_environment = _environment(source)
+        if TOOL_USE in self._named:
+            self._tool_environment = _environment(self._named[TOOL_USE])
 
     def another(self, source: str) -> ChatTemplate:
-        """The same with other Jinja."""
+        """The same with other Jinja, or the one that has this name."""
+        source = self._named.get(source, source)
         return ChatTemplate(source, self._special_tokens, self._defaults, sorts_tools=self._sorts_tools)
 
     def uses(self, variable: str) -> bool:
@@ -110,12 +114,13 @@ class ChatTemplate:
                 f"chat_template_kwargs.{name}: send {name} as a field of the request itself.",
                 param=f"chat_template_kwargs.{name}",
             )
+        environment = self._tool_environment if tools else self._environment
         tools = self._told(tools or ())
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
             declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
         try:
-            text = self._environment.render_template(
+            text = environment.render_template(
                 "chat",
                 messages=[dict(message) for message in messages],
                 tools=tools or None,
@@ -143,9 +148,26 @@ class ChatTemplate:
             raise RequestError("tools: their schemas are nested too deep.", param="tools") from None
 
 
+def _refusing(named: Mapping[str, str]) -> str:
+    """A template for models that have none for conversations without a name."""
+    said = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
+    return f"{{{{ raise_exception({json.dumps(said)}) }}}}"
+
+
 def _environment(source: str) -> minijinja.Environment:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise RequestError(
+            f"chat_template: it has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
+            param="chat_template",
+        )
     environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True, pycompat=True)
-    environment.add_template("chat", source)
+    try:
+        environment.add_template("chat", _GENERATION.sub(r"{#\1 \2#}", source))
+    except minijinja.TemplateError as error:
+        raise RequestError(
+            f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
+            param="chat_template",
+        ) from None
     environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
     environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
     environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]
