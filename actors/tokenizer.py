@@ -147,6 +147,10 @@ class Tokenizer:
         """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
+    def known(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those that the vocabulary has."""
+        return tuple(i for i in token_ids if self._backend.id_to_token(i) is not None)
+
     # Any: the arguments of `ChatTemplate.render`.
     def apply_chat_template(
         self, messages: Sequence[Message], *, source: str | None = None, **options: Any

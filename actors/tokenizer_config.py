@@ -82,13 +82,14 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
         pairs = [(entry["name"], entry["template"]) for entry in given or ()]
     except (TypeError, KeyError):
         pairs = [(None, None)]
-    if not all(isinstance(part, str) for pair in pairs for part in pair):
+    named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    if len(named) < len(pairs):
         raise CheckpointError(
             f"tokenizer: {folder / _SETTINGS}: chat_template must be Jinja, or a list of objects that have "
-            "`name` and `template`. Or give another one: chat_template, --chat-template.",
+            "a `name` of their own and a `template`. Or give another one: chat_template, --chat-template.",
             param="tokenizer",
         )
-    return dict(pairs)
+    return named
 
 
 def _read(folder: Path, name: str) -> Json:

@@ -37,6 +37,7 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
         size += drafter_size
         drafts = plan.num_speculative_tokens
         yield f"drafter: {plan.drafter_folder} ({as_size(drafter_size)}), up to {drafts} drafts a step"
+    yield from plan.doubts
     kind = plan.device.type
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
     dtype = str(plan.dtype).removeprefix("torch.")

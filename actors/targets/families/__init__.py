@@ -58,6 +58,8 @@ FAMILIES: Mapping[str, Reader] = {
     "KimiK25ForConditionalGeneration": deepseek_v3.read,
 }
 
+_GENERATION, _ENDS = "generation_config.json", "eos_token_id"
+
 # Kin of what is served, and what of it is missing here.
 _LACKING: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": "an indexer that chooses which keys a row sees",
@@ -75,15 +77,26 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
     """
     file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))
-    generation = read_json(folder, "generation_config.json", param="model", required=False)
-    if generation.get("eos_token_id") is not None:
-        raw = {**raw, "eos_token_id": generation["eos_token_id"]}
-    if not overrides:
-        return _read(raw, file)
-    nested = overrides.get("text_config")
-    flat = {key: value for key, value in overrides.items() if key != "text_config"}
+    generation = read_json(folder, _GENERATION, param="model", required=False)
+    if generation.get(_ENDS) is not None:
+        raw = {**raw, _ENDS: generation[_ENDS]}
+    nested = (overrides or {}).get("text_config")
+    flat = {key: value for key, value in (overrides or {}).items() if key != "text_config"}
     flat |= nested if isinstance(nested, Mapping) else {}
-    return overridden(raw, flat, lambda raw: _read(raw, file), param="hf_overrides")
+    found = overridden(raw, flat, lambda raw: _read(raw, file), param="hf_overrides")
+    if not all(0 <= token_id < found.vocab_size for token_id in found.eos_token_ids):
+        given = end_tokens_file(folder, flat)
+        wanted = f"token ids below vocab_size ({found.vocab_size}); set hf_overrides where the file is wrong"
+        raise wrong(given, _ENDS, list(found.eos_token_ids), wanted)
+    return found
+
+
+def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
+    """The file or setting that says which tokens end an answer."""
+    if _ENDS in (overrides or {}):
+        return "hf_overrides"
+    generation = read_json(folder, _GENERATION, param="model", required=False)
+    return str(folder / ("config.json" if generation.get(_ENDS) is None else _GENERATION))
 
 
 def _read(raw: Json, file: str) -> ModelSpec:
