@@ -148,8 +148,9 @@ class Tokenizer:
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def known(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those that the vocabulary has."""
-        return tuple(i for i in token_ids if self._backend.id_to_token(i) is not None)
+        """Those that the vocabulary has; none beyond ids that no token has, where grammars cannot follow."""
+        tokens = zip(token_ids, self.tokens(token_ids), strict=True)
+        return tuple(i for i, token in tokens if token is not None and i < self.vocab_size)
 
     # Any: the arguments of `ChatTemplate.render`.
     def apply_chat_template(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ....cluster.errors import CheckpointError
 from ....drafter.compute.config_json import Json, overridden, read_json, text_config, wrong
 from ..model.spec import ModelSpec
 from . import (
@@ -59,6 +60,7 @@ FAMILIES: Mapping[str, Reader] = {
 }
 
 _GENERATION, _ENDS = "generation_config.json", "eos_token_id"
+_QUANTIZED = "hf_quant_config.json"
 
 # Kin of what is served, and what of it is missing here.
 _LACKING: Mapping[str, str] = {
@@ -77,6 +79,7 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
     """
     file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))
+    _check_unquantised(folder)
     generation = read_json(folder, _GENERATION, param="model", required=False)
     if generation.get(_ENDS) is not None:
         raw = {**raw, _ENDS: generation[_ENDS]}
@@ -89,6 +92,18 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
         wanted = f"token ids below vocab_size ({found.vocab_size}); set hf_overrides where the file is wrong"
         raise wrong(given, _ENDS, list(found.eos_token_ids), wanted)
     return found
+
+
+def _check_unquantised(folder: Path) -> None:
+    """Refuse checkpoints of ModelOpt that say so in a file beside config.json alone."""
+    quantized = read_json(folder, _QUANTIZED, param="model", required=False).get("quantization")
+    if quantized is not None:
+        algorithm = quantized.get("quant_algo") if isinstance(quantized, Mapping) else quantized
+        raise CheckpointError(
+            f"{folder / _QUANTIZED} says that its weights are quantised ({algorithm}): such targets are not "
+            "served, use the unquantised checkpoint.",
+            param="model",
+        )
 
 
 def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
