@@ -26,7 +26,11 @@ from .demo_commands import run_command, serving
 from .serve_checks import free_port
 from .tables import decimals, print_table
 
-CHAT = "@@CHAT@@"
+# A prompt of models/prompts.jsonl that the small pair answers well.
+CHAT = "Write the function with this signature and docstring.\n\n" + (
+    "```python\ndef allowed_domains(self):\n"
+    '    """Return None, or the sequence of allowed domains (as a tuple)."""\n```'
+)
 ANSWER_TOKENS = 96
 ANSWER_TIMEOUT_S = 120.0
 ASKED = 3  # times of each mode, by turns; the median counts
@@ -178,7 +182,7 @@ def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], opti
     rates = [f"{bench[mode]['tokens_per_s']:,.0f}" for mode in ("on", "off")]
     rows = [
         ["chat: tokens", str(on.num_tokens), str(off.num_tokens), ""],
-        ["chat: events (steps of the target)", str(on.num_events), str(off.num_events), ""],
+        ["chat: events", str(on.num_events), str(off.num_events), ""],
         ["chat: tokens/s", f"{on.tokens_per_s:,.0f}", f"{off.tokens_per_s:,.0f}", _times(on, off)],
         [f"{many}: tokens/s", *rates, f"{bench['speedup']:.2f} x"],
     ]

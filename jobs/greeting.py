@@ -64,7 +64,11 @@ def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     from ..actors.tokenizer_config import read_chat_templates
 
     folder = plan_load(config).target_folder
-    body: dict[str, object] = {"model": settings.model_names(config.model)[0], "max_tokens": 64}
+    body: dict[str, object] = {
+        "model": settings.model_names(config.model)[0],
+        "max_tokens": 64,
+        "temperature": 0,
+    }
     if read_chat_templates(folder):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
     else:

@@ -231,9 +231,7 @@ def start_server(
             check_storage(settings.batch_storage)
         if settings.receipts is not None:
             check_writable(Path(settings.receipts), "receipts")
-        environment = ServeEnvironment(
-            plain_proxy=options.plain_proxy, probe_port=options.probe_port, verbose=options.verbose
-        )
+        environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
     if (warning := warning_of_exposure(options.host, settings)) is not None:
         report(warning)
     checks = in_thread(lambda: None if existing else _check_models(models, report))

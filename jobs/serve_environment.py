@@ -43,9 +43,6 @@ OF_ALL = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 
-# Unless the user asks for them: lines of Ray's own processes, which mean little to who serves a model.
-QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal"}
-
 # The same where HAProxy does.
 OF_HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -63,7 +60,6 @@ class ServeEnvironment:
     Args:
         plain_proxy: Serve's own proxy instead of HAProxy.
         probe_port: of HAProxy's frontend for probes alone; None: it has none.
-        verbose: leave Ray's own lines as they are.
 
     Raises:
         ConfigError: a limit of HAProxy's connections in the environment is no number that can be.
@@ -72,15 +68,13 @@ class ServeEnvironment:
         haproxy: its files, if it is used.
     """
 
-    def __init__(self, *, plain_proxy: bool, probe_port: int | None = None, verbose: bool = False) -> None:
+    def __init__(self, *, plain_proxy: bool, probe_port: int | None = None) -> None:
         if not plain_proxy:
             Connections.of(MOST_CONNECTIONS, os.environ)  # refuses what cannot be before Ray starts
         self.haproxy = None if plain_proxy else HAProxyFolder()
         wanted = OF_ALL | (
             _with_haproxy(self.haproxy) if self.haproxy else {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
         )
-        if not verbose:
-            wanted |= QUIET
         if probe_port is not None:
             wanted[PROBE_PORT] = str(probe_port)
         wanted = {name: value for name, value in wanted.items() if name not in os.environ}
