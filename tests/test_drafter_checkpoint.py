@@ -211,8 +211,9 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
     blob = tmp_path / "blobs/0123"
     blob.parent.mkdir()
     (folder / "model.safetensors").rename(blob)
-    (folder / "model.safetensors").symlink_to(blob)  # as in the hub's cache
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    shard = "model-00001-of-00001.safetensors"
+    (folder / shard).symlink_to(blob)  # as in the hub's cache
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
     assert TensorFolder(folder).shapes.keys() == tensors.keys()
     (tmp_path / "other.safetensors").write_bytes(blob.read_bytes())
     outside = str(tmp_path / "other.safetensors")
