@@ -243,6 +243,11 @@ def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str
     return path, field
 
 
+def keys_of(model: type[BaseModel]) -> frozenset[str]:
+    """All keys that a model reads, in every spelling."""
+    return frozenset(key for name, field in model.model_fields.items() for key in _keys(name, field))
+
+
 def _keys(name: str, field: FieldInfo) -> tuple[str, ...]:
     """How a field is spelled in the file."""
     alias = field.validation_alias
