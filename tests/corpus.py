@@ -41,7 +41,9 @@ SMALL = {
     },
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
     **{"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64, "draft_vocab_size": 64},
+    "num_target_layers": 4,
 }
+TAPS = ("target_layer_ids", "eagle_aux_hidden_state_layer_ids")
 SMALL_TAPS = [0, 1, 2]
 
 
@@ -68,10 +70,10 @@ def _changed(base: Mapping[str, Any], changes: Mapping[str, Any], without: set[s
     return made
 
 
-def write(name: str, folder: Path) -> Path:
+def write(name: str, folder: Path, *, small: bool) -> Path:
     """A folder with an entry's files; the tokenizer has its named tokens and no others."""
-    entry = ENTRIES[name]
-    files = {"config": config_of(name), "hf_quant_config": entry.get("hf_quant_config")}
+    entry, config = ENTRIES[name], config_of(name)
+    files = {"config": cut(config) if small else config, "hf_quant_config": entry.get("hf_quant_config")}
     if (tokenizer := tokenizer_of(name)) is not None:
         added = [
             {"id": token_id, "content": text, "special": True, "normalized": False}
@@ -97,20 +99,19 @@ def tokenizer_of(name: str) -> dict[str, Any] | None:
     return tokenizer_of(entry["like"]) if "like" in entry else None
 
 
-def cut(name: str) -> dict[str, Any]:
-    """Overrides that make a target or drafter tiny."""
-    raw = config_of(name)
-    body = raw.get("text_config", raw)
-    made: dict[str, Any] = {key: value for key, value in SMALL.items() if body.get(key)}
-    if name in CORPUS["drafters"]:
-        made |= {"num_hidden_layers": min(2, body["num_hidden_layers"])}
-        if "num_target_layers" in raw:
-            made["num_target_layers"] = SMALL["num_hidden_layers"]
-        if "dflash_config" in raw:
-            made["dflash_config"] = {"target_layer_ids": SMALL_TAPS}
-        if "eagle_config" in raw:
-            made["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": SMALL_TAPS}
-    return made
+def cut(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with small sizes, first entries of lists that have one per layer, and the first taps."""
+    if "text_config" in raw:
+        return {**raw, "text_config": cut(raw["text_config"])}
+    small: dict[str, Any] = {key: value for key, value in SMALL.items() if raw.get(key)}
+    depth = raw["num_hidden_layers"]
+    small["num_hidden_layers"] = min(depth, small["num_hidden_layers"])
+    for key, value in raw.items():
+        if isinstance(value, list) and len(value) == depth:
+            small[key] = value[: small["num_hidden_layers"]]
+        elif isinstance(value, dict):
+            small[key] = {inner: SMALL_TAPS if inner in TAPS else each for inner, each in value.items()}
+    return {**raw, **small}
 
 
 def settings(name: str, folder: Path, *, small: bool = False) -> EngineConfig:
@@ -118,16 +119,19 @@ def settings(name: str, folder: Path, *, small: bool = False) -> EngineConfig:
     entry = ENTRIES[name]
     target = entry.get("target", name)
     made: dict[str, Any] = {
-        **{"model": str(write(target, folder / "target")), "load_format": "dummy", "device": "cpu"},
+        **{
+            "model": str(write(target, folder / "target", small=small)),
+            "load_format": "dummy",
+            "device": "cpu",
+        },
         **{"skip_tokenizer_init": tokenizer_of(target) is None, "dtype": "float32", "num_threads": 1},
     }
     if small:
-        made |= {"hf_overrides": cut(target), "max_num_seqs": 1, "num_pages": 32, "max_model_len": 64}
+        made |= {"max_num_seqs": 1, "num_pages": 32, "max_model_len": 64}
         made["max_num_batched_tokens"] = 16
     if "target" in entry:
-        drafter: dict[str, Any] = {"model": str(write(name, folder / "drafter"))}
+        drafter: dict[str, Any] = {"model": str(write(name, folder / "drafter", small=small))}
         drafter |= {"method": entry["method"]} if "method" in entry else {}
-        drafter |= {"hf_overrides": cut(name)} if small else {}
         made["speculative_config"] = drafter
     return EngineConfig.from_dict(made)
 

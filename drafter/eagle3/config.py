@@ -17,7 +17,7 @@ from ..compute.rope import RopeConfig
 from ..dflash.features import TargetFacts
 from ..dflash.formats import KINDS as DFLASH_KINDS
 from ..drafter_shape import DrafterShape, DraftLayer
-from .formats import KINDS, LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators
+from .formats import KINDS, LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
 
 DEFAULT_DRAFTS = 5  # passes of a step: few published drafters are trained for more
 
@@ -116,6 +116,7 @@ def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3C
 
 
 def _read_speculators(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:
+    parse(SpeculatorsKind, raw, file)
     top = parse(Speculators, raw, file)
     return Eagle3Config(
         **_shape(top.transformer_layer_config, top, raw["transformer_layer_config"], file),

@@ -204,21 +204,24 @@ def _with_end_token(
 def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> int:
     """The setting, or the shorter of both models' limits; ConfigError if it is beyond one.
 
-    EAGLE-3's published drafters name a training length (2048 for targets of 128k): it bounds nothing.
+    A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
+    published drafters name a training length (2048 for targets of 128k): it bounds nothing.
     """
-    limits = {"the target": target.max_position_embeddings}
+    ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
+    limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
     trained = None
     if isinstance(drafter, DrafterConfig):
         trained = drafter.rope.scaling.get("max_position_embeddings")
-    if isinstance(trained, int):
-        limits["the drafter"] = trained
+    if drafter is not None and isinstance(trained, int):
+        limits["the drafter"] = max(trained, drafter.rope.max_positions)
     who, limit = min(limits.items(), key=lambda item: item[1])
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
         remedy = ", or drop speculative_config" if who == "the drafter" else ""
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is longer than {who}'s max_position_embeddings ({limit}). "
+            f"max_model_len={config.max_model_len} is longer than {who}'s limit ({limit}: "
+            f"max_position_embeddings, or yarn's factor x original length). "
             f"Set max_model_len to at most {limit}{remedy}.",
             param="max_model_len",
         )
