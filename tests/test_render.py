@@ -21,8 +21,6 @@ from manta.cluster.errors import ConfigError, PlacementError
 from manta.jobs.cli import app
 from manta.jobs.render.documents import render_document
 from manta.jobs.render.pins import ENVIRONMENT
-from manta.jobs.settings import APPLICATION_KEYS
-from ray.serve.schema import ServeApplicationSchema
 
 SCHEMAS = Path(__file__).parent / "kuberay"
 BATCH = ["--input", "s3://bucket/in/*.parquet", "--output", "s3://bucket/out", "--prompt-column", "question"]
@@ -271,7 +269,3 @@ def test_a_config_with_keys_in_it_is_not_made_into_anything(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="api_key_file") as caught:
         rendered("systemd", config(tmp_path, api_key="secret"))
     assert "secret" not in caught.value.message
-
-
-def test_the_known_keys_of_an_application_are_serves_own() -> None:
-    assert sorted(APPLICATION_KEYS) == sorted(ServeApplicationSchema.model_fields)
