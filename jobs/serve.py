@@ -173,8 +173,13 @@ class Server:
             [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
         )
 
-    def stop(self) -> None:
-        """End the application, and Ray too if it was started here. Idempotent."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the application, and Ray too if it was started here. Idempotent.
+
+        Args:
+            at_once: nothing is served yet, so a Ray that was started here ends without asking its replicas,
+                which would first load their models.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -184,7 +189,7 @@ class Server:
 
         if self._owns_ray:
             worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
-            if not self._ray_is_lost:  # else nobody is left to be asked
+            if not (self._ray_is_lost or at_once):
                 serve.shutdown()
             ray.shutdown()
             worker._worker_logs_enabled = True
@@ -245,7 +250,7 @@ def start_server(
             checks.result()
         _deploy(server, models, options, report)
     except BaseException:
-        server.stop()
+        server.stop(at_once=True)
         raise
     report(f"serving on {server.url}" + (f"; live page: {server.url}/ui" if settings.ui else ""))
     if not existing:
