@@ -97,14 +97,19 @@ def latest(ctx: ServeContext) -> list[ReplicaFigures]:
     return [ReplicaFigures(**figures) for figures in found.values() if len(figures) == len(_FIGURES)]
 
 
+def initial_replicas(least: int) -> int:
+    """The first replica comes also where none need stay."""
+    return max(least, 1)
+
+
 def scaling_options(least: int, most: int, rules: ScalingRules) -> dict[str, Any]:  # Any: Serve's options
-    """How many replicas: a fixed number, or between two as the load asks. The first one comes in any case."""
+    """How many replicas: a fixed number, or between two as the load asks."""
     if least == most:
         return {"num_replicas": most}
     return {
         "autoscaling_config": {
             "min_replicas": least,
-            "initial_replicas": max(least, 1),
+            "initial_replicas": initial_replicas(least),
             "max_replicas": most,
             "metrics_interval_s": METRICS_INTERVAL_S,
             "look_back_period_s": LOOK_BACK_S,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats, SequenceUpdate
-from ..cluster.errors import ENDINGS, OutputProcessingError
+from ..cluster.errors import ENDINGS, MantaError
 from ..cluster.executor import ExecutorInfo
 from ..cluster.request import FinishReason, SamplingParams
 from .chat.template import Message
@@ -58,7 +58,7 @@ class LLM:
         self._grammars = GrammarDoor.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
-        self._failures: dict[str, OutputProcessingError] = {}  # by request id, until it is told
+        self._failures: dict[str, MantaError] = {}  # by request id, until it is told
 
     @property
     def info(self) -> ExecutorInfo:

@@ -21,9 +21,9 @@ import ray
 from ray import serve
 
 from ..cluster.config import EngineConfig
-from ..cluster.placement import Topology
+from ..cluster.placement import Demand, Topology
 from ..cluster.replica_figures import FiguresMeter
-from .autoscaling import scaling_options
+from .autoscaling import initial_replicas, scaling_options
 from .collector import spare_streams
 from .gateway.deployment import GATEWAY, Gateway, door_host
 from .gateway.directory import DirectoryClient
@@ -221,7 +221,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:  # Any: values come
 
     Raises:
         ConfigError: a setting is unknown or wrong; nothing has been started.
-        PlacementError: one replica has no room in the Ray that runs. (How many there are to be is Serve's.)
+        PlacementError: the replicas that there are to be at first have no room in the Ray that runs.
     """
     refuse_written_keys(args, "what stands under `args`")
     return build_application(split_models(args))
@@ -237,6 +237,7 @@ def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> 
     models = [(config, with_keys(settings)) for config, settings in models]
     for _, settings in models:
         check_tracing(settings)
+    _check_place(models)
     if len(models) > 1 or any(wants_gateway(settings.replicas) for _, settings in models):
         return _gateway_app(models)
     ((config, settings),) = models
@@ -245,11 +246,7 @@ def build_application(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> 
 
 
 def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve.Application:
-    """The application of several replicas or models.
-
-    Raises:
-        PlacementError: a replica has no room in the Ray that runs.
-    """
+    """The application of several replicas or models."""
     engines = [_engine(i, config, settings) for i, (config, settings) in enumerate(models)]
     served = [
         ServedModel(settings.model_names(config.model), sleeps=parse_replicas(settings.replicas)[0] == 0)
@@ -271,17 +268,18 @@ def _gateway_app(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> serve
 
 
 def _engine(index: int, config: EngineConfig, settings: ServerSettings) -> serve.Application:
-    name = DEPLOYMENT if index == 0 else f"{DEPLOYMENT}-{index + 1}"
-    wrap = serve.deployment(**deployment_options(config, settings, name))
+    wrap = serve.deployment(**deployment_options(config, settings, _deployment_name(index)))
     return wrap(RoutedReplica).bind(config, settings)
+
+
+def _deployment_name(index: int) -> str:
+    return DEPLOYMENT if index == 0 else f"{DEPLOYMENT}-{index + 1}"
 
 
 def deployment_options(
     config: EngineConfig, settings: ServerSettings, name: str = DEPLOYMENT
 ) -> dict[str, Any]:  # Any: Serve's options.
     """How Serve is to keep the replicas of one engine."""
-    topology = Topology.of(config, _largest_node())
-    _check_place(topology, name)
     return {
         "name": name,
         # A request too many is refused by the replica, in OpenAI's shape; Serve would in plain text, where
@@ -294,7 +292,7 @@ def deployment_options(
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "max_constructor_retry_count": 2,
-        **placement_options(topology),
+        **placement_options(Topology.of(config, _largest_node())),
         **scaling_options(*parse_replicas(settings.replicas), settings.scaling),
     }
 
@@ -324,13 +322,18 @@ def placement_options(topology: Topology) -> dict[str, Any]:  # Any: Serve's opt
     }
 
 
-def _check_place(topology: Topology, deployment: str) -> None:
+def _check_place(models: Sequence[tuple[EngineConfig, ServerSettings]]) -> None:
     """A driver may build the application before it connects: where it will run is not known then."""
-    bundles = topology.replica_bundles(REPLICA_CPUS)
+    demands: list[Demand] = []
+    for i, (config, settings) in enumerate(models):
+        topology = Topology.of(config, _largest_node())
+        bundles = topology.replica_bundles(REPLICA_CPUS)
+        first = initial_replicas(parse_replicas(settings.replicas)[0])
+        demands.append(Demand(_deployment_name(i), topology, bundles, first))
     if ray.is_initialized():
-        check_room(topology, bundles, deployment)
+        check_room(demands)
     else:
-        warn_of_this_machine(topology, bundles)
+        warn_of_this_machine(demands)
 
 
 def _largest_node() -> Mapping[str, float]:

@@ -9,6 +9,7 @@ asked what is free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -99,19 +100,33 @@ class Topology:
                 f"{self} needs {lacking} on the engine's node. {self.remedy()}", param=self.param()
             )
 
-    def check_ever(self, bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> None:
-        """Raise PlacementError unless some node, were it empty, could hold all the bundles."""
+    def check_ever(self, bundles: list[Bundle], nodes: Sequence[NodeRoom], replicas: int = 1) -> None:
+        """Raise PlacementError unless the nodes, were they empty, hold all replicas, each on one node."""
         needs = total(bundles)
         lacking = shortfall(needs, _nearest(needs, [node.resources for node in nodes]))
         if lacking:
             raise PlacementError(f"{self} needs {lacking} on one node. {self.remedy()}", param=self.param())
+        if (fitting := num_fitting(needs, [node.resources for node in nodes])) < replicas:
+            raise PlacementError(
+                f"replicas={replicas}: each needs {spell(needs)} on one node, and the nodes hold {fitting}. "
+                f"Lower replicas to {fitting}, or add nodes.",
+                param="replicas",
+            )
 
-    def check_free(self, bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> None:
-        """Raise PlacementError unless some node has room for all the bundles now."""
+    def check_free(self, bundles: list[Bundle], nodes: Sequence[NodeRoom], replicas: int = 1) -> None:
+        """Raise PlacementError unless the nodes have room for all replicas now."""
         lacking = lacking_now(bundles, nodes)
         if lacking:
             raise PlacementError(
                 f"{self} needs {lacking}. {self.remedy('End what runs there')}", param=self.param()
+            )
+        needs = total(bundles)
+        if (fitting := num_fitting(needs, [node.free for node in nodes])) < replicas:
+            raise PlacementError(
+                f"replicas={replicas}: each needs {spell(needs)} free on one node, and there is room for "
+                f"{fitting} now{_who_holds(_together(nodes), needs)}. End what runs there, or lower replicas "
+                f"to {fitting}.",
+                param="replicas",
             )
 
     def check_drafter(self, node: NodeRoom) -> None:
@@ -142,6 +157,57 @@ class Topology:
         return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "speculative_config.placement"
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The replicas of one deployment that a cluster is to hold.
+
+    Attributes:
+        bundles: of each of them; they are placed on one node.
+    """
+
+    deployment: str
+    topology: Topology
+    bundles: list[Bundle]
+    replicas: int
+
+
+def check_ever(demands: Sequence[Demand], nodes: Sequence[NodeRoom]) -> None:
+    """Raise PlacementError unless the nodes, were they empty, hold each deployment, and the sum of all."""
+    for each in demands:
+        each.topology.check_ever(each.bundles, nodes, each.replicas)
+    _check_sum(demands, [node.resources for node in nodes], "have")
+
+
+def check_free(demands: Sequence[Demand], nodes: Sequence[NodeRoom]) -> None:
+    """Raise PlacementError unless the nodes have room now for each deployment, and for the sum of all."""
+    for each in demands:
+        each.topology.check_free(each.bundles, nodes, each.replicas)
+    _check_sum(demands, [node.free for node in nodes], "have free")
+
+
+def _check_sum(demands: Sequence[Demand], nodes: Sequence[Mapping[str, float]], have: str) -> None:
+    needs = total([total(each.bundles * each.replicas) for each in demands])
+    there = total([dict(node) for node in nodes])
+    if shortfall(needs, there):
+        has = {name: there.get(name, 0.0) for name in needs}
+        raise PlacementError(
+            f"The replicas of {len(demands)} models need {spell(needs)} together, and the nodes {have} "
+            f"{spell(has)}. Serve fewer models or replicas, or add nodes.",
+            param="models",
+        )
+
+
+def num_fitting(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many things of these needs the nodes hold together; none is spread over two."""
+    return sum(
+        min(math.floor(node.get(name, 0.0) / need + 1e-6) for name, need in needs.items()) for node in nodes
+    )
+
+
+def spell(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
 def lacking_now(bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> str:
     """What is not free on the node that has most of it, and who holds it; empty if one has room for all.
 
@@ -165,12 +231,15 @@ def _who_holds(node: NodeRoom, needs: Mapping[str, float]) -> str:
         for k in needs
     }
     everyone = {**held, "other actors and tasks": {k: v for k, v in rest.items() if v > 1e-6}}
-    said = [f"{name}: {_amounts(bundle)}" for name, bundle in everyone.items() if bundle]
+    said = [f"{name}: {spell(bundle)}" for name, bundle in everyone.items() if bundle]
     return f"; held by {', '.join(said)}" if said else ""
 
 
-def _amounts(bundle: Mapping[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+def _together(nodes: Sequence[NodeRoom]) -> NodeRoom:
+    names = {name for node in nodes for name in node.held}
+    held = {name: total([node.held.get(name, {}) for node in nodes]) for name in sorted(names)}
+    resources = total([dict(node.resources) for node in nodes])
+    return NodeRoom(resources, total([dict(node.free) for node in nodes]), held)
 
 
 def _nearest(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .config import EngineConfig
 from .errors import PlacementError
-from .placement import CPUS_PER_CPU_WORKER, Bundle, Topology, total
+from .placement import CPUS_PER_CPU_WORKER, Bundle, Topology, num_fitting, spell, total
 
 Resources = Mapping[str, float]  # of one node, by Ray's names
 
@@ -38,10 +38,7 @@ class Claim:
 
     def num_fitting(self, nodes: Sequence[Resources]) -> int:
         """How many engines of this claim the nodes hold together; none is spread over two."""
-        return sum(self._on(node) for node in nodes)
-
-    def _on(self, node: Resources) -> int:
-        return min(math.floor(node.get(name, 0.0) / need + 1e-6) for name, need in self.needs.items())
+        return num_fitting(self.needs, nodes)
 
 
 def full_claim(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -> Claim:
@@ -115,10 +112,6 @@ def lacking(claim: Claim, engines: int, nodes: Sequence[Resources], free: Sequen
     there = ", ".join(_free_of(name, nodes, free, only=len(claim.needs) == 1) for name in claim.needs)
     apart = claim.num_fitting([total([dict(node) for node in free])]) >= engines
     return f"{wanted}; {there}{', but not on one node' if apart else ''}"
-
-
-def spell(resources: Resources) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 def _free_of(name: str, nodes: Sequence[Resources], free: Sequence[Resources], *, only: bool) -> str:

@@ -347,7 +347,8 @@ class Scheduler:
     # A step is committed.
 
     def commit(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
-        """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens."""
+        """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens
+        or failed."""
         assert self._in_flight, "a result without a plan"
         flight = self._in_flight.popleft()
         outcome = read_result(self.table, flight.plan, flight.staying_R, result)
@@ -355,6 +356,8 @@ class Scheduler:
         self.journal.stepped(flight.plan, flight.planned_s, outcome, result.timings, now_s)
         self._take_prompt_logprobs(outcome)
         self._append_tokens(outcome)
+        if outcome.failed.any():  # what they computed is of no use to others
+            self.books.forget(outcome.slots[outcome.failed].tolist())
         self.books.remember_full_pages(self.table, outcome.slots)
         if self.books.states is not None:
             self.books.states.settle(flight.plan, outcome, self.table)

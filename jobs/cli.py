@@ -36,6 +36,7 @@ from .server_flags import server_options
 from .settings import engine_config, sampling_params, used_config
 from .simulate.cli import simulate
 from .stop import Stopped, StopSignals
+from .vllm_flags import without_vllm_flags
 
 app = typer.Typer(
     name="manta",
@@ -44,7 +45,10 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long option names
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --max_num_seqs, as vLLM takes it
+    },
 )
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         _speak_utf8()
     try:
-        app(arguments, prog_name="manta")
+        app(without_vllm_flags(sys.argv[1:] if arguments is None else arguments), prog_name="manta")
     except MantaError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(error.message)}")
         sys.exit(1)
@@ -134,7 +138,8 @@ def generate(
     config, params = engine_config(settings), sampling_params(sampling)
     from .generate import generate_text
 
-    generate_text(config, _standard_input() if prompt == "-" else prompt, params)
+    text = _standard_input() if prompt == "-" else prompt
+    generate_text(config, text, params, limit=sampling.get("max_tokens"))
 
 
 @app.command()
@@ -150,7 +155,7 @@ def chat(
     config, params = engine_config(settings), sampling_params(sampling)
     from .chat import run_chat
 
-    run_chat(config, params, system)
+    run_chat(config, params, system, limit=sampling.get("max_tokens"))
 
 
 @app.command()
@@ -219,13 +224,14 @@ def demo(
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Rows that run at once.")] = 2,
 ) -> None:
     """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
+    from ..actors.checkpoints import shipped
     from .demo import DemoOptions, run_demo
 
     run_demo(
         DemoOptions(
-            target=target,
-            drafter=drafter,
-            prompts=prompts,
+            target=shipped(target),
+            drafter=shipped(drafter),
+            prompts=shipped(prompts),
             rows=rows,
             max_tokens=max_tokens,
             max_num_seqs=max_num_seqs,

@@ -50,6 +50,7 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
         size += drafter_size
         drafts = plan.num_speculative_tokens
         yield f"drafter: {plan.drafter_folder} ({as_size(drafter_size)}), up to {drafts} drafts a step"
+    yield from plan.doubts
     kind = plan.device.type
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -60,6 +61,7 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
 def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     """A line for a shell that asks the server at `url` something."""
     from ..actors.targets.loading.plan import plan_load
+    from ..actors.tokenizer_config import read_chat_templates
 
     folder = plan_load(config).target_folder
     body: dict[str, object] = {
@@ -67,7 +69,7 @@ def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
         "max_tokens": 64,
         "temperature": 0,
     }
-    if _has_chat_template(folder):
+    if read_chat_templates(folder):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
     else:
         path, body["prompt"] = "completions", "def fibonacci(n):"
@@ -86,10 +88,3 @@ def as_size(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
-
-
-def _has_chat_template(folder: Path) -> bool:
-    settings = folder / "tokenizer_config.json"
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    return settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))

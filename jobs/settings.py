@@ -17,11 +17,10 @@ from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ..cluster.errors import ConfigError
 from ..cluster.request import SamplingParams
+from ..cluster.vllm_settings import accept, accept_speculation
 from .config_file import read_config_file
 
 DEFAULT_CONFIG = Path("ray_config.yaml")
-# vLLM's names for what is called otherwise here.
-ALIASES = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages"}
 # Flag -> the key of `speculative_config` that it refines.
 _REFINED = {"spec_model": "model", "spec_method": "method", "spec_tokens": "num_speculative_tokens"}
 _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
@@ -44,7 +43,8 @@ def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) ->
     settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
     if not settings.get("model") and not settings.get("models"):
         raise ConfigError(
-            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config).",
+            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config). The "
+            "pair that ships is --model models/target --spec-model models/drafter.",
             param="model",
         )
     return settings
@@ -67,8 +67,7 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a YAML file: a Serve config's `applications[0].args`, or a mapping of flag names."""
-    names = {str(key).replace("-", "_"): value for key, value in read_config_file(path).settings.items()}
-    settings = {ALIASES.get(name, name): value for name, value in names.items()}
+    settings = accept({str(k).replace("-", "_"): item for k, item in read_config_file(path).settings.items()})
     refuse_written_keys(settings, f"{path}, as any Serve config,")
     speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
     return settings | {"speculative_config": merge_speculation(None, speculation)}
@@ -115,6 +114,6 @@ def parse_speculation(value: Any) -> dict[str, Any] | None:
             f"speculative_config={value!r} must be a mapping with the drafter's `model`, or none.",
             param="speculative_config",
         )
-    config = {str(key).replace("-", "_"): item for key, item in value.items()}
+    config = accept_speculation({str(key).replace("-", "_"): item for key, item in value.items()})
     from_mapping(SpeculativeConfig, config, "speculative_config.")
     return config

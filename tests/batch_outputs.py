@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from manta.actors.batch.answering import Result
+from manta.actors.batch.contents import results_in
 from manta.actors.batch.paper import JobPaper
-from manta.actors.batch.parts import OutputForm
+from manta.actors.batch.parts import PART_NAME, OutputForm
 from manta.actors.batch.storage import Storage
 
 COLUMNS = pa.schema([("category", pa.string()), ("score", pa.float64())])
@@ -51,8 +52,7 @@ def paper(num_rows: int, given: OutputForm | None = None, **changes: Any) -> Job
 
 def parts(output: Storage) -> list[str]:
     """The names of all that a reader would take for results."""
-    names = [entry.name for entry in output.entries()]
-    return [name for name in names if name.startswith(("part-", "errors-"))]
+    return sorted(entry.name for entry in results_in(output) if PART_NAME.fullmatch(entry.name))
 
 
 def rows_in(output: Storage, names: Iterable[str]) -> Iterator[Mapping[str, Any]]:
@@ -72,4 +72,4 @@ def numbers_in(output: Storage, names: Iterable[str]) -> list[int]:
 
 
 def manifest(output: Storage) -> dict[str, Any]:
-    return json.loads(output.read("manifest.json"))
+    return json.loads(output.read("_manifest.json"))

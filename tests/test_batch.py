@@ -111,7 +111,7 @@ def test_every_row_is_answered_or_explained(answered: Answered) -> None:
         "none": "messages or prompt",
     }
     assert json.loads(rows["cold"]["input"])["temperature"] == -1.0
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "_report.json").read_text())
     assert report["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in rows.values())
 
 
@@ -173,11 +173,13 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
     assert body["choices"][1]["message"]["role"] == "assistant"
     assert body["usage"]["completion_tokens"] <= 16
     assert by_id["text"]["response"]["body"]["object"] == "text_completion"
-    assert by_id["embed"]["error"]["param"] == "url"
-    assert by_id["template"]["error"]["param"] == "chat_template_kwargs.add_generation_prompt"
+    errors = {name: row["response"]["body"].get("error") for name, row in by_id.items()}
+    assert errors["embed"]["param"] == "url"
+    assert errors["template"]["param"] == "chat_template_kwargs.add_generation_prompt"
     (broken,) = (row for row in by_id.values() if row.get("input") == "{broken")
-    assert broken["error"]["code"] == "BadRequestError"
-    assert len(list((tmp_path / "out").glob("errors-*.jsonl"))) == 1
+    assert broken["response"]["status_code"] == 400
+    assert ["input" in by_id[name] for name in ("embed", "chat")] == [False, False]
+    assert len(list((tmp_path / "out").glob("_errors/errors-*.jsonl"))) == 1
 
 
 def test_a_wrong_job_ends_before_anything_is_written(

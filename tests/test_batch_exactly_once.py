@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 from manta.actors.batch import ledger as ledgers
 from manta.actors.batch import writer as writers
 from manta.actors.batch.ledger import Ledger
+from manta.actors.batch.parts import part_of
 from manta.actors.batch.rows import id_hash
 from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
@@ -334,15 +335,12 @@ class Job(RuleBasedStateMachine):
         names = parts(self.storage)
         assert sorted(numbers_in(self.storage, names)) == sorted(self.ids)
         assert sorted(part["file"] for part in manifest(self.storage)["parts"]) == names
-        records = {
-            entry.name[len("_manta/records/") : -len(".json")]
-            for entry in self.storage.entries("_manta/records")
-        }
+        records = {part_of(entry.name) for entry in self.storage.entries("_manta/records")}
         assert records == set(names)
         failed = [row for row in rows_in(self.storage, names) if row["error"]]
         assert len(failed) == manifest(self.storage)["failed"]
         if self.ordered:
-            for kind in ("part-", "errors-"):
+            for kind in ("part-", "_errors/"):
                 rows = numbers_in(self.storage, [name for name in names if name.startswith(kind)])
                 numbers = [self.ids.index(row) for row in rows]
                 assert numbers == sorted(numbers)

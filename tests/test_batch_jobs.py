@@ -68,16 +68,20 @@ def test_csv_and_text_are_answered_with_default_flags(model: str, tmp_path: Path
 
 
 def test_a_template_makes_prompts_and_columns_are_handed_on(model: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("id,word,language\na,house,French\nb,tree,Dutch\n")
+    rows = [{"id": "a", "word": "house", "language": "French", "n": 1.0}]
+    rows += [{"id": "b", "word": "tree", "language": ["Dutch"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = run(
         model,
-        tmp_path / "rows.csv",
+        tmp_path / "rows.jsonl",
         tmp_path / "out",
         template="{word} in {language}",
-        pass_through=("language",),
+        pass_through=("language", "n"),
     )
     assert (figures.rows, figures.failed) == (2, 0)
-    assert [row["language"] for row in read_results(tmp_path / "out")] == ["French", "Dutch"]
+    french, dutch = read_results(tmp_path / "out")
+    assert (french["language"], french["n"], dutch["language"]) == ("French", 1.0, ["Dutch"])
+    assert "n" not in dutch
 
 
 def test_parts_read_by_name_give_the_rows_in_order_where_that_is_asked(model: str, tmp_path: Path) -> None:
@@ -131,13 +135,13 @@ def test_failed_rows_are_answered_again_on_request_and_stand_once(model: str, tm
             category_column="kind",
         )
         assert (figures.rows, figures.failed) == (2, 1)
-        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        report = json.loads((tmp_path / "out" / "_report.json").read_text())
         assert (report["ok"], report["failed"]) == (1, 1)
         assert [error["rows"] for error in report["errors"].values()] == [1]
         counted = report["acceptance"]["by_category"]["x"]
         assert (counted["rows"], counted["failed"]) == (2, 1)
         assert [row["id"] for row in read_results(tmp_path / "out")] == ["bad", "good"]
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert [each["run"] for each in manifest["runs"]] == [1, 2]
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from batch_outputs import form, manifest, numbers_in, paper, parts, result, results, rows_in
+from batch_outputs import COLUMNS, form, manifest, numbers_in, paper, parts, result, results, rows_in
 from manta.actors.batch import answering
 from manta.actors.batch import ledger as ledgers
 from manta.actors.batch import parts as part_files
@@ -31,6 +32,7 @@ from manta.actors.batch.storage import Storage
 from manta.actors.batch.writer import RowWriter
 from manta.cluster.errors import ConfigError, OutputError
 from manta.cluster.row_ranges import count, of_rows
+from pyarrow.dataset import dataset
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "openai"])
@@ -97,13 +99,67 @@ def test_a_finished_output_says_what_is_in_it_and_a_further_run_has_nothing_to_d
     for part in said["parts"]:
         content = output.read(part["file"])
         assert (len(content), hashlib.sha256(content).hexdigest()) == (part["bytes"], part["sha256"])
-    assert json.loads(output.read("report.json")) == {"rows": 5}
-    assert output.read("report.html") == b"<html></html>"
+    assert json.loads(output.read("_report.json")) == {"rows": 5}
+    assert output.read("_report.html") == b"<html></html>"
     assert [run["run"] for run in said["runs"]] == [1, 2]
     ledger = Ledger.open(output, paper(6, about={"drafter": "another"}))
     assert (ledger.complete, ledger.left, ledger.failed) == (True, (), ((2, 3),))
     ledger.close()
     assert output.entry("_SUCCESS") is not None
+
+
+def put_back(output: Storage) -> None:
+    """Give an output the layout that it had before failed rows and papers had names with `_`."""
+    folder = Path(output.root)
+    for path in (*folder.glob("_errors/*"), *folder.glob("_report.*"), *folder.glob("_manifest.json")):
+        path.rename(folder / path.name.removeprefix("_"))
+    papers = (*folder.glob("_manta/records/errors-*"), folder / "_manta/job.json", *folder.glob("m*.json"))
+    for path in papers:
+        path.write_text(path.read_text().replace("_errors/", "").replace('"version": 2', '"version": 1'))
+
+
+def test_an_output_of_an_earlier_version_is_brought_into_todays_layout(output: Storage) -> None:
+    job = paper(6)
+    answer(output, job, range(4), failed=[2])
+    put_back(output)
+    ledger = answer(output, job, [4, 5], failed=[5])
+    assert (ledger.answered, ledger.failed) == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
+    finish(output, job)
+    found = {path.name: path.read_bytes() for path in Path(output.root).rglob("*.json*")}
+    put_back(output)
+    assert not [name for name in parts(output) if name.startswith("_")]
+    ledger = Ledger.open(output, job)
+    assert (ledger.complete, ledger.failed) == (True, ((2, 3), (5, 6)))
+    ledger.close()
+    assert sorted(numbers_in(output, parts(output))) == list(range(6))
+    assert found.keys() == {path.name for path in Path(output.root).rglob("*.json*")}
+    put_back(output)
+    answer(output, job, range(6), overwrite=True)
+    finish(output, job)
+    left = {path.name for path in Path(output.root).iterdir()} - set(parts(output))
+    assert left == {"_SUCCESS", "_manta", "_manifest.json", "_report.html", "_report.json"}
+
+
+def test_a_finished_folder_is_a_dataset_of_its_answers(output: Storage) -> None:
+    """Of one schema, though a column has no value in one file; DuckDB and Spark take the same names."""
+    columns = pa.schema([*COLUMNS, ("note", pa.string())])
+    job = paper(8, form("parquet", columns=columns))
+    ledger = Ledger.open(output, job)
+    for rows, note in ((range(4), None), (range(4, 8), "x")):
+        writer = RowWriter(output, job.form, run=ledger.run, shard=0, writer=uuid.uuid4().hex)
+        writer.add([{**each, "note": note} for each in results(rows, failed=[2])])
+        writer.close()
+    ledger.finish({"rows": 8}, html="<html></html>")
+    ledger.close()
+    wanted = {f"id-{row}" for row in range(8) if row != 2}
+    assert set(pd.read_parquet(output.root)["id"]) == wanted
+    found = dataset(output.root, format="parquet")
+    assert set(found.to_table()["id"].to_pylist()) == wanted
+    files = sorted(Path(output.root).glob("*.parquet"))
+    assert sorted(map(Path, found.files)) == files and len(files) == 2
+    assert {pq.read_schema(path).field("note").type for path in files} == {pa.string()}
+    others = [path.name for path in Path(output.root).iterdir() if path not in files]
+    assert all(name.startswith("_") for name in others)
 
 
 @pytest.mark.parametrize(("again", "left"), [([1, 3, 5], [5]), ([3, 5], [1, 5])])
@@ -128,7 +184,7 @@ def test_failed_rows_that_are_answered_later_leave_the_errors_and_the_figures(
     reread = Ledger.open(output, job)
     check_figures(reread, left)
     reread.close()
-    errors = [name for name in parts(output) if name.startswith("errors-")]
+    errors = [name for name in parts(output) if name.startswith("_errors/")]
     assert (sorted(numbers_in(output, errors)), manifest(output)["failed"]) == (left, len(left))
     assert sorted(numbers_in(output, parts(output))) == list(range(8))
 
@@ -559,5 +615,5 @@ def test_an_output_of_five_million_rows_opens_soon_and_by_few_requests(
     ledger = Ledger.open(output, job)
     assert time.monotonic() - began_s < 8
     assert count(ledger.answered) == 1 + 1299 * 128 * 29
-    assert len(listings) == 4  # before anything, then segments, parts and records
+    assert len(listings) == 6  # results and failed rows before anything, and again; segments; records
     ledger.close()

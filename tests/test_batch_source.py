@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -20,9 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.batch import numbering, reading, text_records
 from manta.actors.batch import survey as surveying
-from manta.actors.batch.columns import handed_on
+from manta.actors.batch.answering import RESULT_SCHEMA, failure
+from manta.actors.batch.columns import ColumnTypes, as_members, handed_on
+from manta.actors.batch.parts import OutputForm, part_content
 from manta.actors.batch.reading import Row, RowReader, id_of, record_of
-from manta.actors.batch.rows import Layout, content_id, id_hash
+from manta.actors.batch.rows import Layout, content_id, id_hash, parse_line
 from manta.actors.batch.source import Source, open_source
 from manta.actors.batch.survey import survey
 from manta.cluster.errors import DatasetError, RequestError
@@ -334,21 +337,25 @@ def test_columns_that_are_handed_on_have_the_types_of_the_data(tmp_path: Path) -
             "s": "a",
             "mixed": 1,
             "list": [1],
-            "large": 2**63,
+            "large": 2**64 + 1,
+            "wide": 2**53 + 1,
+            "wide_f": 2**53 + 1,
         },
-        {"id": 2, "prompt": "x", "n": None, "f": 0.5, "b": None, "s": "b", "mixed": "a", "list": []},
+        {"id": 2, "prompt": "x", "n": None, "f": 0.5, "b": None, "s": "b", "mixed": "a", "list": []}
+        | {"large": 1, "wide": 1, "wide_f": 0.5},
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kinds = {"n": "int64", "f": "double", "b": "bool", "s": "string"}
-    kinds |= dict.fromkeys(("mixed", "list", "large"), "string")
+    kinds = {"n": "int64", "f": "double", "b": "bool", "s": "string", "wide": "int64"}
+    kinds |= dict.fromkeys(("mixed", "list", "large", "wide_f"), "string")
     assert columns_of(path, "all") == {"prompt": "string", **kinds}
     assert columns_of(path, ("s", "n")) == {"s": "string", "n": "int64"}
     source = open_source([path])
     schema = survey(source, Layout(lines=True, columns="all"), duplicates="number").columns
-    kept = [handed_on(row, schema) for row in rows]
+    kept = [handed_on(row, schema, json.dumps(row)) for row in rows]
     assert pa.Table.from_pylist(kept, schema).to_pylist() == kept
     assert [row["mixed"] for row in kept] == ["1", '"a"']
+    assert [row["large"] for row in kept] == ["18446744073709551617", "1"]
     table = pa.table(
         {"prompt": ["x"], "day": [date(2026, 1, 2)], "kind": pa.array(["a"]).dictionary_encode()}
     )
@@ -356,6 +363,61 @@ def test_columns_that_are_handed_on_have_the_types_of_the_data(tmp_path: Path) -
     assert columns_of(tmp_path / "rows.parquet", ("kind", "day")) == {"kind": "string", "day": "date32[day]"}
     (tmp_path / "rows.csv").write_text("prompt,n\nx,1\n")
     assert columns_of(tmp_path / "rows.csv", "all") == {"prompt": "string", "n": "string"}
+
+
+NUMBERS = ("1", "-0", "1.0", "1e400", "0.10", "1E5", "18446744073709551617", "9" * 400, "NaN")
+SCALARS = ("null", "true", r'"\u00e9\\\"{[,:"', '""', '"\u2028\x85"', *NUMBERS)
+
+
+def written(members: Mapping[Any, str]) -> str:
+    """An object in JSON, with more space than it needs."""
+    return "{ " + ", ".join(f'"{key}"\t:{value}' for key, value in members.items()) + "\r}"
+
+
+ODD = st.recursive(
+    st.sampled_from(SCALARS),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda each: f"[ {' , '.join(each)}\r]")
+        | st.dictionaries(st.sampled_from(("a", r"\u0061\n", '\\"', "")), inner, max_size=3).map(written)
+    ),
+    max_leaves=6,
+)
+
+
+def exactly(text: bytes | str) -> Any:
+    """A line of JSON with its numbers as they are written."""
+    return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.dictionaries(st.sampled_from(("kind", "n", r"k\u00e9\"y")), ODD), min_size=1, max_size=4))
+def test_lines_of_results_repeat_the_values_of_their_lines(rows: list[dict[str, str]]) -> None:
+    """Whatever the other lines hold: of each column no more is known than its name."""
+    lines = [written({"prompt": '"x"', **row}) for row in rows]
+    layout = Layout(lines=True, columns="all")
+    types = ColumnTypes(layout)
+    for line in lines:
+        types.add(parse_line(line))
+    form = OutputForm("jsonl", as_members(types.schema()))
+    failed = [
+        {**failure(Row(number, {"text": line}), RequestError("no"), layout, form.columns), "begin_s": 0.0}
+        for number, line in enumerate(lines)
+    ]
+    content = part_content("errors-0", form.table(failed), form)
+    assert b"\r" not in bytes(content)
+    for line, result in zip(lines, bytes(content).splitlines(), strict=True):
+        told = exactly(result)
+        assert {name: told[name] for name in told if name not in RESULT_SCHEMA.names} == exactly(line)
+
+
+def test_ids_of_many_digits_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"id": {2**70 + i}, "prompt": "x"}}\n' for i in range(2)))
+    source = open_source([path])
+    layout = layout_of(source)
+    found = survey(source, layout)
+    rows = RowReader(source, layout).read(found.work(((0, 2),)))
+    assert [id_of(row, layout) for row in rows] == [str(2**70), str(2**70 + 1)]
 
 
 def test_columns_that_results_cannot_have_are_refused(tmp_path: Path) -> None:

@@ -143,11 +143,11 @@ def test_rows_of_a_bucket_are_surveyed_and_read_in_few_requests(
 
 def test_results_are_read_back_from_anywhere(where: str) -> None:
     storage = Storage.open(where, field="output")
-    storage.write("errors-000000-00001-aa.jsonl", b'{"id": "b", "error": {"type": "x"}}\n')
+    storage.write("_errors/errors-000000-00001-aa.jsonl", b'{"id": "b", "error": {"type": "x"}}\n')
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([{"id": "c"}, {"id": "a"}]), sink)
     storage.write("part-000000-00001-bb.parquet", sink.getvalue())
-    storage.write("report.json", b"{}")
+    storage.write("_report.json", b"{}")
     assert [row["id"] for row in read_results(storage)] == ["a", "b", "c"]
 
 

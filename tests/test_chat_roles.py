@@ -91,22 +91,22 @@ FOLDED: list[tuple[str, list[dict[str, Any]], list[tuple[str, str]]]] = [
 def test_what_a_template_refuses_becomes_part_of_a_neighbor(
     name: str, messages: list[dict[str, Any]], wanted: list[tuple[str, str]]
 ) -> None:
-    assert [(m["role"], m["content"]) for m in OURS[name]._roles.fit(messages)] == wanted
+    assert [(m["role"], m["content"]) for m in OURS[name]._jinja.fit(messages)] == wanted
 
 
 def test_what_follows_a_tools_output_goes_there_where_no_user_may_follow() -> None:
     messages = conversation([], ["call", "user", "assistant"])
     wanted = ["<0:user>", "<1:call>", "<2:tool>\n\n<3:user>", "<4:assistant>"]
-    assert [m["content"] for m in OURS["mistral"]._roles.fit(messages)] == wanted
-    assert OURS["qwen35"]._roles.fit(messages) == messages
+    assert [m["content"] for m in OURS["mistral"]._jinja.fit(messages)] == wanted
+    assert OURS["qwen35"]._jinja.fit(messages) == messages
 
 
 def test_joined_answers_keep_their_reasoning_and_calls_and_parts() -> None:
     one = {**A, "reasoning_content": "R", "tool_calls": [CALL]}
-    _, answer = OURS["mistral"]._roles.fit([U, A, one])
+    _, answer = OURS["mistral"]._jinja.fit([U, A, one])
     assert answer == {**one, "content": "A\n\nA"}
     parts = [{"type": "text", "text": "P"}]
-    (user,) = OURS["mistral"]._roles.fit([U, {"role": "user", "content": parts}])
+    (user,) = OURS["mistral"]._jinja.fit([U, {"role": "user", "content": parts}])
     assert user["content"] == [{"type": "text", "text": "U"}, *parts]
 
 

@@ -229,6 +229,8 @@ def test_tools_that_a_client_runs_become_functions() -> None:
     assert request.ignored(NONE) == ["tools.web_search", "tools.mcp"]
     unread = request.client_tools.called("n__patch").call_item("c1", '{"patch": "x"}')
     assert (unread["type"], unread["input"]) == ("custom_tool_call", '{"patch": "x"}')
+    unfit = request.client_tools.called("local_shell").call_item("c1", '{"command": "ls"}')
+    assert (unfit["type"], unfit["arguments"]) == ("function_call", '{"command": "ls"}')
     for choice, name in (
         ({"type": "custom", "name": "patch"}, "n__patch"),
         ({"type": "function", "name": "f", "namespace": "mcp__s__"}, "mcp__s__f"),

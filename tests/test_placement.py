@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import PlacementError
-from manta.cluster.placement import CPUS_PER_CPU_WORKER, NodeRoom, Topology, lacking_now, shortfall, total
+from manta.cluster.placement import (
+    CPUS_PER_CPU_WORKER,
+    Demand,
+    NodeRoom,
+    Topology,
+    check_ever,
+    check_free,
+    lacking_now,
+    shortfall,
+    total,
+)
 
 
 def config(tp: int = 1, placement: str | None = None, **settings: object) -> EngineConfig:
@@ -110,6 +122,45 @@ def test_what_is_taken_is_named_with_its_holders() -> None:
         "2 GPU, other actors and tasks: 1 GPU. End what runs there, or lower tensor_parallel_size."
     )
     assert lacking_now(TWO_OF_FOUR, [*nodes, NodeRoom(large, {"GPU": 2.0, "CPU": 1.0})]) == ""
+
+
+ONE_GPU = Topology(1, False, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gpus", "free", "said", "param"),
+    [
+        (
+            3,
+            1.5,
+            1.5,
+            r"replicas=3: each needs 1 CPU and 1 GPU on one node, .* hold 2\.",
+            "replicas",
+        ),
+        (2, 1.0, 0.0, r"room for 1 now; held by a: 1 GPU\. .*or lower replicas to 1", "replicas"),
+        (1, 0.5, 0.5, r"needs 1 GPU \(there is 0\.5\) on one node", "device"),
+    ],
+)
+def test_all_replicas_must_have_room_each_on_one_node(replicas, gpus, free, said, param) -> None:
+    """The nodes are empty, but for what `a` has of the first one."""
+    has = {"GPU": gpus, "CPU": 4.0}
+    nodes = [NodeRoom(has, {"GPU": free, "CPU": 4.0}, {"a": {"GPU": gpus - free}}), NodeRoom(has, has)]
+    demands = [Demand("manta", ONE_GPU, ONE_GPU.replica_bundles(), replicas)]
+    with pytest.raises(PlacementError, match=said) as caught:
+        check_ever(demands, nodes)
+        check_free(demands, nodes)
+    assert caught.value.param == param
+    if replicas > 1:
+        check_free([replace(demands[0], replicas=replicas - 1)], nodes)
+
+
+def test_models_that_fit_one_by_one_must_fit_together() -> None:
+    node = NodeRoom({"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0})
+    demands = [Demand(name, ONE_GPU, ONE_GPU.replica_bundles(), 1) for name in "abc"]
+    check_free(demands[:2], [node])
+    said = "of 3 models need 3 CPU and 3 GPU together.* have 8 CPU and 2 GPU"
+    with pytest.raises(PlacementError, match=said):
+        check_ever(demands, [node])
 
 
 def test_threads_are_the_setting_or_an_even_share_of_the_cores() -> None:

@@ -129,8 +129,8 @@ def fifo(at: str) -> Callable[[Path, Path], None]:
     "prepare",
     [
         *(linked(f"_manta/{name}", "notes.txt") for name in ("lock", "job.json", "run.json", "earlier.json")),
-        *(linked(name, "") for name in ("_manta", "_manta/records", "_manta/pending")),
-        *(linked(name, "notes.txt") for name in ("manifest.json", "report.json", "_SUCCESS")),
+        *(linked(name, "") for name in ("_manta", "_manta/records", "_manta/pending", "_errors")),
+        *(linked(name, "notes.txt") for name in ("_manifest.json", "_report.json", "_SUCCESS")),
         *(fifo(f"_manta/{name}") for name in ("lock", "job.json", "run.json")),
         hard_lock,
     ],

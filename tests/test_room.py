@@ -129,6 +129,19 @@ def test_what_others_hold_is_not_free_and_is_named(
     build_app(args)  # what ends now is waited for
 
 
+def test_more_replicas_or_models_than_there_is_room_for_are_refused_at_once(
+    args: dict[str, Any], two_cpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "FREE_WAIT_S", 0.5)
+    with pytest.raises(PlacementError, match=r"replicas=2: each needs 1\.5 CPU .*Lower replicas to 1"):
+        build_app({**args, "replicas": 2})
+    build_app({**args, "replicas": "0:2"})
+    model, common = ("model", "speculative_config"), {"device": "cpu"}
+    entries = [{**{name: args[name] for name in model}, "served_model_name": name} for name in "ab"]
+    with pytest.raises(PlacementError, match="of 2 models need 3 CPU together, and the nodes have 2 CPU"):
+        build_app({**common, "models": entries})
+
+
 def test_a_replica_that_waits_for_room_says_for_what_and_gives_up(
     held: Callable[..., PlacementGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,9 @@ from ..http.chat_answer import chat_params, check_tools, reading_of
 from ..http.chat_request import ChatRequest, conversation
 from ..http.completions import CompletionShape
 from ..http.defaults import GenerationDefaults
+from ..http.errors import error_body
 from ..http.figures import usage_of
+from ..http.gate import new_id
 from ..http.generation import whole_choice
 from ..http.prompt_parts import PromptParts, without_answer
 from ..http.work import operation_of
@@ -37,7 +39,7 @@ from ..telemetry import EndedRow
 from .columns import handed_on
 from .figures import SPENT
 from .reading import Row, id_of, record_of
-from .rows import Layout, RowRequest, category_of, content_id, read_request
+from .rows import Layout, RowRequest, category_of, read_request
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +77,10 @@ RESULT_SCHEMA = pa.schema(
         ("input", pa.string()),
     ]
 )
-# What is known of it besides: its number, the OpenAI response; when the row was worked on (Unix time); what
-# is counted and kept nowhere else (`figures.py`): how often it was begun, the category that it is counted
-# in, prompt tokens that the prefix cache had, verified blocks by accepted drafts, what its engine spent.
-# Names that a user's columns will hardly have.
+# What is known of it besides: its number; of OpenAI's lines the body that HTTP would have answered; when the
+# row was worked on (Unix time); what is counted and kept nowhere else (`figures.py`): how often it was begun,
+# the category that it is counted in, prompt tokens that the prefix cache had, verified blocks by accepted
+# drafts, what its engine spent. Names that a user's columns will hardly have.
 WIRE_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -164,7 +166,8 @@ class RowAnswerer:
             operation = operation_of(request.body)
             account = None if self._account_of is None else self._account_of(Asker(category=category))
             answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
-            result = self._success(name, request, answer, reading, shown) | handed_on(record, self._columns)
+            result = self._success(request, answer, reading, shown)
+            result |= handed_on(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
             raise
         except MantaError as error:
@@ -218,7 +221,7 @@ class RowAnswerer:
         return answer, reading, await PromptParts.of(body, prompt, answer.prompt_told, engine.tokenizer)
 
     def _success(
-        self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+        self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
     ) -> Result:
         first, metrics = answer.outputs[0], answer.metrics
         result = {
@@ -237,16 +240,16 @@ class RowAnswerer:
             "logprobs": _logprobs(first, request.params.logprobs),
         }
         if self._layout.kind == "openai":
-            response = self._response(row, request, answer, reading, shown)
+            response = self._response(request, answer, reading, shown)
             result["response"] = json.dumps(response, ensure_ascii=False)
         return result
 
     def _response(
-        self, row: str, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
+        self, request: RowRequest, answer: RequestOutput, reading: Reading, shown: PromptParts
     ) -> Mapping[str, Any]:
         """The body that the HTTP endpoint would have given."""
         shape = ChatShape(reading) if isinstance(request.body, ChatRequest) else CompletionShape()
-        id, num_logprobs = shape.prefix + content_id(row).removeprefix("row-"), request.params.logprobs
+        id, num_logprobs = new_id(shape.prefix), request.params.logprobs
         choices = [
             shown.begin(whole_choice(shape, id, each.index, each, num_logprobs)) for each in answer.outputs
         ]
@@ -273,9 +276,11 @@ def failure(
     """The result of a row that has no answer, but for when it was worked on (`begin_s`, `end_s`)."""
     text = row.fault is not None or layout.lines
     try:
-        kept = handed_on(record_of(row, layout), columns)
+        kept = handed_on(record_of(row, layout), columns, _line(row, layout))
     except MantaError:
         kept = {}
+    if layout.kind == "openai":
+        kept["response"] = error_body(error.status, error.message, error.param, error.kind).decode()
     return {
         "row": row.number,
         "id": id_of(row, layout),
@@ -291,8 +296,12 @@ def unanswered(
 ) -> Result:
     """The result, whole, of a row that no engine is going to answer; `kind` is its error's type."""
     result = failure(row, MantaError(message), layout, columns, attempts=attempts)
-    now_s = time.time()
-    return result | {"error": result["error"] | {"type": kind}, "begin_s": now_s, "end_s": now_s}
+    now_s, error = time.time(), result["error"] | {"type": kind}
+    return result | {"error": error, "response": None, "begin_s": now_s, "end_s": now_s}
+
+
+def _line(row: Row, layout: Layout) -> str | None:
+    return row.record["text"] if layout.lines else None
 
 
 def _logprobs(completion: CompletionOutput, num_top: int | None) -> list[dict[str, Any]] | None:

@@ -27,7 +27,9 @@ from .batch_store import Batch, BatchStore
 from .figures import RowFigures
 from .file_store import FileStore, JsonObject, derived_id
 from .opening import FORM, LAYOUT, OpenBatch
+from .parts import PART_NAME
 from .reading import Row
+from .source import ERRORS
 from .writer import RowWriter, flush_interval_s
 
 logger = logging.getLogger(__name__)
@@ -220,8 +222,8 @@ class BatchRun:
         self._save(
             self.batch.moved(
                 "expired" if self.batch.expired_at and end == "completed" else end,
-                output_file_id=self._put("output", "part-"),
-                error_file_id=self._put("error", "errors-"),
+                output_file_id=self._put("output"),
+                error_file_id=self._put("error", ERRORS),
                 errors=self._opened.given_up if end == "failed" else None,
                 usage=_usage(ledger.figures),
             )
@@ -243,9 +245,10 @@ class BatchRun:
             some, left = split_off(left, ROWS_PER_READ)
             self._write([unanswered(row, f"batch_{end}", REASONS[end], LAYOUT) for row in self._read(some)])
 
-    def _put(self, kind: str, prefix: str) -> str | None:
+    def _put(self, kind: str, folder: str = "") -> str | None:
         """A file of the parts that the ledger counted; None where there are none."""
-        names = [entry.name for entry in self._output.entries() if entry.name.startswith(prefix)]
+        entries = self._output.entries(folder)
+        names = [entry.name for entry in entries if PART_NAME.fullmatch(entry.name)]
         if not names:
             return None
         batch = self.batch

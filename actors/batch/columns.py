@@ -1,12 +1,16 @@
 """Columns handed on from the input to the results: which, of what type, and values brought into it.
 
-Parquet knows its types. Lines of JSON show theirs while they are surveyed: integers, numbers, truth values
-and text stay what they are, all else (or a mixture) becomes JSON text. Fields of CSV are text.
+Parquet files name their types. Fields of CSV are text. Lines of JSON have no types by column:
+
+* Results in JSONL repeat each value as its line writes it, and leave out what a line leaves out.
+* Results in Parquet need one type for a column. A survey of all lines finds it: integers, numbers, truth
+  values and text. A column of other values, or of several types, holds the JSON text of each value.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +25,15 @@ PLAIN: Mapping[type, pa.DataType] = {
     float: pa.float64(),
     str: pa.string(),
 }
-OTHER = "json"  # an Arrow field's mark: its text is the JSON of the value
+# An Arrow field's mark: its text is the JSON of a value. "text": a column of Parquet, where null is no value.
+# "member": the text goes into a line of JSON as it is; no text means that the line has no such key.
+MARK, TEXT, MEMBER = b"json", b"text", b"member"
+EXACT = 2**53  # up to here each integer is a float64 too
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s"{}\[\],:]+')
+
+
+class _Wide(int):
+    """Integers of 64 bits that a float64 may not hold."""
 
 
 class ColumnTypes:
@@ -41,7 +53,7 @@ class ColumnTypes:
             value = record[name]
             seen = self._seen.setdefault(name, set())
             if value is not None:
-                seen.add(type(value) if not _is_large(value) else dict)
+                seen.add(_kind(value))
 
     def schema(self) -> pa.Schema:
         """Raises DatasetError for a column that no record has, or that results cannot have."""
@@ -61,28 +73,70 @@ def chosen(schema: pa.Schema, layout: Layout) -> pa.Schema:
         raise DatasetError(
             f"columns: no column {unknown!r} in the data. It has: {', '.join(schema.names)}.", param="columns"
         )
-    return pa.schema([_plain(schema.field(name)) for name in names])
+    return pa.schema([_readable(schema.field(name)) for name in names])
 
 
 def of_parquet(schemas: Iterable[pa.Schema], layout: Layout) -> pa.Schema:
     """Those of Parquet files, whose types may differ as far as one holds the other."""
+    plain = [pa.schema(map(_plain, schema)) for schema in schemas]
     try:
-        return chosen(pa.unify_schemas(list(schemas), promote_options="permissive"), layout)
+        return chosen(pa.unify_schemas(plain, promote_options="permissive"), layout)
     except pa.ArrowException as error:
         raise DatasetError(f"columns: the files' columns differ: {error}.", param="columns") from None
 
 
-def handed_on(record: Record, schema: pa.Schema) -> dict[str, Any]:
-    """The record's values of the columns, as the schema wants them."""
-    return {field.name: _fit(record.get(field.name), field) for field in schema}
+def as_members(columns: pa.Schema) -> pa.Schema:
+    """Columns of lines of JSON for results that are lines of JSON."""
+    return pa.schema([pa.field(name, pa.string(), metadata={MARK: MEMBER}) for name in columns.names])
+
+
+def is_member(field: pa.Field) -> bool:
+    return (field.metadata or {}).get(MARK) == MEMBER
+
+
+def handed_on(record: Record, schema: pa.Schema, line: str | None = None) -> dict[str, Any]:
+    """Return the record's values of the columns, as the schema wants them.
+
+    Args:
+        line: of JSON, where the record was one.
+    """
+    texts = members(line) if line is not None and any(field.metadata for field in schema) else {}
+    return {field.name: _fit(record.get(field.name), texts.get(field.name), field) for field in schema}
+
+
+def members(line: str) -> dict[str, str]:
+    """Return the JSON text of each value of the object in a line, which is valid JSON, by its key."""
+    found: dict[str, str] = {}
+    depth, begin, key = 0, 0, None
+    for token in _TOKEN.finditer(line):
+        mark = token[0]
+        depth += (mark in ("{", "[")) - (mark in ("}", "]"))
+        if depth == 1 and key is None and mark.startswith('"'):
+            key = mark
+        elif depth == 1 and mark == ":":
+            begin = token.end()
+        elif key is not None and (depth == 0 or (depth == 1 and mark == ",")):
+            found[json.loads(key)] = (
+                line[begin : token.start()].strip().replace("\r", " ")
+            )  # some readers end lines at \r
+            key = None
+    return found
+
+
+def _kind(value: object) -> type:
+    if type(value) is not int or abs(value) <= EXACT:
+        return type(value)
+    return _Wide if -(2**63) <= value < 2**63 else dict
 
 
 def _field(name: str, seen: set[type]) -> pa.Field:
     if seen == {int, float}:
         seen = {float}
+    elif seen in ({_Wide}, {_Wide, int}):
+        seen = {int}
     if not seen or (len(seen) == 1 and next(iter(seen)) in PLAIN):
         return pa.field(name, PLAIN[next(iter(seen), str)])
-    return pa.field(name, pa.string(), metadata={OTHER: "1"})
+    return pa.field(name, pa.string(), metadata={MARK: TEXT})
 
 
 def _plain(field: pa.Field) -> pa.Field:
@@ -92,17 +146,17 @@ def _plain(field: pa.Field) -> pa.Field:
         kind = kind.storage_type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    kept = {OTHER: "1"} if OTHER.encode() in (field.metadata or {}) else None
-    return pa.field(field.name, kind, metadata=kept)
+    return pa.field(field.name, kind)
 
 
-def _fit(value: Any, field: pa.Field) -> Any:
+def _readable(field: pa.Field) -> pa.Field:
+    """Columns without any value are text: many readers of Parquet know no type of nulls alone."""
+    return field.with_type(pa.string()) if pa.types.is_null(field.type) else field
+
+
+def _fit(value: Any, text: str | None, field: pa.Field) -> Any:
     if value is None:
-        return None
+        return text if is_member(field) else None
     if field.metadata:
-        return json.dumps(value, ensure_ascii=False)
+        return text
     return float(value) if pa.types.is_float64(field.type) else value
-
-
-def _is_large(value: object) -> bool:
-    return isinstance(value, int) and not -(2**63) <= value < 2**63

@@ -17,9 +17,10 @@ import numpy as np
 from ...cluster.row_ranges import RowRanges, count, union
 from .failures import standing
 from .figures import RowFigures
-from .parts import PART_NAME, PENDING, RECORDS, Record
+from .parts import PART_NAME, PENDING, RECORDS, Record, part_of
 from .segments import Segment, read_segment, segment_folder, writer_of
-from .storage import NUM_REQUESTS, Storage
+from .source import ERRORS
+from .storage import NUM_REQUESTS, Entry, Storage
 
 Given = TypeVar("Given")
 Taken = TypeVar("Taken")
@@ -29,7 +30,7 @@ class Contents:
     """Records and segments of an output, as of the last `refresh`.
 
     Attributes:
-        files: sizes of the files in the output's folder, by name.
+        files: sizes of the files in the output's folder, and of failed rows', by name.
         records: by part name; of parts that are there and count.
         stale: of parts whose row numbers are those of an earlier input.
         segments: that count, by name, row numbers only.
@@ -58,11 +59,11 @@ class Contents:
             writer: only its segments are looked at.
         """
         self._refresh_segments(segment_folder(writer) if writer else PENDING)
-        self.files = {entry.name: entry.size for entry in self._output.entries()}
+        self.files = {entry.name: entry.size for entry in results_in(self._output)}
         names = [entry.name for entry in self._output.entries(RECORDS)]
-        new = [name for name in names if _part_of(name) not in self._read]
+        new = [name for name in names if part_of(name) not in self._read]
         for name, record in zip(new, in_parallel(self._record, new), strict=True):
-            self._read[_part_of(name)] = record
+            self._read[part_of(name)] = record
         self._count()
 
     def forget(self, part: str) -> None:
@@ -168,6 +169,11 @@ class Contents:
         self._owned = None
 
 
+def results_in(output: Storage) -> list[Entry]:
+    """The files in which a user finds results, and whatever stands beside them."""
+    return [*output.entries(), *output.entries(ERRORS)]
+
+
 def figures_of(records: Iterable[Record], owned: Mapping[str, RowRanges]) -> RowFigures:
     """The figures of parts together.
 
@@ -211,7 +217,3 @@ def _owned(records: Iterable[Record]) -> dict[str, RowRanges]:
 def _ranges(mask: np.ndarray) -> RowRanges:
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _part_of(record_name: str) -> str:
-    return record_name.removeprefix(f"{RECORDS}/").removesuffix(".json")

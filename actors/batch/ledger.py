@@ -10,10 +10,11 @@ knows stands in the output; no database, nothing in memory alone. Not for engine
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,11 +24,11 @@ import pyarrow as pa
 from ...cluster.errors import ConfigError, OutputError
 from ...cluster.row_ranges import RowRanges, count, minus, union
 from ..files import TEMPORARY
-from .contents import Contents
+from .contents import Contents, results_in
 from .figures import Device, RowFigures
 from .lock import Lock, lock
 from .paper import JobPaper
-from .parts import FOLDER, MANIFEST, PENDING, PICTURES, RECORDS, REPORT, RESULT_NAME, SUCCESS
+from .parts import FOLDER, MANIFEST, PENDING, PICTURES, RECORDS, REPORT, RESULT_NAME, SUCCESS, present_name
 from .refusals import check_parts, check_same, not_empty
 from .renumber import renumber
 from .runs import (
@@ -40,6 +41,7 @@ from .runs import (
     remove_earlier,
     write_json,
 )
+from .source import ERRORS
 from .storage import Storage
 from .sweep import listed, manifest_parts, settle
 from .writer import GIVE_UP_S, RETRY_S, RowWriter
@@ -208,7 +210,7 @@ class Ledger:
 
     def _begin(self, resume: Resume, overwrite: bool, id_hashes: Callable[[], np.ndarray] | None) -> None:
         _remove_half_written(self._output)
-        files = [entry.name for entry in self._output.entries()]
+        files = [entry.name for entry in results_in(self._output)]
         if overwrite:
             self._replace(files)
             return
@@ -218,7 +220,7 @@ class Ledger:
                 raise not_empty(self._output.where, files)
             self._run(self._first(None))
         else:
-            self._resume(job, resume, id_hashes)
+            self._resume(job, files, resume, id_hashes)
 
     def _first(self, before: Job | None) -> Job:
         if before is None:  # whatever its runs were, nothing of them is to be taken for this job's
@@ -239,9 +241,12 @@ class Ledger:
         self._run(job)
         self._output.remove_folder(PENDING)
 
-    def _resume(self, job: Job, resume: Resume, id_hashes: Callable[[], np.ndarray] | None) -> None:
+    def _resume(
+        self, job: Job, files: Sequence[str], resume: Resume, id_hashes: Callable[[], np.ndarray] | None
+    ) -> None:
         changed = self._paper.other_input(job.paper)
         check_same(self._output.where, self._paper, job.paper, force=resume == "force")
+        _rename_earlier(self._output, files)
         self._contents = Contents(self._output, first_run=job.first_run, numbering=job.numbering)
         self._contents.refresh()
         replaced = earlier(self._output, job.first_run)
@@ -285,6 +290,8 @@ class Ledger:
         remove_earlier(self._output)
         settle(self._output, self._contents, self._paper.form, self.run)
         self._output.remove_folder(PENDING)
+        if not self.failed:
+            self._output.remove_folder(ERRORS)
         write_json(self._output, REPORT, report)
         if html is not None:
             self._output.write(PICTURES, html.encode())
@@ -312,6 +319,16 @@ def _remove_half_written(output: Storage) -> None:
     """What a kill has left. Object stores show no such things."""
     if output.local:
         root = Path(output.root)
-        output.path(FOLDER)  # raises if it is a link
-        for path in (*root.glob(f"{TEMPORARY}*"), *(root / FOLDER).rglob(f"{TEMPORARY}*")):
+        for folder in (FOLDER, ERRORS):
+            output.path(folder)  # raises if it is a link
+        below = ((root / folder).rglob(f"{TEMPORARY}*") for folder in (FOLDER, ERRORS))
+        for path in itertools.chain(root.glob(f"{TEMPORARY}*"), *below):
             path.unlink(missing_ok=True)
+
+
+def _rename_earlier(output: Storage, files: Sequence[str]) -> None:
+    """Bring results that an earlier version of ours has written to where they stand now."""
+    for name in files:
+        if (now := present_name(name)) != name:
+            output.write(now, output.read(name))
+            output.remove(name)

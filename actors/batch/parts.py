@@ -1,8 +1,10 @@
 """Parts, the files of an output that its user reads: names, contents, and records of what is in them.
 
 The rows of a part are sorted by their number, so that a record's row ranges say which row of the dataset
-each row of the part is. Failed rows have parts of their own, of the same shape. Pure but for reading and
-writing records: when a part is made is `writer.py`'s matter, which parts count is `contents.py`'s.
+each row of the part is. Failed rows have parts of their own, of the same shape, in a folder that readers of
+datasets pass over, as they do over all names that begin with `_`: for them an output is its answers. Pure but
+for reading and writing records: when a part is made is `writer.py`'s matter, which parts count is
+`contents.py`'s.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -22,20 +25,23 @@ import pyarrow.parquet as pq
 from ...cluster.errors import ConfigError
 from ...cluster.inner_names import inner_name
 from ...cluster.row_ranges import RowRanges, count, of_rows
+from ..http.gate import new_id
 from .answering import RESULT_SCHEMA, Result, wire_schema
+from .columns import is_member
 from .failures import Failures, failures_in
 from .figures import RowFigures
-from .rows import content_id
-from .source import OutputFormat
+from .rows import CONTENT_ID
+from .source import ERRORS, OutputFormat
 from .storage import Storage
 
-FOLDER = "_manta"  # readers of Parquet folders pass over names that begin so
+FOLDER = "_manta"
 RECORDS = f"{FOLDER}/records"
 PENDING = f"{FOLDER}/pending"
 SUCCESS = "_SUCCESS"
-MANIFEST, REPORT, PICTURES = "manifest.json", "report.json", "report.html"
-PART_NAME = re.compile(r"(part|errors)-(?:(\d+)-)?(\d+)-[0-9a-f]{8}\.(parquet|jsonl)")
-PAPERS = (SUCCESS, MANIFEST, REPORT, PICTURES)
+MANIFEST, REPORT, PICTURES = "_manifest.json", "_report.json", "_report.html"
+PART_NAME = re.compile(rf"(?:{ERRORS}/)?(part|errors)-(?:(\d+)-)?(\d+)-[0-9a-f]{{8}}\.(parquet|jsonl)")
+EARLIER_PAPERS = ("manifest.json", "report.json", "report.html")
+PAPERS = (SUCCESS, MANIFEST, REPORT, PICTURES, *EARLIER_PAPERS)
 RESULT_NAME = re.compile("|".join((PART_NAME.pattern, *map(re.escape, PAPERS))))
 
 Kind = Literal["part", "errors"]  # answered rows, failed rows
@@ -85,7 +91,7 @@ class OutputForm:
         return pa.Table.from_pylist(list(results), schema=self.wire)
 
     def as_json(self) -> Json:
-        columns = {column.name: str(column.type) for column in self.columns}
+        columns = {each.name: "json" if is_member(each) else str(each.type) for each in self.columns}
         return {"format": self.format, "columns": columns, "ordered": self.ordered}
 
 
@@ -94,7 +100,7 @@ class Record:
     """What a part holds. Written before its part; says nothing until the part is there.
 
     Attributes:
-        part: the part's file name.
+        part: the part's name in the output.
         run, writer: whose part it is.
         numbering: the run from which on row numbers are meant as here (a changed input has others).
         replaces: parts whose rows this one holds instead.
@@ -115,7 +121,7 @@ class Record:
 
     @property
     def kind(self) -> Kind:
-        return "errors" if self.part.startswith("errors") else "part"
+        return "errors" if self.part.startswith(ERRORS) else "part"
 
     @property
     def shard(self) -> int:
@@ -147,7 +153,7 @@ class Record:
     def decoded(cls, content: bytes) -> Self:
         record = json.loads(content)
         return cls(
-            part=inner_name(record["part"], PART_NAME),
+            part=present_name(inner_name(record["part"], PART_NAME)),
             run=record["run"],
             writer=record["writer"],
             numbering=record["numbering"],
@@ -156,7 +162,7 @@ class Record:
             sha256=record["sha256"],
             figures=record["figures"],
             failures=tuple(map(Failures.from_json, record.get("failures", ()))),
-            replaces=tuple(inner_name(part, PART_NAME) for part in record["replaces"]),
+            replaces=tuple(present_name(inner_name(part, PART_NAME)) for part in record["replaces"]),
         )
 
     def row_figures(self) -> RowFigures:
@@ -164,12 +170,24 @@ class Record:
 
 
 def record_name(part: str) -> str:
-    return f"{RECORDS}/{part}.json"
+    return f"{RECORDS}/{part.removeprefix(f'{ERRORS}/')}.json"
+
+
+def part_of(record: str) -> str:
+    """The part of a record's name."""
+    return present_name(record.removeprefix(f"{RECORDS}/").removesuffix(".json"))
+
+
+def present_name(result: str) -> str:
+    """The name of what an earlier version of ours has put beside the answered rows; else the same name."""
+    if result.startswith("errors-"):
+        return f"{ERRORS}/{result}"
+    return f"_{result}" if result in EARLIER_PAPERS else result
 
 
 def part_name(kind: str, shard: int, seq: int, form: OutputForm) -> str:
     """A name that nobody else has."""
-    return f"{kind}-{shard:06d}-{seq:05d}-{uuid.uuid4().hex[:8]}.{form.suffix}"
+    return present_name(f"{kind}-{shard:06d}-{seq:05d}-{uuid.uuid4().hex[:8]}.{form.suffix}")
 
 
 def make_part(
@@ -206,11 +224,12 @@ def put(output: Storage, record: Record, content: bytes | pa.Buffer) -> None:
 def part_content(name: str, table: pa.Table, form: OutputForm) -> bytes | pa.Buffer:
     """The content of a part that holds these results, in this order."""
     if form.format == "openai":
-        make = _openai_success if name.startswith("part") else _openai_failure
-        return _lines(make(row) for row in table.to_pylist())
+        return _lines(map(_openai_line, table.to_pylist()))
     schema = form.written
     written = pa.table([table[name] for name in schema.names], schema=schema)
-    return _lines(written.to_pylist()) if form.format == "jsonl" else _parquet(written)
+    if form.format == "parquet":
+        return _parquet(written)
+    return _lines(written.to_pylist(), [column.name for column in form.columns if is_member(column)])
 
 
 def taken_from(contents: Sequence[bytes], order: Sequence[int] | np.ndarray, form: OutputForm) -> Any:
@@ -242,31 +261,29 @@ def _parquet(table: pa.Table) -> pa.Buffer:
     return sink.getvalue()
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+def _lines(rows: Iterable[Json], members: Sequence[str] = ()) -> bytes:
+    return "".join(map(partial(_line, members=members), rows)).encode()
 
 
-def _openai_success(row: Mapping[str, Any]) -> Json:
-    body = json.loads(row["response"])
-    return {
-        "id": _request_id(row["id"]),
-        "custom_id": row["id"],
-        "response": {"status_code": 200, "request_id": body["id"], "body": body},
-        "error": None,
-    }
+def _line(row: Json, members: Sequence[str]) -> str:
+    """A result as a line.
+
+    Args:
+        members: columns that hold JSON (`columns.MEMBER`).
+    """
+    texts = {name: row.pop(name) for name in members}
+    line = json.dumps(row, ensure_ascii=False, default=str)
+    further = (f", {json.dumps(name, ensure_ascii=False)}: {text}" for name, text in texts.items() if text)
+    return f"{line[:-1]}{''.join(further)}}}\n"
 
 
-def _openai_failure(row: Mapping[str, Any]) -> Json:
-    error = row["error"]
-    return {
-        "id": _request_id(row["id"]),
-        "custom_id": row["id"],
-        "response": None,
-        "error": {"code": error["type"], **error},
-        "input": row["input"],
-    }
-
-
-def _request_id(row: str) -> str:
-    """The same whoever writes the row, and when; unique as the row's own id is."""
-    return "batch_req_" + content_id(row).removeprefix("row-")
+def _openai_line(row: Mapping[str, Any]) -> Json:
+    """What HTTP would have answered; of a row that got no answer of any kind, why."""
+    error, response = row["error"], None
+    if row["response"] is not None:
+        body = json.loads(row["response"])
+        status, request_id = (200, body["id"]) if error is None else (body["error"]["code"], new_id("req_"))
+        response = {"status_code": status, "request_id": request_id, "body": body}
+    why = {"code": error["type"], "message": error["message"]} if error and response is None else None
+    line = {"id": new_id("batch_req_"), "custom_id": row["id"], "response": response, "error": why}
+    return line | {"input": row["input"]} if error and CONTENT_ID.fullmatch(row["id"]) else line

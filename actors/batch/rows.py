@@ -9,9 +9,11 @@ JSON here. Pure: no Ray, no files, no engine. Used by whoever answers rows (`ans
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,6 +35,7 @@ Record = Mapping[str, Any]  # Any: whatever a row of the user's dataset holds.
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 PROMPT_COLUMNS = ("messages", "prompt")
 ID_COLUMNS = ("custom_id", "id")
+CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, numbered or not
 SAMPLING_COLUMNS = (
     "max_tokens",
     "max_completion_tokens",
@@ -65,6 +68,9 @@ JSON_COLUMNS = frozenset(
         *("chat_template_kwargs", "response_format", "structured_outputs"),
     }
 )
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson makes a float of an integer of more than 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,9 @@ def parse_line(line: str | bytes) -> Record:
     """The record in a line of a JSONL file."""
     try:
         record = orjson.loads(line)
+        if _LONG_NUMBER.search(line if isinstance(line, bytes) else line.encode()):
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
     except ValueError as error:
         record = _parse_python(line, error)
     if not isinstance(record, dict):

@@ -24,7 +24,7 @@ from .parts import FOLDER, RESULT_NAME, SUCCESS, Json
 from .storage import Storage
 
 JOB, RUN, EARLIER = f"{FOLDER}/job.json", f"{FOLDER}/run.json", f"{FOLDER}/earlier.json"
-VERSION = 1
+VERSION = 2  # 1 put failed rows and papers beside the answered rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Job:
             job = json.loads(output.read(JOB))
         except FileNotFoundError:
             return None
-        if job.get("version") != VERSION:
+        if job.get("version") not in (1, VERSION):
             raise ValueError(f"version {job.get('version')!r} of {JOB}, where this Manta knows {VERSION}")
         return cls(
             first_run=job["first_run"],

@@ -27,6 +27,7 @@ from .text_records import BadTextError, checked_header, raw_records, split_lines
 
 InputFormat = Literal["parquet", "jsonl", "csv", "openai", "text"]
 OutputFormat = Literal["parquet", "jsonl", "openai"]
+ERRORS = "_errors"  # folder of an output; readers of datasets pass over names that begin so
 SUFFIXES: Mapping[str, InputFormat] = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -144,8 +145,8 @@ def read_results(folder: Storage | Path) -> list[dict[str, Any]]:
         else Storage.open(str(folder), field="output", follows_links=True)
     )
     rows: list[dict[str, Any]] = []
-    for entry in storage.entries():
-        if entry.name.startswith(("part-", "errors-")):
+    for entry in (*storage.entries(), *storage.entries(ERRORS)):
+        if entry.name.startswith(("part-", f"{ERRORS}/")):
             if entry.name.endswith(".parquet"):
                 with storage.reader(entry.name) as reader:
                     rows.extend(pq.ParquetFile(reader).read().to_pylist())

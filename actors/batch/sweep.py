@@ -18,7 +18,7 @@ from ...cluster.errors import OutputError
 from ...cluster.row_ranges import RowRanges, contains, count, of_rows, rows_of
 from .contents import Contents, figures_of
 from .failures import renumbered
-from .parts import MANIFEST, Json, OutputForm, Record, part_name, put, taken_from
+from .parts import MANIFEST, Json, OutputForm, Record, part_name, present_name, put, taken_from
 from .storage import Storage
 
 SWEEPER = "ledger"  # the writer in records of what is written here
@@ -106,7 +106,7 @@ def listed(contents: Contents) -> Json:
 def manifest_parts(output: Storage) -> set[str]:
     """The parts of the manifest that is there. A writer that was given up may have added others since."""
     try:
-        return {part["file"] for part in json.loads(output.read(MANIFEST))["parts"]}
+        return {present_name(part["file"]) for part in json.loads(output.read(MANIFEST))["parts"]}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return set()
 

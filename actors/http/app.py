@@ -115,9 +115,10 @@ def _refused(telemetry: Telemetry, tracing: Tracing | None, refusal: Refusal) ->
 
 
 def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaults:
-    if settings.generation_config == "openai":
-        return GenerationDefaults()
-    return GenerationDefaults.load(target_folder(engine.config))
+    source = settings.generation_config
+    folder = target_folder(engine.config) if source == "auto" else Path(source)
+    found = GenerationDefaults() if source == "openai" else GenerationDefaults.load(folder)
+    return found.overridden(settings.override_generation_config)
 
 
 def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptKeeper | None:

@@ -52,7 +52,7 @@ def _without_head_services() -> Iterator[None]:
     """
     before = services.start_api_server, Node.start_monitor
     services.start_api_server = lambda *_, **__: (None, None)  # as where it does not come up
-    Node.start_monitor = lambda node: None
+    Node.start_monitor = lambda self: None
     try:
         yield
     finally:

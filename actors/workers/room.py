@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import placement_group_table
 
 from ...cluster.errors import PlacementError
-from ...cluster.placement import Bundle, NodeRoom, Topology, lacking_now, total
+from ...cluster.placement import Bundle, Demand, NodeRoom, check_ever, check_free, lacking_now, total
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +37,16 @@ REPORT_WAIT_S = 10.0
 POLL_S = 0.2
 
 
-def check_room(topology: Topology, bundles: list[Bundle], deployment: str) -> None:
-    """Raise PlacementError unless one node has room for the bundles, or the cluster may bring such a node.
+def check_room(demands: Sequence[Demand]) -> None:
+    """Raise PlacementError unless there is room for all replicas, or the cluster may bring nodes.
 
-    What replicas of `deployment` hold counts as free: Serve gives it back when it replaces them. Which
+    What replicas of the deployments hold counts as free: Serve gives it back when it replaces them. Which
     application is built is not known here, so that is true for each one's; a replica that finds no room
     nevertheless is reported by `waiting_for_room`.
     """
     try:
-        topology.check_ever(bundles, nodes())
-        _await_free(topology, bundles, deployment)
+        check_ever(demands, nodes())
+        _await_free(demands)
     except PlacementError as error:
         if not may_grow():
             raise
@@ -114,11 +114,11 @@ def may_grow() -> bool:
     return True
 
 
-def warn_of_this_machine(topology: Topology, bundles: list[Bundle]) -> None:
-    """Without a Ray to ask: warn if this machine could not hold the bundles. Ray may be started elsewhere."""
+def warn_of_this_machine(demands: Sequence[Demand]) -> None:
+    """Without a Ray to ask: warn if this machine cannot hold the replicas. Ray may be started elsewhere."""
     machine = machine_resources()
     try:
-        topology.check_ever(bundles, [NodeRoom(machine, machine)])
+        check_ever(demands, [NodeRoom(machine, machine)])
     except PlacementError as error:
         logger.warning("If Ray is to run on this machine alone: %s", error)
 
@@ -129,11 +129,14 @@ def machine_resources() -> dict[str, float]:
     return {"CPU": float(get_num_cpus()), "GPU": float(gpus)}
 
 
-def _await_free(topology: Topology, bundles: list[Bundle], deployment: str) -> None:
+def _await_free(demands: Sequence[Demand]) -> None:
+    def given_back(group: Group) -> bool:
+        return any(_is_replica(group, each.deployment) for each in demands)
+
     deadline_s = time.monotonic() + FREE_WAIT_S
     while True:
         try:
-            return topology.check_free(bundles, nodes(lambda group: _is_replica(group, deployment)))
+            return check_free(demands, nodes(given_back))
         except PlacementError:
             if time.monotonic() > deadline_s:
                 raise

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from ...actors.batch.columns import as_members
 from ...actors.batch.ledger import Ledger
 from ...actors.batch.parts import OutputForm
 from ...actors.batch.survey import survey
@@ -68,7 +69,11 @@ class Opening:
         found = survey(
             setup.source, setup.layout, duplicates=options.duplicate_ids, stop=self._stopping.is_set
         )
-        form = OutputForm(options.format(setup.source), found.columns, options.preserve_order)
+        format = options.format(setup.source)
+        columns = found.columns
+        if setup.source.lines and format != "parquet":
+            columns = as_members(columns)
+        form = OutputForm(format, columns, options.preserve_order)
         paper = job_paper(setup, options, form, found)
         ledger = Ledger.open(
             setup.output,

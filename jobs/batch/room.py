@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...actors.workers.room import may_grow, nodes
 from ...cluster.config import EngineConfig
 from ...cluster.errors import PlacementError
-from ...cluster.room import Claim, check_room, full_claim, lacking, smaller_claim, spell
+from ...cluster.placement import spell
+from ...cluster.room import Claim, check_room, full_claim, lacking, smaller_claim
 
 ROOM_TIMEOUT_S = 120.0
 GROWTH_TIMEOUT_S = 900.0  # where new nodes may come: clouds take minutes to start one

@@ -93,7 +93,7 @@ class JobSide:
         first_s = _run(
             manta(*arguments, "--temperature", "0", "--ignore-eos"), folder / "log", folder / "out"
         )
-        report = json.loads((folder / "out" / "report.json").read_text(encoding="utf-8"))
+        report = json.loads((folder / "out" / "_report.json").read_text(encoding="utf-8"))
         return JobPass(
             seconds=report["wall_s"],
             tokens=report["completion_tokens"],

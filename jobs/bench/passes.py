@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ...actors.batch.rows import Layout, category_of, parse_line, row_id, row_seed
 from ...actors.batch.source import open_source
+from ...actors.checkpoints import shipped
 from ...actors.files import write_json
 from ...actors.llm import LLM
 from ...actors.outputs import RequestOutput
@@ -136,6 +137,7 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:
 
 def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
     """`count` lines spread evenly over the file, with their categories; all if None."""
+    path = shipped(path)
     if not path.exists():
         raise DatasetError(
             f"prompts: {path} does not exist. Name a JSONL file with --prompts.",

@@ -155,6 +155,8 @@ def start_runner(
     runner.prepare()
     info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
     logger.info("%s", _in_words(info, plan))
+    for doubt in plan.doubts:
+        logger.warning("%s", doubt)
     if plan.config.quantization is not None:
         logger.warning("The target is quantised (%s): outputs are its own.", plan.config.quantization)
     return runner, info

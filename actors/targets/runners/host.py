@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.logprobs import StepLogprobs
-from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
+from ....cluster.plan import NOT_A_NUMBER, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.step.logprobs import AskedRows, raw_logprobs, read_told, tell, tell_in_chunks
 from ....drafter.step.operators import StepOperators
@@ -182,11 +182,15 @@ class StepRunner:
             return rows.sampled_X, None  # as many
         logits_XV = self.model.logits(hidden_XH)
         logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
-        chosen_X = self._communicator.broadcast(sample_rows(logits_XV, rows.sampling, self._operators))
+        are_numbers_X = self._operators.are_numbers(logits_XV)  # before rules and masks hide some
+        chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
+        chosen_X = self._communicator.broadcast(torch.where(are_numbers_X, chosen_X, NOT_A_NUMBER))
         if asked is None or logprobs_YV is None:
             return chosen_X, None
         chosen_Y = chosen_X[torch.from_numpy(asked.rows()).to(chosen_X.device)]
-        return chosen_X, read_told(tell(logprobs_YV, chosen_Y, asked.num_top).cpu().numpy(), asked)
+        return chosen_X, read_told(
+            tell(logprobs_YV, chosen_Y.clamp(min=0), asked.num_top).cpu().numpy(), asked
+        )
 
     def _tell_prompts(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
         """Log probabilities of prompts, as far as they are asked for."""
