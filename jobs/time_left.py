@@ -21,7 +21,8 @@ class TimeLeft:
 
     Args:
         what: the work, in words.
-        total: its size; `unit` names what is counted.
+        total: its size.
+        unit: names what is counted; None: a share is shown alone.
         report: gets a line.
         clock: seconds, monotonic.
     """
@@ -30,7 +31,7 @@ class TimeLeft:
         self,
         what: str,
         total: float,
-        unit: str,
+        unit: str | None = None,
         *,
         report: Callable[[str], None] = say,
         clock: Callable[[], float] = time.monotonic,
@@ -50,11 +51,13 @@ class TimeLeft:
             self._report(self._line(now_s - self._begin_s))
 
     def _line(self, spent_s: float) -> str:
-        line = f"{self._what}: {self._done:.0f} of {self._total:.0f} {self._unit}"
+        share = f"{100 * self._done / self._total:.0f} %"
+        counts = f"{self._done:.0f} of {self._total:.0f} {self._unit}"
         if not self._done:
-            return f"{line} ({spell_time(spent_s)})"
+            return f"{self._what}: {counts if self._unit else share} ({spell_time(spent_s)})"
         left_s = spent_s * (self._total / self._done - 1)
-        return f"{line} ({100 * self._done / self._total:.0f} %), about {spell_time(left_s)} left"
+        done = f"{counts} ({share})" if self._unit else share
+        return f"{self._what}: {done}, about {spell_time(left_s)} left"
 
     def __enter__(self) -> Self:
         return self

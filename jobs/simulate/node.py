@@ -34,6 +34,7 @@ from .workload import Workload
 
 Figures = dict[str, Any]  # Any: JSON
 LEAST_REQUESTS = 16  # that are counted at a load
+ROW_WORK = 0.01  # of a request in a step, where the step's own is 1: for the estimate of time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +105,8 @@ def run_node(options: NodeOptions) -> Figures:
     methods = [Method.parse(name) for name in options.methods]
     played = list(subjects(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
     arrivals_s = [arrival.arrival_s for arrival in trace]
-    progress = TimeLeft(
-        f"{len(played)} methods and layouts",
-        sum(_num_requests(subject, options, trace) for subject in played),
-        "simulated requests",
-    )
+    work = sum(_work(subject, options, trace) for subject in played)
+    progress = TimeLeft(f"simulating {len(played)} methods and layouts", work)
     for subject in played:
         for load, seen in _observe(subject, options, workload, arrivals_s, progress):
             points.append(_figures(subject, load, seen, options.num_gpus))
@@ -151,13 +149,18 @@ def _num_measured(clients: int) -> int:
     return max(2 * clients, LEAST_REQUESTS)
 
 
-def _num_requests(subject: Subject, options: NodeOptions, trace: Sequence[Arrival]) -> int:
-    """Requests that are played for a subject, about: in a closed loop those that follow a client's first."""
+def _request_work(clients: int) -> float:
+    """Work of simulating a request beside others, in steps of one request: a step has work of its own."""
+    return 1.0 / clients + ROW_WORK
+
+
+def _work(subject: Subject, options: NodeOptions, trace: Sequence[Arrival]) -> float:
+    """Work of all that is played for a subject; in a closed loop that of requests behind a client's first."""
     if trace:
         return len(trace)
     if options.rate_per_s:
         return len(options.rate_per_s) * options.num_requests
-    return sum(clients + _num_measured(clients) for clients in _loads(subject, options))
+    return sum(_request_work(n) * (n + _num_measured(n)) for n in _loads(subject, options))
 
 
 def _observe(
@@ -169,8 +172,9 @@ def _observe(
 ) -> Iterator[tuple[float, Observed]]:
     """Loads and what came of them: of one engine (closed loop), or of all of the node (open loop)."""
 
-    def make(number: int, share: float, first: int = 0) -> Request:
-        progress.update(int(number >= first))
+    def make(number: int, share: float, clients: int = 0) -> Request:
+        work = _request_work(clients) if clients else 1.0
+        progress.update(work if number >= clients else 0.0)
         return workload.request(number, share)
 
     def arrive(arrival_s: Sequence[float]) -> Observed:
@@ -183,7 +187,7 @@ def _observe(
         dice = np.random.default_rng([workload.seed, 1])
         yield rate, arrive(np.cumsum(dice.exponential(1.0 / rate, options.num_requests)).tolist())
     for clients in () if options.rate_per_s else _loads(subject, options):
-        follow = partial(make, first=clients)
+        follow = partial(make, clients=clients)
         yield clients, closed_loop(subject.engine(), follow, clients, _num_measured(clients))
 
 
