@@ -412,9 +412,8 @@ class OutputProcessor:
         tracker, index = known
         if update.finish_reason == "error":
             raise NotANumberError(
-                "The model computed logits that are not numbers (NaN or infinity) for this request. Its weights"
-                " hold such values, or its activations overflow: check the checkpoint, or serve it with"
-                " --dtype bfloat16 or float32."
+                "The model computed logits that are not numbers (NaN or infinity) for this request: weights"
+                " hold such values, or its activations overflow. Check the checkpoint, or try another dtype."
             )
         fresh, hit = tracker.feed(index, update)
         if hit or update.finish_reason is not None:
