@@ -124,6 +124,11 @@ class TokenPieces(dict[int, Piece]):
         piece = self[token_id] = None if spelling is None else self._make(token_id, spelling)
         return piece
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token; None if the vocabulary lacks it or the whole text alone is known."""
+        piece = None if self.kind is WholeDetokenizer else self[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the library's decoding, special tokens included."""
         return self._backend.decode(token_ids, skip_special_tokens=False)

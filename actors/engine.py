@@ -310,6 +310,16 @@ class AsyncEngine:
         if verdict is not None:
             self.verdicts[verdict] += 1
 
+    async def end_warm_up(self) -> None:
+        """Leave the requests so far out of all figures; only what their steps took stays known.
+
+        Raises:
+            EngineDeadError: the engine cannot serve.
+        """
+        kept = self._kept
+        assert kept is not None, "start() the engine first"
+        await self._ordered(lambda executor, engine: kept.end_warm_up())
+
     async def _ordered(self, order: Callable[[SwapsDrafters, Engine], None]) -> None:
         """Done by the step thread between two steps; raises what that raises."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

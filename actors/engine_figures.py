@@ -14,7 +14,7 @@ from ..cluster.canary import NO_EVIDENCE, Verdict
 from ..cluster.config import EngineConfig
 from ..cluster.engine import EngineStats
 from ..cluster.executor import ExecutorInfo
-from .checkpoints import revision_of
+from .checkpoints import drafter_commit
 from .engine import AsyncEngine
 from .exposition import Values
 
@@ -125,7 +125,7 @@ def _drafter_labels(engine: AsyncEngine, stats: EngineStats) -> dict[tuple[str, 
     if engine.candidate is not None:
         told[engine.candidate] = "candidate"
     size = str(engine.info.num_speculative_tokens + 1)
-    revisions = {name: revision_of(name) if spec.method != "ngram" else "" for name in told}
+    revisions = {name: drafter_commit(engine.config, name) if spec.method != "ngram" else "" for name in told}
     return {
         (name, revisions[name], spec.method, size, engine.config.model, status): 1.0
         for name, status in told.items()

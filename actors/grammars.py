@@ -71,8 +71,8 @@ class GrammarDoor:
         holder: HoldsGrammars | None = None,
     ) -> None:
         self._trials = None
-        if tokenizer is not None and eos_token_ids:
-            self._trials = GrammarTrials(tokenizer.to_json(), vocab_size, eos_token_ids)
+        if tokenizer is not None and (known := tokenizer.known(eos_token_ids)):
+            self._trials = GrammarTrials(tokenizer.to_json(), vocab_size, known)
         self._holder = holder
         self._quick = ThreadPoolExecutor(NUM_QUICK, thread_name_prefix="manta-grammars")
         self._slow = ThreadPoolExecutor(NUM_SLOW, thread_name_prefix="manta-slow-grammars")
@@ -211,7 +211,7 @@ class GrammarDoor:
         if self._trials is None:
             raise RequestError(
                 f"{field}: this engine cannot hold an answer to a grammar: it runs without a tokenizer "
-                "(skip_tokenizer_init), or its model names no end-of-sequence token. Leave it out.",
+                "(skip_tokenizer_init), or its tokenizer has no end-of-sequence token. Leave it out.",
                 param=field,
             )
         _check_size(text, field)

@@ -5,8 +5,10 @@
                  drafter, on whatever machine
 
 Read when an engine is made, written when it is closed and every few minutes in between. What is kept is
-where an engine begins, no more: what it measures itself takes its place. Where it lies and what becomes of a
-broken file says `cluster/kept.py`. Called by `llm.py` and `engine.py`.
+where an engine begins, no more: what it measures itself takes its place. What says that drafts do not pay was
+measured while the machine was busy, or of other text, as likely as it is true; so it is not believed, and the
+engine tries drafts in its first steps as one that knows nothing. Where it lies and what becomes of a broken
+file says `cluster/kept.py`. Called by `llm.py` and `engine.py`.
 """
 
 from __future__ import annotations
@@ -38,15 +40,28 @@ class KeptSpeculation:
     """
 
     def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: Engine) -> None:
-        pair = _pair(config, info)
+        pair, self._engine = _pair(config, info), engine
         self._costs, self._kept_costs = engine.costs, Kept("step-costs", _runs(config, info) | pair)
         self._survival = engine.survival
         self._kept_survival = Kept("survivals", pair | _written_s(config))
-        self._drafter = None if self._survival is None else self._survival.num_drafters
         self._due_s = time.monotonic() + _EVERY_S
         for learned, kept in ((self._costs, self._kept_costs), (self._survival, self._kept_survival)):
             if learned is not None:
-                _begin(learned, kept)
+                _read(learned, kept)
+        self._begin()
+
+    def end_warm_up(self) -> None:
+        """Have the engine forget the requests so far, and begin with the drafts that were kept."""
+        self._engine.end_warm_up()
+        if self._survival is not None:
+            _read(self._survival, self._kept_survival)
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._engine.speculation_pays:
+            logger.info("What was kept says that drafts do not pay; it is measured anew.")
+            self._engine.forget_speculation()
+        self._drafter = None if self._survival is None else self._survival.num_drafters
 
     def keep_if_due(self) -> None:
         """Between two steps."""
@@ -63,7 +78,7 @@ class KeptSpeculation:
             self._kept_survival.write(survival.as_json())
 
 
-def _begin(learned: Costs | Survival, kept: Kept) -> None:
+def _read(learned: Costs | Survival, kept: Kept) -> None:
     if (value := kept.read()) is None:
         return
     try:

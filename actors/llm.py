@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,12 +16,13 @@ from tqdm import tqdm
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine, EngineStats, SequenceUpdate
-from ..cluster.errors import ENDINGS, OutputProcessingError
+from ..cluster.errors import ENDINGS, MantaError
 from ..cluster.executor import ExecutorInfo
 from ..cluster.request import FinishReason, SamplingParams
 from .chat.template import Message
 from .executor import make_executor
 from .grammars import GrammarDoor
+from .http.chat_request import ChatPrompt
 from .kept_speculation import KeptSpeculation
 from .outputs import OutputProcessor, RequestOutput, RequestTracker
 from .prompts import Chat, EncodedPrompt, Prompt, SeedSource, encode_prompt, load_tokenizer
@@ -57,7 +58,7 @@ class LLM:
         self._grammars = GrammarDoor.of(self.tokenizer, self.info)
         self._seeds = SeedSource(self.config.seed)
         self._ids = itertools.count()
-        self._failures: dict[str, OutputProcessingError] = {}  # by request id, until it is told
+        self._failures: dict[str, MantaError] = {}  # by request id, until it is told
 
     @property
     def info(self) -> ExecutorInfo:
@@ -71,7 +72,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         max_draft_tokens: int | None = None,
         trace: bool = False,
     ) -> list[RequestOutput]:
@@ -83,15 +84,16 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, {"prompt_token_ids": ...}, a `Chat`, or a list of those.
             sampling_params: for all, or one per prompt.
-            use_tqdm: show progress; by default when stderr is a terminal.
+            use_tqdm: show progress, by default when stderr is a terminal; or what makes a bar, as tqdm does.
             max_draft_tokens: most drafts per step of each prompt; 0 decodes plainly. No answer changes.
             trace: `metrics.trace` of each output is to tell its steps (of one completion per prompt).
         """
         batch = _as_batch(prompts)
         params = _per_prompt(sampling_params, len(batch))
         trackers = self._add_all(batch, params, max_draft_tokens, trace=trace)
-        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        with tqdm(total=len(trackers), disable=not show, unit="request") as bar:
+        show = sys.stderr.isatty() if use_tqdm is None else bool(use_tqdm)
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        with make(total=len(trackers), disable=not show, unit="request") as bar:
             while self._engine.has_unfinished:
                 bar.update(sum(delta.finished for delta in self._step()))
         for tracker in trackers:
@@ -103,20 +105,26 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         max_draft_tokens: int | None = None,
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template (vLLM's arguments, and
-        those of `generate`)."""
+        those of `generate`). Messages and tools are read as /v1/chat/completions reads them."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            Chat(conversation, add_generation_prompt, continue_final_message, chat_template_kwargs)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+            "tools": None if tools is None else list(tools),
+            "chat_template": chat_template,
+        }
+        prompts = [ChatPrompt.read(each, self.tokenizer, **options) for each in conversations]  # type: ignore[arg-type]
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, max_draft_tokens=max_draft_tokens, trace=trace
         )

@@ -74,6 +74,11 @@ class OutputLogprobs(Sequence[PlaceLogprobs]):
         """As it is shown."""
         return shown_token(token_id, _text_of(token_id, self._tokenizer))
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what the token adds to a text; without a tokenizer what is shown."""
+        data = None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return self.text_of(token_id).encode() if data is None else data
+
     def __len__(self) -> int:
         return len(self._numbers)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from ..cluster.acceptance import mean_acceptance_length
 from ..cluster.canary import Tally
 from ..cluster.engine import SequenceUpdate
+from ..cluster.errors import NotANumberError
 from ..cluster.label_values import Account
 from ..cluster.request import FinishReason, Request, SamplingParams
 from .chat.model import ChatModel
@@ -400,11 +401,21 @@ class OutputProcessor:
 
     def feed(self, update: SequenceUpdate) -> tuple[RequestTracker, CompletionOutput, bool] | None:
         """Take in one update. Returns whose it is, what is new, and whether a stop string ends the sequence
-        early; None for a request that was forgotten while its last step was in flight."""
+        early; None for a request that was forgotten while its last step was in flight.
+
+        Raises:
+            NotANumberError: the target computed no numbers for it.
+        """
         known = self._living.get(update.request_id)
         if known is None:
             return None
         tracker, index = known
+        if update.finish_reason == "error":
+            raise NotANumberError(
+                "The model computed logits that are not numbers (NaN or infinity) for this request. Its "
+                "weights hold such values, or its activations overflow: check the checkpoint, or serve it "
+                "with --dtype bfloat16 or float32."
+            )
         fresh, hit = tracker.feed(index, update)
         if hit or update.finish_reason is not None:
             del self._living[update.request_id]

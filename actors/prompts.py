@@ -67,9 +67,9 @@ class Chat:
 
     @property
     def num_chars(self) -> int:
-        """Of all contents, tools and documents: what rendering and encoding take time for."""
-        contents = (message.get("content") for message in self.messages)
-        lengths = (len(content) for content in contents if isinstance(content, str))
+        """Of all messages, tools and documents: what rendering and encoding take time for."""
+        values = (value for message in self.messages for value in message.values() if value)
+        lengths = (len(value) if isinstance(value, str) else len(repr(value)) for value in values)
         return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
 
 

@@ -108,7 +108,8 @@ class Replica:
         )
         info = self._engine.info
         max_tokens = min(FIRST_TOKENS, info.max_model_len - 1)
-        await ask_first(app, next(iter(self._settings.keys("api_key")), None), max_tokens)
+        await ask_first(create_app(self._engine, ServerSettings(), replica=replica), max_tokens)
+        await self._engine.end_warm_up()
         spare_streams()
         self._live()
         life_logger.info(

@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..cluster.engine import SequenceUpdate
-from ..cluster.errors import ENDINGS, MantaError, OutputProcessingError, RequestError, SlowReaderError, shown
+from ..cluster.errors import (
+    ENDINGS,
+    MantaError,
+    NotANumberError,
+    OutputProcessingError,
+    RequestError,
+    SlowReaderError,
+    shown,
+)
 from ..cluster.request import FinishReason
 from .outputs import CompletionOutput, OutputProcessor, RequestOutput, RequestTracker
 from .turns import Turns
@@ -217,11 +225,12 @@ class Streams:
         self._abort(tracker.child_ids, "error")
 
 
-def processing_failure(
-    request_id: str, error: BaseException, *, client_id: str | None = None
-) -> OutputProcessingError:
+def processing_failure(request_id: str, error: BaseException, *, client_id: str | None = None) -> MantaError:
     """Log what failed in processing a request's output. Return the error that ends the request."""
     name = client_id or request_id
+    if isinstance(error, NotANumberError):
+        logger.error("request %s: %s", name, error.message, extra={"request_id": name})
+        return error
     said = "request %s: its answer could not be made of its tokens"
     logger.error(said, name, exc_info=error, extra={"request_id": name})
     return OutputProcessingError(

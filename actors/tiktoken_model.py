@@ -10,7 +10,7 @@ pattern, and for whether it sorts the keys of tools. A pattern that is not Kimi'
 it by other rules than `tokenizers`, and the two have been compared for this one alone
 (docs/decisions/tiktoken-tokenizers.md).
 
-Called by `tokenizer.py`, and by the plan for the largest id.
+Called by `tokenizer.py`, and by the plan for its ids.
 """
 
 from __future__ import annotations
@@ -122,9 +122,12 @@ def tiktoken_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def largest_token_id(folder: Path) -> int:
-    """Of a folder with a `tiktoken.model`."""
-    return max([len(read_ranks(folder / TIKTOKEN_MODEL)) - 1, *_settings(folder).added(_SETTINGS)])
+def tiktoken_ids(folder: Path) -> dict[str, int]:
+    """Return the ids of a folder with a `tiktoken.model`: by text, or of ranks by their bytes as Latin-1."""
+    ranks = read_ranks(folder / TIKTOKEN_MODEL)
+    added = _behind(len(ranks), _settings(folder).added(_SETTINGS))
+    ids = {token.decode("latin-1"): token_id for token, token_id in ranks.items()}
+    return {**ids, **{token.content: token_id for token_id, token in added.items()}}
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:

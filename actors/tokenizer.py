@@ -15,13 +15,14 @@ from typing import Any
 import tokenizers
 
 from ..cluster.errors import CheckpointError, RequestError
-from ..drafter.compute.config_json import read_json
+from .chat.call_arguments import parse_arguments
 from .chat.template import ChatTemplate, Message
 from .checkpoints import TIKTOKEN_MODEL, TOKENIZER_JSON, has_tokenizer
 from .detokenizer import IncrementalDetokenizer, TokenPieces
 from .special_tokens import SpecialTokenGuard
 from .tiktoken_model import sorts_tools, tiktoken_backend
 from .token_coverage import token_coverage
+from .tokenizer_config import read_chat_templates, read_special_tokens
 
 _FOREIGN = ("variables", "tools", "documents")  # arguments of a rendering, beside messages
 
@@ -38,7 +39,7 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        chat_template: str | None,
+        chat_template: str | Mapping[str, str] | None,
         special_tokens: Mapping[str, str],
         template_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -55,7 +56,8 @@ class Tokenizer:
             self.template = ChatTemplate(
                 chat_template, special_tokens, template_kwargs, sorts_tools=sorts_tools
             )
-        self._guard = SpecialTokenGuard(backend, chat_template or "") if split_special_tokens else None
+        written = self.template.source if self.template else ""
+        self._guard = SpecialTokenGuard(backend, written) if split_special_tokens else None
         self._pieces = TokenPieces(backend)
         self._token_texts: dict[int, str] = {}
 
@@ -69,24 +71,23 @@ class Tokenizer:
         trust_templates: bool = False,
         split_special_tokens: bool = False,
     ) -> Tokenizer:
-        """Read the tokenizer, `tokenizer_config.json` and the chat template from a checkpoint folder.
+        """Read the tokenizer, its special tokens' names and the chat templates from a checkpoint folder.
 
         Args:
-            chat_template: Jinja in place of the checkpoint's.
+            chat_template: Jinja in place of all of the checkpoint's.
             template_kwargs: variables for conversations that do not bring them.
             trust_templates: conversations may bring their own Jinja.
             split_special_tokens: those that messages contain are text (`special_tokens.py`).
         """
         backend = _read_backend(folder)
-        settings = read_json(folder, "tokenizer_config.json", param="tokenizer", required=False)
         backend.no_padding()
         backend.no_truncation()
-        source = _chat_template(folder, settings) if chat_template is None else chat_template
+        byte_level = "ByteLevel(" in f"{backend.pre_tokenizer} {backend.decoder}"
         try:
             return cls(
                 backend,
-                source,
-                _special_tokens(settings),
+                read_chat_templates(folder) if chat_template is None else chat_template,
+                read_special_tokens(folder, byte_level=byte_level),
                 template_kwargs,
                 sorts_tools=sorts_tools(folder),
                 trust_templates=trust_templates,
@@ -143,9 +144,18 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token behind others; None where it has none of its own."""
+        return self._pieces.bytes_of(token_id)
+
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of tokens, None beyond the vocabulary."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
+
+    def known(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those that the vocabulary has; none beyond ids that no token has, where grammars cannot follow."""
+        tokens = zip(token_ids, self.tokens(token_ids), strict=True)
+        return tuple(i for i, token in tokens if token is not None and i < self.vocab_size)
 
     # Any: the arguments of `ChatTemplate.render`.
     def apply_chat_template(
@@ -162,12 +172,13 @@ class Tokenizer:
         special tokens that are to be text.
 
         Args:
-            source: Jinja in place of the model's own template.
+            source: the name of one of the model's templates, or Jinja in place of them.
 
         Raises:
             RequestError: there is no template, or it refuses the messages, or none may be brought.
         """
-        if source is not None and not self._trust_templates:
+        named = self.template is not None and source in self.template.names
+        if source is not None and not named and not self._trust_templates:
             raise RequestError(
                 "chat_template: this server takes no templates from requests, since they are code. Leave it "
                 "out, or start the server with --trust-request-chat-template.",
@@ -180,6 +191,7 @@ class Tokenizer:
                 param="messages",
             )
         template = self.template if source is None else self.template.another(source)
+        messages = parse_arguments(messages)
         if self._guard is None:
             return template.render(messages, **options), None
         options |= {name: self._guard.mark(options[name]) for name in _FOREIGN if options.get(name)}
@@ -231,23 +243,3 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise CheckpointError(f"tokenizer: {path} cannot be read: {error}.", param="tokenizer") from error
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template lives in a file of its own (transformers >= 4.50) or in tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates: the default one
-        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = settings.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        found[name] = text or ""
-    return found

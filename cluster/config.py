@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from .errors import ConfigError, did_you_mean
+from .vllm_settings import accept, accept_speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -40,6 +41,7 @@ class SpeculativeConfig:
             target, drafter and dtype: it drafts for one after the other, and leaves when nobody needs it.
         adaptive: draft fewer, or not at all, where that is measured to be faster; False drafts
             `num_speculative_tokens` in every step.
+        revision: as the engine's, of the drafter on the hub.
         hf_overrides: as the engine's, for the drafter's config.json.
         input_embedding_scale: factor of the embedding rows that the drafter gets. None: as its config.json
             says, or else as the target scales its own. A wrong one costs acceptance, never a token.
@@ -53,6 +55,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     placement: DrafterPlacement = "colocated"
     adaptive: bool = True
+    revision: str | None = None
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
     input_embedding_scale: float | None = None
     quantization: Quantization | None = None
@@ -114,7 +117,7 @@ _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
 _NOT_WITH: Mapping[DraftMethod, tuple[str, ...]] = {
     "dflash": _LOOKUP,
     "eagle3": (*_LOOKUP, "placement", "input_embedding_scale"),
-    "ngram": ("model", "placement", "hf_overrides", "input_embedding_scale", "quantization"),
+    "ngram": ("model", "placement", "revision", "hf_overrides", "input_embedding_scale", "quantization"),
 }
 
 
@@ -124,6 +127,8 @@ class EngineConfig:
 
     Attributes:
         model: folder or hub id of the target checkpoint.
+        revision: branch, tag or commit of the target on the hub, and of its tokenizer; the newest if absent.
+        download_dir: folder that snapshots from the hub are kept in; the hub's own cache (HF_HOME) if absent.
         tokenizer: folder or hub id; the target's if absent.
         chat_template: file of a Jinja template; the tokenizer's own if absent.
         default_chat_template_kwargs: variables for that template, where a request does not set them.
@@ -177,6 +182,8 @@ class EngineConfig:
     """
 
     model: str
+    revision: str | None = None
+    download_dir: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] | None = None
@@ -244,12 +251,15 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> EngineConfig:  # Any: values come from YAML or flags.
-        """Build from plain data (YAML, keyword arguments); `speculative_config` may be a mapping."""
-        known = dict(settings)
+        """Build from plain data (YAML, keyword arguments); `speculative_config` may be a mapping.
+
+        What vLLM calls otherwise, or has alone, is answered by `vllm_settings.py`.
+        """
+        known = accept(settings)
         spec = known.get("speculative_config")
         if isinstance(spec, Mapping):
             known["speculative_config"] = from_mapping(
-                SpeculativeConfig, cast(Mapping[str, Any], spec), "speculative_config."
+                SpeculativeConfig, accept_speculation(cast(Mapping[str, Any], spec)), "speculative_config."
             )
         return from_mapping(cls, known)
 

@@ -283,6 +283,20 @@ class Engine:
         """How likely drafts are to stand, to be kept as well."""
         return self._scheduler.pace.survival
 
+    @property
+    def speculation_pays(self) -> bool:
+        """Whether one request would have drafts, by what is known; True where nothing is."""
+        return self._scheduler.pace.pays
+
+    def forget_speculation(self) -> None:
+        """Forget all that was learned of drafts and of the costs of steps."""
+        self._scheduler.pace.forget(costs=True)
+
+    def end_warm_up(self) -> None:
+        """Leave the requests so far out of all figures, and forget what became of their drafts."""
+        self._scheduler.end_warm_up()
+        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
+
     def spent(self) -> dict[Account, Spent]:
         """What steps were for whom, so far; nothing before a request names an account."""
         return self._scheduler.spending.totals()

@@ -153,6 +153,10 @@ class OutputProcessingError(MantaError):
     """Processing a request's output failed; the cause has been logged with the request's id."""
 
 
+class NotANumberError(MantaError):
+    """The target computed logits for a request that are not numbers."""
+
+
 class DatasetError(MantaError):
     """The input of a batch job cannot be read or understood."""
 

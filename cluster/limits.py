@@ -201,6 +201,22 @@ def prompt_too_long(length: int | str, max_model_len: int, param: str = "prompt"
     )
 
 
+def check_room(prompt_tokens: int, limit: int | None, max_model_len: int, param: str = "max_tokens") -> None:
+    """Raise RequestError for a limit that the context has no room for; one that is left open is what is left.
+
+    Args:
+        limit: of generated tokens, as a user gave it.
+        param: the field that holds it.
+    """
+    if limit is not None and prompt_tokens + limit > max_model_len:
+        raise RequestError(
+            f"{param}={shown(limit)} and a prompt of {prompt_tokens} tokens are {prompt_tokens + limit} "
+            f"tokens, more than this model's context of {max_model_len} (max_model_len). Ask for at most "
+            f"{max_model_len - prompt_tokens}, or leave {param} out for what is left.",
+            param=param,
+        )
+
+
 def check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(t for t in token_ids if not 0 <= t < vocab_size)

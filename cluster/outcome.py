@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .logprobs import RowLogprobs, TokenLogprobs
-from .plan import BoolArray, IntArray, SchedulerOutput, StepResult
+from .plan import NOT_A_NUMBER, BoolArray, IntArray, SchedulerOutput, StepResult
 from .request import FinishReason
 from .sequence import SlotTable
 
@@ -65,6 +65,7 @@ class StepOutcome:
         num_computed: tokens of the sequence whose K/V exist now.
         stopped: the last token that came out is a stop token.
         full: the sequence has reached its greatest length.
+        failed: the logits behind the tokens that come out, or log probabilities, are not numbers.
         logprobs: by slot, as far as they were asked for: of the tokens that come out.
         prompt_logprobs: by slot, of rows of prompts.
     """
@@ -80,6 +81,7 @@ class StepOutcome:
     num_computed: IntArray
     stopped: BoolArray
     full: BoolArray
+    failed: BoolArray
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     prompt_logprobs: Mapping[int, RowLogprobs]
 
@@ -97,6 +99,7 @@ def read_result(
     slots_R, drafts_R = plan.slots[stays], plan.num_drafts[stays]
     known_R = plan.num_rows[stays] - drafts_R
     token_ids_RW, num_tokens_R = result.token_ids[stays], result.num_tokens[stays]
+    failed_R, num_tokens_R = _numbers_only(result, staying_R, token_ids_RW, num_tokens_R)
     num_out_R, stopped_R = _cut_at_stops(table, slots_R, token_ids_RW, num_tokens_R)
     return StepOutcome(
         slots=slots_R,
@@ -111,13 +114,14 @@ def read_result(
         num_computed=table.num_computed_S[slots_R] + known_R + np.maximum(num_out_R - 1, 0),
         stopped=stopped_R,
         full=table.num_tokens_S[slots_R] + num_out_R == table.max_length_S[slots_R],
+        failed=failed_R & ~stopped_R,
         logprobs=_logprobs(table, staying_R, slots_R, num_out_R, result),
         prompt_logprobs=_prompt_logprobs(plan, staying_R, result),
     )
 
 
 def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]:
-    """One update for each sequence that got tokens."""
+    """One update for each sequence that got tokens or failed."""
     updates: list[SequenceUpdate] = []
     ends_R = outcome.stopped | outcome.full
     columns = (
@@ -129,12 +133,14 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
         outcome.num_accepted,
     )
     # Plain lists: reading NumPy scalars one by one would cost more than all the rest.
-    rows = zip(*(column.tolist() for column in columns), outcome.stopped.tolist(), strict=True)
-    for slot, token_ids, count, ends, num_drafted, num_accepted, stopped in rows:
-        if not count:
+    flags = (outcome.stopped.tolist(), outcome.failed.tolist())
+    rows = zip(*(column.tolist() for column in columns), *flags, strict=True)
+    for slot, token_ids, count, ends, num_drafted, num_accepted, stopped, failed in rows:
+        if not (count or failed):
             continue
         sequence = table.sequences[slot]
         reason: FinishReason | None = ("stop" if stopped else "length") if ends else None
+        reason = "error" if failed else reason
         updates.append(
             SequenceUpdate(
                 sequence.request.request_id,
@@ -180,6 +186,28 @@ def _prompt_logprobs(
         for place, count in zip(told.requests_A.tolist(), told.counts_A.tolist(), strict=True)
         if staying_R[place]
     }
+
+
+def _numbers_only(
+    result: StepResult, staying_R: BoolArray, token_ids_RW: IntArray, num_tokens_R: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Which sequences have logits or log probabilities that are not numbers, and how many tokens come before.
+
+    Grammars hide such logits, so log probabilities may be the only place where they are seen.
+    """
+    failed_RW = token_ids_RW == NOT_A_NUMBER
+    told = [each for each in (result.logprobs, result.prompt_logprobs) if each is not None]
+    is_told = any(np.isnan(each.rows.logprobs_Y).any() for each in told)
+    if not (is_told or failed_RW.any()):  # as in all but broken models
+        return np.zeros(len(num_tokens_R), dtype=np.bool_), num_tokens_R
+    failed_R = failed_RW.any(axis=1)
+    num_tokens_R = np.where(failed_R, failed_RW.argmax(axis=1), num_tokens_R).astype(np.int32)
+    place_of = {place: row for row, place in enumerate(np.flatnonzero(staying_R).tolist())}
+    for each in told:
+        for place, count in zip(each.requests_A.tolist(), each.counts_A.tolist(), strict=True):
+            if place in place_of and count and np.isnan(each.of(place, count, 0).logprobs_Y).any():
+                failed_R[place_of[place]], num_tokens_R[place_of[place]] = True, 0
+    return failed_R, num_tokens_R
 
 
 def _cut_at_stops(

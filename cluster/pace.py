@@ -19,6 +19,7 @@ from .halves import Halves, Turn
 from .limits import SchedulerConfig
 from .outcome import StepOutcome
 from .plan import BoolArray, FloatArray, IntArray, SchedulerOutput, StepResult, StepTimings
+from .prefill_budget import PrefillBudget
 from .request import Request
 from .speculation.costs import Costs, Load
 from .speculation.policy import Choice, Decoding, Policy
@@ -78,15 +79,16 @@ class Pace:
         most = self._most_drafts = config.num_speculative_tokens
         self._choices = [Choice(np.zeros(0, np.int32), most)] * 2  # the last, of online and of background
         self._weights = Weights(config.num_slots, by_priority=config.by_priority)
+        self._config = config
         self._policies: dict[bool, Policy] = {}  # of all requests, and of halves by turns
         self.survival: Survival | None = None
         if config.adaptive_drafts and most > 0:
             self.survival = Survival(most, config.num_slots)
-            costs, bounds = Costs(config.row_buckets), (most, config.max_rows, self.survival)
-            whole = self._policies[False] = Policy(*bounds, costs)
-            if config.halves:
-                self._policies[True] = Policy(*bounds, costs.with_other_drafts(), whole)
+            self._make_policies(self.survival, Costs(config.row_buckets))
         self._share = BackgroundShare(config.max_rows, chunks=config.enable_chunked_prefill)
+        # None: a prompt is computed in one step.
+        self._prefill = PrefillBudget(config.max_rows) if config.enable_chunked_prefill else None
+        self._max_rows = config.max_rows
         self._halves = Halves() if config.halves else None
         self._ended_s = -math.inf  # the last step
         self._num_learned = self._num_plain = 0  # steps that ended; of these the last ones without drafts
@@ -94,6 +96,12 @@ class Pace:
         self._turn = 0
         self.speculating_s = self.plain_s = 0.0
         self.undrafted_s: dict[Undrafted, float] = {}
+
+    def _make_policies(self, survival: Survival, costs: Costs) -> None:
+        bounds = self._most_drafts, self._config.max_rows, survival
+        whole = self._policies[False] = Policy(*bounds, costs)
+        if self._config.halves:
+            self._policies[True] = Policy(*bounds, costs.with_other_drafts(), whole)
 
     @property
     def costs(self) -> Costs | None:
@@ -113,6 +121,24 @@ class Pace:
             self.survival.enter(slots, [request.params.temperature for request in requests])
             for policy in self._policies.values():
                 policy.enter(slots)
+
+    @property
+    def pays(self) -> bool:
+        """Whether one request would have drafts, by what is known of drafts and costs; also if nothing is."""
+        policy = self._policies.get(False)
+        return policy is None or not policy.costs.know_drafts or policy.pays()
+
+    def forget(self, *, costs: bool) -> None:
+        """Forget what was learned of drafts, and of the costs of steps if so asked; and all sums."""
+        if self.survival is not None:
+            self.survival.renew()
+            self._make_policies(self.survival, self._policies[False].costs)
+            if costs:
+                self._policies[False].costs.forget()
+        self._num_learned = self._num_plain = 0
+        self._num_untold, self._untold_s = 0, 0.0
+        self.speculating_s = self.plain_s = 0.0
+        self.undrafted_s.clear()
 
     def renew_drafter(self) -> None:
         """There is another one."""
@@ -156,6 +182,10 @@ class Pace:
     def last_drafts(self, *, background: bool = False) -> int:
         """How long the blocks were that were chosen the last time."""
         return self._choices[background].length
+
+    def prefill_rows(self) -> int:
+        """Return the most rows of prompts in a step in which other online requests decode."""
+        return self._max_rows if self._prefill is None else self._prefill.rows()
 
     def beside(self, online: tuple[int, int], num_decoding: int) -> Portion:
         """Background work of a step in which so many online requests decode, with blocks of so many drafts.
@@ -222,6 +252,8 @@ class Pace:
             if self._tells_costs(flight.choice):
                 self._learn_costs(flight, outcome, result, elapsed_s)
                 self._num_untold, self._untold_s = 0, 0.0
+        if self._prefill is not None:
+            self._prefill.learn(flight.load.prompt_rows, result.timings.total_s)
         if self._halves is None and not shares:
             return
         plan, num_online, timings = flight.plan, flight.num_online, result.timings

@@ -238,8 +238,8 @@ def _who_holds(node: NodeRoom, needs: Mapping[str, float]) -> str:
 def _together(nodes: Sequence[NodeRoom]) -> NodeRoom:
     names = {name for node in nodes for name in node.held}
     held = {name: total([node.held.get(name, {}) for node in nodes]) for name in sorted(names)}
-    sides = [[dict(node.resources) for node in nodes], [dict(node.free) for node in nodes]]
-    return NodeRoom(*map(total, sides), held)
+    resources = total([dict(node.resources) for node in nodes])
+    return NodeRoom(resources, total([dict(node.free) for node in nodes]), held)
 
 
 def _nearest(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

@@ -26,7 +26,7 @@ from .errors import ConfigError
 ROWS_PER_SEAT = 2  # the first fill the engine, the second keep it full while the first are answered
 STRETCH = 2  # what a sample may take at most, of what it is to take
 LEAST_S = 1.0  # of each kind of time; less than that is noise
-MAX_SHARE = 0.02  # of a job's rows, where nobody asked
+MAX_SHARE = 0.05  # of a job's rows, where nobody asked
 
 
 def num_plain_rows(num_rows: int, max_num_seqs: int, asked: int | None = None) -> int:

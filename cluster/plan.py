@@ -243,13 +243,17 @@ class DrafterUse:
         return DrafterUse(self.steps + more.steps, self.queue_s + more.queue_s, self.served_s + more.served_s)
 
 
+NOT_A_NUMBER = -2  # in the place of a token whose logits hold NaN or infinity
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came of a step.
 
     Attributes:
         step: of the plan.
-        token_ids: int32 [R, W]; row r holds num_tokens[r] new tokens, then -1.
+        token_ids: int32 [R, W]; row r holds num_tokens[r] new tokens, then -1. The last of them is
+            NOT_A_NUMBER where its logits were none: then there is no token.
         num_tokens: int32 [R]; accepted drafts + 1 where `samples`, else 0.
         timings: where the time went.
         logprobs: of the rows that chose tokens, for the requests that asked; None if nobody did.

@@ -22,7 +22,8 @@ from collections import deque
 
 import numpy as np
 
-from .background_share import NOTHING
+from .background_share import NOTHING, Portion
+from .counters import Counters
 from .drafter_context import DrafterContext
 from .executor import DrafterHealth
 from .journal import Journal
@@ -60,6 +61,11 @@ class Scheduler:
     def drafter_is(self, health: DrafterHealth) -> None:
         """How the executor's drafter is, told before every plan."""
         self.drafter.drafter_is(health)
+
+    def end_warm_up(self) -> None:
+        """Forget the requests so far: only what their steps took stays known."""
+        self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
+        self._pace.forget(costs=False)
 
     # A step is planned.
 
@@ -123,20 +129,32 @@ class Scheduler:
         return len(self._in_flight) < (2 if self._halved else 1)
 
     def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
-        """Slots and rows of all requests that are not background work."""
-        slots_R, budget = (
-            self._going_on(self.roster.running[: self.roster.num_online_running]),
-            self.config.max_rows,
-        )
-        rows_R = slots_R
+        """Slots and rows of all requests that are not background work.
+
+        Beside decoding requests, prompts get no more rows than `Pace.prefill_rows`; those that get none are
+        left out of this step.
+        """
+        slots_R = self._going_on(self.roster.running[: self.roster.num_online_running])
+        rows_R, budget, prompt_budget = slots_R, self.config.max_rows, self.config.max_rows
         if len(slots_R):
             num_tokens_R, known_R = self.table.most_tokens(slots_R), self.table.known_rows(slots_R)
             limits_R = self._limits(slots_R, num_tokens_R)
             drafts_R = self._drafts(slots_R, known_R, limits_R, now_s)
-            rows_R = share(self._wanted_rows(slots_R, known_R, drafts_R), budget)
+            wanted_R, num_prompts = self._wanted_rows(slots_R, known_R, drafts_R), int((known_R > 1).sum())
+            if num_prompts < len(slots_R) and (num_prompts or self.roster.waiting):
+                prompt_budget = self._pace.prefill_rows()
+            if num_prompts and prompt_budget < budget:
+                wanted_R = within(Portion(len(slots_R), prompt_budget), wanted_R, known_R)
+                kept = np.flatnonzero(wanted_R)
+                slots_R, num_tokens_R, known_R, wanted_R = (
+                    array_R[kept] for array_R in (slots_R, num_tokens_R, known_R, wanted_R)
+                )
+            rows_R = share(wanted_R, budget)
             num_kept = self._cover_rows(slots_R, num_tokens_R - known_R, rows_R)
             slots_R, rows_R = slots_R[:num_kept], rows_R[:num_kept]
-        return self._with_newcomers(slots_R, rows_R, budget - int(rows_R.sum()), now_s, background=False)
+            prompt_budget -= int(rows_R[known_R[:num_kept] > 1].sum())
+        budget = min(budget - int(rows_R.sum()), prompt_budget)
+        return self._with_newcomers(slots_R, rows_R, budget, now_s, background=False)
 
     def _plan_background(
         self, online_R: IntArray, online_rows_R: IntArray, now_s: float
@@ -329,7 +347,8 @@ class Scheduler:
     # A step is committed.
 
     def commit(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
-        """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens."""
+        """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens
+        or failed."""
         assert self._in_flight, "a result without a plan"
         flight = self._in_flight.popleft()
         outcome = read_result(self.table, flight.plan, flight.staying_R, result)
@@ -337,6 +356,8 @@ class Scheduler:
         self.journal.stepped(flight.plan, flight.planned_s, outcome, result.timings, now_s)
         self._take_prompt_logprobs(outcome)
         self._append_tokens(outcome)
+        if outcome.failed.any():  # what they computed is of no use to others
+            self.books.forget(outcome.slots[outcome.failed].tolist())
         self.books.remember_full_pages(self.table, outcome.slots)
         if self.books.states is not None:
             self.books.states.settle(flight.plan, outcome, self.table)

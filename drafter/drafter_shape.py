@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from ..cluster.errors import CheckpointError
 from ..cluster.page_groups import KVGeometry
 from .compute.rope import RopeConfig
+from .compute.tensors import FLOATS, INTEGERS, TensorHeaders
+
+TOKEN_MAP = "d2t"  # the tensor that maps a drafter's own tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +81,19 @@ class DrafterShape:
                 f"{self.file}: d2t must map each draft token to a token of its own below {self.vocab_size}.",
                 param="d2t",
             )
+
+
+def stored_dtypes(name: str) -> tuple[str, ...]:
+    """Dtypes that a drafter's checkpoint may store this tensor in, in safetensors' words."""
+    return INTEGERS if name == TOKEN_MAP else FLOATS
+
+
+def check_tensors(found: TensorHeaders, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless all of these tensors are there, in a form that can be computed with.
+
+    Args:
+        shapes: of every tensor that is read, by its name in the files.
+    """
+    for name, shape in shapes.items():
+        found.check(name, shape, stored_dtypes(name))
+    found.refuse_stray_scales(shapes)

@@ -22,11 +22,18 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends, Ctrl-C stops an
 
 
 class Conversation:
-    """The messages so far, and how they grow."""
+    """The messages so far, and how they grow.
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    Args:
+        limit: of an answer's tokens, if the user gave it: it must fit the context beside the messages.
+    """
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, limit: int | None = None
+    ) -> None:
         self._llm = llm
         self._params = params
+        self._limit = limit
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, str]] = []
         self.reset()
@@ -39,7 +46,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         answer: list[str] = []
         with (
-            closing(stream_text(self._llm, Chat(messages), self._params)) as stream,
+            closing(stream_text(self._llm, Chat(messages), self._params, self._limit)) as stream,
             _interrupts() as interrupted,
         ):
             for delta in stream:
@@ -52,10 +59,12 @@ class Conversation:
         return self.messages[-1]["content"]
 
 
-def run_chat(config: EngineConfig, params: SamplingParams, system: str | None) -> None:
+def run_chat(
+    config: EngineConfig, params: SamplingParams, system: str | None, limit: int | None = None
+) -> None:
     """Read lines until the user leaves."""
     with open_llm(config) as llm:
-        conversation = Conversation(llm, params, system)
+        conversation = Conversation(llm, params, system, limit)
         print(HELP, file=sys.stderr)
         while (line := _read_line()) is not None:
             if line == "/exit":

@@ -23,6 +23,7 @@ from ..cluster.errors import MantaError, RequestError
 from .audit.cli import audit
 from .batch.cli import batch
 from .bench.cli import bench
+from .config_file import read_config_file
 from .dashboards.cli import dashboards
 from .doctor.cli import doctor
 from .drafters.cli import drafter
@@ -32,9 +33,10 @@ from .plan.cli import plan
 from .receipts import receipts
 from .render.cli import render
 from .server_flags import server_options
-from .settings import engine_config, sampling_params
+from .settings import engine_config, sampling_params, used_config
 from .simulate.cli import simulate
 from .stop import Stopped, StopSignals
+from .vllm_flags import without_vllm_flags
 
 app = typer.Typer(
     name="manta",
@@ -43,7 +45,10 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long option names
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --max_num_seqs, as vLLM takes it
+    },
 )
 app.add_typer(bench, name="bench")
 app.add_typer(dashboards, name="dashboards")
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         _speak_utf8()
     try:
-        app(arguments, prog_name="manta")
+        app(without_vllm_flags(sys.argv[1:] if arguments is None else arguments), prog_name="manta")
     except MantaError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(error.message)}")
         sys.exit(1)
@@ -133,7 +138,8 @@ def generate(
     config, params = engine_config(settings), sampling_params(sampling)
     from .generate import generate_text
 
-    generate_text(config, _standard_input() if prompt == "-" else prompt, params)
+    text = _standard_input() if prompt == "-" else prompt
+    generate_text(config, text, params, limit=sampling.get("max_tokens"))
 
 
 @app.command()
@@ -149,18 +155,24 @@ def chat(
     config, params = engine_config(settings), sampling_params(sampling)
     from .chat import run_chat
 
-    run_chat(config, params, system)
+    run_chat(config, params, system, limit=sampling.get("max_tokens"))
 
 
 @app.command()
 @engine_options
 @server_options
 def serve(
+    context: typer.Context,
     settings: dict[str, Any],
     server: dict[str, Any],
     model_: Model = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="TCP port.")] = 8000,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen on; 0.0.0.0 for all. The file's, or 127.0.0.1."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="TCP port; the file's, or 8000.")
+    ] = None,
     plain_proxy: Annotated[
         bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
     ] = False,
@@ -173,19 +185,31 @@ def serve(
             help="TCP port for probes and /metrics alone, with connections that no client can take.",
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own lines, too.")] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
     settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **settings, **server}
+    given = context.params
+    address = serve_address(used_config(given["config"], given["model_"] or given["model"]), host, port)
     try:
         with StopSignals() as signals:
             from .serve import ServeOptions, start_server
 
-            options = ServeOptions(host=host, port=port, plain_proxy=plain_proxy, probe_port=probe_port)
+            options = ServeOptions(**address, plain_proxy=plain_proxy, probe_port=probe_port, verbose=verbose)
             with start_server(settings, options, signals=signals) as running:
                 running.serve_until_stopped()
     except Stopped as stopped:
         typer.echo(f"{stopped} before it served", err=True)
         raise typer.Exit(stopped.exit_code) from None
+
+
+def serve_address(file: Path | None, host: str | None, port: int | None) -> dict[str, Any]:
+    """`host` and `port` of the flags, else of the file. Names what else the file says and is not used."""
+    found = None if file is None else read_config_file(file)
+    if found is not None and found.unused:
+        typer.echo(f"manta: {file}: only `serve deploy` uses {', '.join(found.unused)}", err=True)
+    flags = {"host": host, "port": port}
+    return {**(found.address if found else {}), **{k: v for k, v in flags.items() if v is not None}}
 
 
 @app.command()
@@ -200,13 +224,14 @@ def demo(
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Rows that run at once.")] = 2,
 ) -> None:
     """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
+    from ..actors.checkpoints import shipped
     from .demo import DemoOptions, run_demo
 
     run_demo(
         DemoOptions(
-            target=target,
-            drafter=drafter,
-            prompts=prompts,
+            target=shipped(target),
+            drafter=shipped(drafter),
+            prompts=shipped(prompts),
             rows=rows,
             max_tokens=max_tokens,
             max_num_seqs=max_num_seqs,

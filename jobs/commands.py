@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,8 +34,13 @@ def without_ray() -> dict[str, str]:
 
 
 @contextmanager
-def server(command: Sequence[str], url: str, log: Path) -> Iterator[float]:
+def server(
+    command: Sequence[str], url: str, log: Path, while_waiting: Callable[[], None] | None = None
+) -> Iterator[float]:
     """A server in a process group of its own, ready; how many seconds that took.
+
+    Args:
+        while_waiting: called now and then until it is ready.
 
     Raises:
         MantaError: it ended, or did not end when it was asked to.
@@ -47,6 +52,8 @@ def server(command: Sequence[str], url: str, log: Path) -> Iterator[float]:
         )
 
     def look() -> None:
+        if while_waiting is not None:
+            while_waiting()
         if process.poll() is not None:
             raise MantaError(f"The server ended with exit code {process.returncode}:\n{log_tail(log)}")
 

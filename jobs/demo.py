@@ -1,36 +1,42 @@
 """`manta demo`: the whole path on the pair that ships, in the commands that a user would type.
 
-1. `manta serve`: a streaming chat request and a completion over HTTP, then a clean stop.
-2. `manta batch` over the sample prompts, with speculation and without it: the same answers.
-3. `manta bench` over the same prompts: tokens/s, mean acceptance length and speed-up of modes in turns.
+1. `manta serve`: a streaming chat request over HTTP, then the same by turns with speculation and without.
+2. `manta batch` over the sample prompts.
+3. `manta bench` over the same prompts: both modes take turns, and their outputs are compared.
 
-Nothing of the engine is imported here: see `demo_commands.py`.
+One table at the end says what speculation brought in 1 and 3. Nothing of the engine is imported here: see
+`demo_commands.py`.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..actors.batch.source import read_results
 from ..cluster.errors import CheckpointError, MantaError
 from .client import ServerClient
 from .demo_commands import run_command, serving
 from .serve_checks import free_port
-from .tables import decimals
+from .tables import decimals, print_table
 
+# A prompt of models/prompts.jsonl that the small pair answers well.
 CHAT = "Write the function with this signature and docstring.\n\n" + (
-    '```python\ndef median(values):\n    """Return the middle value of a non-empty sequence."""\n```'
+    "```python\ndef allowed_domains(self):\n"
+    '    """Return None, or the sequence of allowed domains (as a tuple)."""\n```'
 )
-COMPLETION = 'def read_lines(path):\n    """Return the lines of a text file without their ends."""\n'
 ANSWER_TOKENS = 96
 ANSWER_TIMEOUT_S = 120.0
-ROUNDS = 2  # of the comparison; some seconds each
+ASKED = 3  # times of each mode, by turns; the median counts
+ROUNDS = 2  # of the comparison over the dataset; some seconds each
+TAKES = "about two minutes on two idle cores"
+DIFFER = "The outputs with and without speculation differ; they must never."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,20 @@ class DemoOptions:
     max_num_seqs: int = 2
 
 
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A streamed answer: its tokens, the events that they came in, and the seconds until the last one."""
+
+    text: str
+    num_tokens: int
+    num_events: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
 def run_demo(options: DemoOptions) -> None:
     """Run it all; raises MantaError when a step fails or outputs differ."""
     for path in (options.target, options.drafter, options.prompts):
@@ -62,15 +82,20 @@ def run_demo(options: DemoOptions) -> None:
                 f"{path} is missing. Run the demo in the root of a clone, or name the folders with flags.",
                 param="model",
             )
+    print(f"A server, a dataset and a comparison; this takes {TAKES}.", flush=True)
     with tempfile.TemporaryDirectory(prefix="manta-demo-") as scratch:
-        _serve(options, Path(scratch) / "serve.log")
         dataset = Path(scratch) / "prompts.jsonl"
-        _run_dataset(options, dataset, Path(scratch))
-        compare_modes(options, dataset, Path(scratch))
+        _choose_rows(options, dataset)
+        chat = _serve(options, Path(scratch) / "serve.log")
+        _title("2. Run a dataset, exactly once by row")
+        run_command([*_arguments("batch", options), "-i", str(dataset), "-o", str(Path(scratch) / "answers")])
+        bench = compare_modes(options, dataset, Path(scratch))
+    print_result(chat, bench, options)
 
 
-def _serve(options: DemoOptions, log: Path) -> None:
-    _title("1. Serve the pair over HTTP (Ray Serve), speculation on")
+def _serve(options: DemoOptions, log: Path) -> dict[bool, ChatAnswer]:
+    """Return the answer of median speed with speculation (True) and the one without."""
+    _title("1. Serve the pair over HTTP, and chat")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = ["serve", str(options.target), "--spec-model", str(options.drafter), "--port", str(port)]
@@ -78,77 +103,97 @@ def _serve(options: DemoOptions, log: Path) -> None:
         serving([*command, "--served-model-name", "manta"], url, log),
         ServerClient(url, ANSWER_TIMEOUT_S) as client,
     ):
-        print(f"\n> streaming chat:\n{CHAT}\n", flush=True)
-        usage = _stream_chat(client)
-        print(f"\n> completion:\n{COMPLETION}", end="", flush=True)
-        body = {"model": "manta", "prompt": COMPLETION, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-        print(client.complete(body))
-        print(f"\n[chat: {usage}]")
+        print(f"\n> {CHAT}\n", flush=True)
+        stream_chat(client, speculate=True, show=True)
+        print("\nthe same again, by turns with speculation and without", flush=True)
+        modes = [mode for _ in range(ASKED) for mode in (True, False)]
+        answers = [(mode, stream_chat(client, speculate=mode)) for mode in modes]
+    if len({answer.text for _, answer in answers}) != 1:
+        raise MantaError(DIFFER)
+    return {mode: _median([answer for each, answer in answers if each is mode]) for mode in (True, False)}
 
 
-def _stream_chat(client: ServerClient) -> str:
-    """Print the answer as its blocks come; returns its figures."""
+def stream_chat(client: ServerClient, *, speculate: bool, show: bool = False) -> ChatAnswer:
+    """Ask for a chat answer; with `show`, print it as its blocks come."""
     body = {
         "model": "manta",
         "messages": [{"role": "user", "content": CHAT}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
+        "speculative": speculate,
         "stream_options": {"include_usage": True},
     }
     last: Mapping[str, Any] = {}  # Any: JSON
-    events = 0
+    texts: list[str] = []
+    begin_s = end_s = time.perf_counter()
     for last in client.stream_chat(body):
         for choice in last["choices"]:
-            text = choice["delta"].get("content") or ""
-            events += bool(text)
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
-    tokens = last["usage"]["completion_tokens"]
-    return f"{tokens} tokens in {events} events, one for each verified block"
+            if text := choice["delta"].get("content"):
+                texts.append(text)
+                end_s = time.perf_counter()
+                if show:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+    if show:
+        print(flush=True)
+    return ChatAnswer("".join(texts), last["usage"]["completion_tokens"], len(texts), end_s - begin_s)
 
 
-def _run_dataset(options: DemoOptions, dataset: Path, scratch: Path) -> None:
-    _title("2. Run a dataset through the same engine (Ray Data), speculation on and off")
+def _median(answers: list[ChatAnswer]) -> ChatAnswer:
+    rate = statistics.median_low(answer.tokens_per_s for answer in answers)
+    return next(answer for answer in answers if answer.tokens_per_s == rate)
+
+
+def _choose_rows(options: DemoOptions, dataset: Path) -> None:
     lines = [line for line in options.prompts.read_text(encoding="utf-8").split("\n") if line.strip()]
     count = min(options.rows, len(lines))
     dataset.write_text("".join(lines[i * len(lines) // count] + "\n" for i in range(count)), encoding="utf-8")
-    answers: dict[str, list[tuple[Any, ...]]] = {}
-    for mode, flags in (("on", ["--spec-model", str(options.drafter)]), ("off", ["--no-speculation"])):
-        output = scratch / mode
-        arguments = ["batch", "-i", str(dataset), "-o", str(output), "--model", str(options.target), *flags]
-        arguments += ["--max-tokens", str(options.max_tokens), "--temperature", "0"]
-        run_command([*arguments, "--max-num-seqs", str(options.max_num_seqs)])
-        answers[mode] = _answers(read_results(output))
-    if answers["on"] != answers["off"]:
-        raise MantaError("The outputs with and without speculation differ; they must never.")
-    print(
-        f"\nBoth jobs gave the same answers to all {count} rows, token for token. "
-        "They ran one after the other: how fast the modes are beside each other is next.",
-        flush=True,
-    )
 
 
-def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> None:
-    """By a benchmark and not by the jobs of step 2, each of which ran alone at a time of its own."""
-    _title("3. What speculation brings: both modes over the same rows, taking turns")
+def _arguments(command: str, options: DemoOptions) -> list[str]:
+    """What `batch` and `bench` have in common."""
+    models = ["--model", str(options.target), "--spec-model", str(options.drafter)]
+    return [command, *models, "--max-tokens", str(options.max_tokens), "--temperature", "0"]
+
+
+def compare_modes(options: DemoOptions, dataset: Path, scratch: Path) -> Mapping[str, Any]:  # Any: JSON
+    """Both modes over the same rows, by a benchmark in which they take turns. Returns its figures.
+
+    Raises:
+        MantaError: the outputs differ.
+    """
+    _title("3. Both modes over the same rows, by turns")
     output = scratch / "figures.json"
-    arguments = ["bench", "--model", str(options.target), "--spec-model", str(options.drafter)]
-    arguments += ["--prompts", str(dataset), "--num-prompts", str(options.rows), "--rounds", str(ROUNDS)]
-    arguments += ["--max-tokens", str(options.max_tokens), "--max-concurrency", str(options.max_num_seqs)]
-    run_command([*arguments, "--no-trial", "-o", str(output)])
+    arguments = [*_arguments("bench", options), "--prompts", str(dataset), "--num-prompts", str(options.rows)]
+    arguments += ["--rounds", str(ROUNDS), "--max-concurrency", str(options.max_num_seqs), "--no-trial"]
+    run_command([*arguments, "-o", str(output)], show=False)
     (point,) = json.loads(output.read_text(encoding="utf-8"))["points"]
     if not all(point["identical"].values()):
-        raise MantaError("The outputs with and without speculation differ; they must never.")
-    print(
-        f"\nDFlash has a mean acceptance length of {decimals(point['on']['mean_acceptance_length'])} and "
-        f"{point['speedup']:.2f} times the speed of plain decoding; the outputs are identical.",
-        flush=True,
-    )
+        raise MantaError(DIFFER)
+    return point
 
 
-def _answers(results: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(row["id"], row["token_ids"], row["text"], row["finish_reason"]) for row in results]
+def print_result(chat: Mapping[bool, ChatAnswer], bench: Mapping[str, Any], options: DemoOptions) -> None:
+    """The one table of the demo."""
+    _title("What speculation brought: the same tokens, in fewer steps of the target")
+    on, off = chat[True], chat[False]
+    length = decimals(bench["on"]["mean_acceptance_length"])
+    many = f"dataset, {options.max_num_seqs} requests at once"
+    rates = [f"{bench[mode]['tokens_per_s']:,.0f}" for mode in ("on", "off")]
+    rows = [
+        ["chat: tokens", str(on.num_tokens), str(off.num_tokens), ""],
+        ["chat: events", str(on.num_events), str(off.num_events), ""],
+        ["chat: tokens/s", f"{on.tokens_per_s:,.0f}", f"{off.tokens_per_s:,.0f}", _times(on, off)],
+        [f"{many}: tokens/s", *rates, f"{bench['speedup']:.2f} x"],
+    ]
+    print_table("", ["", "with speculation", "without", "faster"], rows)
+    print(f"The texts are the same. Over the dataset a step brought {length} tokens on average.", flush=True)
+    if warning := bench["idleness"]["warning"]:
+        print(warning, flush=True)
+
+
+def _times(on: ChatAnswer, off: ChatAnswer) -> str:
+    return f"{on.tokens_per_s / off.tokens_per_s:.2f} x"
 
 
 def _title(text: str) -> None:

@@ -82,6 +82,10 @@ ENGINE_OPTIONS: Mapping[str, Any] = {
         "--model, ./ray_config.yaml is read.",
     ),
     "model": _engine(str, "--model", "-m", help="Target checkpoint: folder or Hugging Face id."),
+    "revision": _engine(str, "--revision", help="Branch, tag or commit of the target on the hub."),
+    "download_dir": _engine(
+        str, "--download-dir", help="Where snapshots from the hub are kept; its own cache if absent."
+    ),
     "tokenizer": _engine(str, "--tokenizer", help="Folder or id; the target's if absent."),
     "chat_template": _engine(
         str,

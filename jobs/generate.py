@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 from ..actors.llm import LLM
 from ..actors.outputs import RequestMetrics, RequestOutput
-from ..actors.prompts import Prompt
+from ..actors.prompts import Prompt, encode_prompt
 from ..cluster.config import EngineConfig
 from ..cluster.errors import RequestError
+from ..cluster.limits import check_room
 from ..cluster.request import SamplingParams
 
 
@@ -19,22 +20,32 @@ def open_llm(config: EngineConfig) -> LLM:
     return LLM(**asdict(config))
 
 
-def generate_text(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
-    """Continue `prompt` on standard output; end with a line of figures on standard error."""
+def generate_text(
+    config: EngineConfig, prompt: str, params: SamplingParams, limit: int | None = None
+) -> None:
+    """Continue `prompt` on standard output; end with a line of figures on standard error.
+
+    Args:
+        limit: max_tokens, if the user gave it: it must fit the context, as over HTTP.
+    """
     if not prompt:
         raise RequestError("prompt is empty: give some text to continue.", param="prompt")
     with open_llm(config) as llm:
         last = None
-        for delta in stream_text(llm, prompt, params):
+        for delta in stream_text(llm, prompt, params, limit):
             last = delta
         sys.stdout.write("\n")
         if last is not None:
             print(summary(last.metrics, llm), file=sys.stderr)
 
 
-def stream_text(llm: LLM, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput]:
+def stream_text(
+    llm: LLM, prompt: Prompt, params: SamplingParams, limit: int | None
+) -> Generator[RequestOutput]:
     """Print the continuation as it comes; also yields each delta."""
-    for delta in llm.stream(prompt, params):
+    encoded = encode_prompt(prompt, llm.tokenizer)
+    check_room(len(encoded.token_ids), limit, llm.info.max_model_len)
+    for delta in llm.stream(encoded, params):
         sys.stdout.write(delta.outputs[0].text)
         sys.stdout.flush()
         yield delta

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..actors.checkpoints import drafter_folder, target_folder
 from ..actors.http.settings import ServerSettings
 from ..cluster.config import EngineConfig
 
@@ -17,6 +18,18 @@ from ..cluster.config import EngineConfig
 START_S = {"cpu": 15.0, "cuda": 60.0}
 BYTES_PER_S = 1e9
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def find_checkpoints(config: EngineConfig) -> None:
+    """Find the folders of a model, or download them, without importing torch.
+
+    Raises:
+        CheckpointError: there is no such folder, and no such model on the hub.
+    """
+    target_folder(config)
+    spec = config.speculative_config
+    if spec is not None and spec.model is not None:
+        drafter_folder(config, spec.model)
 
 
 def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]:
@@ -37,6 +50,7 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
         size += drafter_size
         drafts = plan.num_speculative_tokens
         yield f"drafter: {plan.drafter_folder} ({as_size(drafter_size)}), up to {drafts} drafts a step"
+    yield from plan.doubts
     kind = plan.device.type
     seconds = START_S.get(kind, START_S["cuda"]) + size / BYTES_PER_S
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -47,10 +61,15 @@ def models_told(config: EngineConfig, settings: ServerSettings) -> Iterator[str]
 def try_it(url: str, config: EngineConfig, settings: ServerSettings) -> str:
     """A line for a shell that asks the server at `url` something."""
     from ..actors.targets.loading.plan import plan_load
+    from ..actors.tokenizer_config import read_chat_templates
 
     folder = plan_load(config).target_folder
-    body: dict[str, object] = {"model": settings.model_names(config.model)[0], "max_tokens": 64}
-    if _has_chat_template(folder):
+    body: dict[str, object] = {
+        "model": settings.model_names(config.model)[0],
+        "max_tokens": 64,
+        "temperature": 0,
+    }
+    if read_chat_templates(folder):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
     else:
         path, body["prompt"] = "completions", "def fibonacci(n):"
@@ -69,10 +88,3 @@ def as_size(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
-
-
-def _has_chat_template(folder: Path) -> bool:
-    settings = folder / "tokenizer_config.json"
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    return settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))

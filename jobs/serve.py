@@ -9,11 +9,13 @@ parts: `drain` lets requests end and takes no new ones, `stop` ends what is ther
 
 from __future__ import annotations
 
+import importlib
 import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -24,7 +26,7 @@ from ..actors.http.settings import ServerSettings, split_models
 from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError, shown_name
 from .client import await_ready, num_requests
-from .greeting import models_told, try_it
+from .greeting import find_checkpoints, models_told, try_it
 from .ray_session import join_or_start_ray, lost_ray, ray_address
 from .serve_checks import (
     check_capture,
@@ -36,13 +38,13 @@ from .serve_checks import (
 )
 from .serve_environment import ServeEnvironment
 from .stop import Stopped, StopSignals
+from .waiting import TELL_S, Report, Wait, counting, in_thread
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
 POLL_S = 0.2
 LAST_WORDS_S = 5.0
-TELL_S = 5.0
 LOOK_S = 0.5  # at Ray itself
 # Serve takes a replica away a little after its last request has ended.
 DRAIN_MARGIN_S = 20.0
@@ -51,8 +53,6 @@ ROOM_TIMEOUT_S = 60.0
 NEW_NODE_TIMEOUT_S = 900.0
 # Serve's own lines are for those who look for a fault in Serve; requests have a line of ours.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class ServeOptions:
         port: TCP port; it must be free.
         plain_proxy: Serve's own proxy instead of HAProxy (several times the cost per token).
         probe_port: TCP port on which HAProxy answers probes and /metrics alone, whatever clients do.
+        verbose: let Ray log on this terminal, too.
         name: of the Serve application.
         num_cpus: that a Ray started here may give out; None counts the machine's.
         ready_timeout_s: loading longer than that is a failure.
@@ -73,6 +74,7 @@ class ServeOptions:
     port: int = 8000
     plain_proxy: bool = False
     probe_port: int | None = None
+    verbose: bool = False
     name: str = "manta"
     num_cpus: int | None = None
     ready_timeout_s: float = 1800.0
@@ -171,8 +173,13 @@ class Server:
             [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
         )
 
-    def stop(self) -> None:
-        """End the application, and Ray too if it was started here. Idempotent."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the application, and Ray too if it was started here. Idempotent.
+
+        Args:
+            at_once: nothing is served yet, so a Ray that was started here ends without asking its replicas,
+                which would first load their models.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -182,7 +189,7 @@ class Server:
 
         if self._owns_ray:
             worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
-            if not self._ray_is_lost:  # else nobody is left to be asked
+            if not (self._ray_is_lost or at_once):
                 serve.shutdown()
             ray.shutdown()
             worker._worker_logs_enabled = True
@@ -223,10 +230,8 @@ def start_server(
         check_open_files()
         check_port(options.host, options.port)
         _check_probe_port(options)
-        for model in models:
-            for line in models_told(*model):
-                report(line)
-            check_capture(*model)
+        for each, _ in models:
+            find_checkpoints(each)
         if settings.batch_storage is not None:
             check_storage(settings.batch_storage)
         if settings.receipts is not None:
@@ -234,28 +239,44 @@ def start_server(
         environment = ServeEnvironment(plain_proxy=options.plain_proxy, probe_port=options.probe_port)
     if (warning := warning_of_exposure(options.host, settings)) is not None:
         report(warning)
-    report(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine")
-    owns_ray = _ray(options, environment)
+    checks = in_thread(lambda: None if existing else _check_models(models, report))
+    with counting(f"connecting to Ray at {existing}" if existing else "starting Ray on this machine", report):
+        owns_ray = _ray(options, environment)
     server = Server(options, settings, environment, owns_ray=owns_ray, report=report)
     try:
         if signals is not None:
             signals.take_back()
+        with counting("looking at the checkpoints", report, begin=False):
+            checks.result()
         _deploy(server, models, options, report)
     except BaseException:
-        server.stop()
+        server.stop(at_once=True)
         raise
-    report(f"serving on {server.url}")
+    report(f"serving on {server.url}" + (f"; live page: {server.url}/ui" if settings.ui else ""))
     if not existing:
         report(f"try it: {try_it(server.url, config, settings)}")
     return server
 
 
+def _check_models(models: Sequence[tuple[EngineConfig, ServerSettings]], report: Report) -> None:
+    """Read the checkpoints' settings, which imports torch, while Ray starts in processes of its own.
+
+    Raises:
+        ConfigError, CheckpointError: a model cannot be served, or not so.
+    """
+    for model in models:
+        for line in models_told(*model):
+            report(line)
+        check_capture(*model)
+    importlib.import_module("ray.serve")
+    importlib.import_module("..actors.replica", __package__)
+
+
 def _ray(options: ServeOptions, environment: ServeEnvironment | None) -> bool:
     """A Ray to serve on; whether it was started here."""
     try:
-        owns_ray = join_or_start_ray(
-            num_cpus=options.num_cpus, namespace="serve", logging_level=logging.WARNING
-        )
+        level = logging.INFO if options.verbose else logging.ERROR
+        owns_ray = join_or_start_ray(num_cpus=options.num_cpus, namespace="serve", logging_level=level)
     except BaseException:
         if environment is not None:
             environment.restore()
@@ -288,12 +309,22 @@ def _deploy(
 
     app = build_application(models)
     logging.getLogger(serve.__name__).setLevel(logging.WARNING)
-    try:
-        serve.start(
+    # Returns when the proxies are up; the replicas load beside them.
+    proxies = in_thread(
+        lambda: serve.start(
             proxy_location="HeadOnly",
             http_options={"host": options.host, "port": options.port},
             logging_config=QUIET,
         )
+    )
+    try:
+        with counting("starting Ray Serve", report):
+            _await_controller(proxies)
+        server.deploy(app)
+        deadline_s = time.monotonic() + options.ready_timeout_s
+        with counting("loading the models", report) as wait:
+            _await_running(options, deadline_s, wait, proxies)
+            proxies.result()
     except RayError as error:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise ConfigError(
@@ -302,18 +333,30 @@ def _deploy(
             "use --plain-proxy.",
             param="plain_proxy",
         ) from error
-    report("loading the models")
-    server.deploy(app)
-    deadline_s = time.monotonic() + options.ready_timeout_s
-    _await_running(options, deadline_s, report)
     # The proxy learns of the replica a moment after Serve calls it running.
     await_ready(options.url, deadline_s - time.monotonic())
 
 
-def _await_running(options: ServeOptions, deadline_s: float, report: Report) -> None:
+def _await_controller(start: Future[None]) -> None:
+    """Wait for Serve's controller, which takes applications before any proxy is up."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    while not start.done():
+        try:
+            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        except ValueError:
+            time.sleep(POLL_S)
+        else:
+            return
+    start.result()
+
+
+def _await_running(options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None]) -> None:
+    """Wait until all replicas serve, or raise what the proxies raised; `wait` is told what replicas do."""
     from ray import serve
 
-    begin_s = told_s = time.monotonic()
+    begin_s = looked_s = time.monotonic()
     while True:
         application = serve.status().applications.get(options.name)
         state = str(application.status.value) if application else "NOT_STARTED"
@@ -328,9 +371,11 @@ def _await_running(options: ServeOptions, deadline_s: float, report: Report) -> 
                 "`serve status` and the replica's log tell more.",
                 param="ready_timeout_s",
             )
-        if now_s - told_s >= TELL_S:
-            told_s = now_s
-            report(f"{_what_it_does(options, now_s - begin_s)} ({now_s - begin_s:.0f} s)")
+        if proxies.done():
+            proxies.result()
+        if now_s - looked_s >= TELL_S:
+            looked_s = now_s
+            wait.what = _what_it_does(options, now_s - begin_s)
         time.sleep(POLL_S)
 
 

@@ -6,6 +6,8 @@ A command declared with `@server_options` receives those that were given as `ser
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +15,7 @@ import typer
 
 from ..actors.http.settings import Isolation, UnknownParams
 from ..actors.process_log import LogFormat
-from .flags import Command, parse_size, with_options
+from .flags import Command, parse_object, parse_size, with_options
 
 SERVER = "Server"
 
@@ -61,6 +63,19 @@ SERVER_OPTIONS = {
     "categories": _server(list[str], "--categories", help="The same for X-Category."),
     "allowed_origins": _server(
         list[str], "--allowed-origins", help="Origin whose web pages may ask (CORS); may be repeated."
+    ),
+    "generation_config": _server(
+        str,
+        "--generation-config",
+        help="Defaults of sampling: the checkpoint's generation_config.json (auto), OpenAI's (openai; vLLM's "
+        "name is vllm), or those of a folder.",
+    ),
+    "override_generation_config": _server(
+        dict,
+        "--override-generation-config",
+        parser=parse_object,
+        metavar="JSON",
+        help='Defaults over those: \'{"temperature": 0.6, "max_new_tokens": 512}\'.',
     ),
     "unknown_params": _server(
         UnknownParams,
@@ -132,6 +147,8 @@ SERVER_OPTIONS = {
     "replicas": _server(
         str,
         "--replicas",
+        "--data-parallel-size",
+        "-dp",
         metavar="N|LEAST:MOST",
         help="Engines; 1:4 follows the load, 0:4 goes away when idle, 1:1 keeps streams when it dies.",
     ),
@@ -184,6 +201,14 @@ SERVER_OPTIONS = {
 }
 
 
+def _listed(values: Sequence[str]) -> list[str]:
+    """Return values of which some are lists in JSON, as vLLM's --allowed-origins takes them."""
+    try:
+        return [item for value in values for item in (json.loads(value) if value[:1] == "[" else [value])]
+    except ValueError:
+        raise typer.BadParameter(f"--allowed-origins: {values!r} holds a list that is no JSON.") from None
+
+
 def server_options(command: Command) -> Command:
     """Give `command` the endpoint's flags; it receives those that were given as `server`."""
 
@@ -192,6 +217,8 @@ def server_options(command: Command) -> Command:
         for name in ("batch_storage", "capture", "receipts"):
             if name in given and "://" not in str(given[name]):
                 given[name] = str(Path(given[name]).absolute())
+        if "allowed_origins" in given:
+            given["allowed_origins"] = _listed(given["allowed_origins"])
         return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
     return with_options(command, SERVER_OPTIONS, "server", gather)

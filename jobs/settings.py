@@ -1,7 +1,7 @@
 """Flags and YAML become engine settings: the one way that every command takes.
 
-`ray_config.yaml` is a Serve config; the engine reads `applications[0].args` of it. A plain mapping of flag
-names works too. What stands on the command line wins. Not the flags themselves: those are `flags.py`.
+`config_file.py` reads the file. What stands on the command line wins. Not the flags themselves: those are
+`flags.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from ..actors.http.settings import split_settings
 from ..cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ..cluster.errors import ConfigError
 from ..cluster.request import SamplingParams
-from .yaml_file import read_yaml
+from ..cluster.vllm_settings import accept, accept_speculation
+from .config_file import read_config_file
 
 DEFAULT_CONFIG = Path("ray_config.yaml")
-# vLLM's names for what is called otherwise here.
-ALIASES = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages"}
 # Flag -> the key of `speculative_config` that it refines.
 _REFINED = {"spec_model": "model", "spec_method": "method", "spec_tokens": "num_speculative_tokens"}
 _SPECULATION_FLAGS = ("speculative_config", *_REFINED, "no_speculation")
@@ -37,18 +36,23 @@ def merge_settings(flags: Mapping[str, Any], config_path: Path | None = None) ->
             the flags name a model.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    if config_path is None and "model" not in given and DEFAULT_CONFIG.is_file():
-        config_path = DEFAULT_CONFIG
+    config_path = used_config(config_path, given.get("model"))
     settings = read_settings(config_path) if config_path is not None else {}
     speculation = {name: given.pop(name) for name in _SPECULATION_FLAGS if name in given}
     settings |= given
     settings["speculative_config"] = merge_speculation(settings.get("speculative_config"), speculation)
     if not settings.get("model") and not settings.get("models"):
         raise ConfigError(
-            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config).",
+            "model is missing: give the target's folder or hub id (--model) or a YAML file (--config). The "
+            "pair that ships is --model models/target --spec-model models/drafter.",
             param="model",
         )
     return settings
+
+
+def used_config(given: Path | None, model: object) -> Path | None:
+    """The YAML file that a command reads: the given one, or the working directory's if no model is given."""
+    return DEFAULT_CONFIG if given is None and model is None and DEFAULT_CONFIG.is_file() else given
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -63,16 +67,7 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a YAML file: a Serve config's `applications[0].args`, or a mapping of flag names."""
-    found = read_yaml(path)
-    if isinstance(found, Mapping) and "applications" in found:
-        found = _application_args(found["applications"], path)
-    if not isinstance(found, Mapping):
-        raise ConfigError(
-            f"config: {path} must hold a mapping of settings, or a Serve config with applications[0].args.",
-            param="config",
-        )
-    names = {str(key).replace("-", "_"): value for key, value in found.items()}
-    settings = {ALIASES.get(name, name): value for name, value in names.items()}
+    settings = accept({str(k).replace("-", "_"): item for k, item in read_config_file(path).settings.items()})
     refuse_written_keys(settings, f"{path}, as any Serve config,")
     speculation = {name: settings.pop(name) for name in _SPECULATION_FLAGS if name in settings}
     return settings | {"speculative_config": merge_speculation(None, speculation)}
@@ -119,15 +114,6 @@ def parse_speculation(value: Any) -> dict[str, Any] | None:
             f"speculative_config={value!r} must be a mapping with the drafter's `model`, or none.",
             param="speculative_config",
         )
-    config = {str(key).replace("-", "_"): item for key, item in value.items()}
+    config = accept_speculation({str(key).replace("-", "_"): item for key, item in value.items()})
     from_mapping(SpeculativeConfig, config, "speculative_config.")
     return config
-
-
-def _application_args(applications: Any, path: Path) -> Any:
-    if isinstance(applications, list) and applications and isinstance(applications[0], Mapping):
-        return applications[0].get("args") or {}
-    raise ConfigError(
-        f"config: {path} has no application: `applications` must be a list, its first item with `args`.",
-        param="config",
-    )

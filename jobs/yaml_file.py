@@ -47,3 +47,11 @@ def read_yaml(file: Path) -> Any:  # Any: YAML
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"config: {file} is not valid YAML: {where}", param="config") from None
+
+
+def check_new_file(file: Path, *, force: bool) -> None:
+    """Raise ConfigError if a file that may have been edited by hand would be replaced."""
+    if file.exists() and not force:
+        raise ConfigError(
+            f"output: {file} is there already. Give another name, or --force to replace it.", param="output"
+        )

@@ -280,6 +280,13 @@ def vary_halves(engine: Engine, seed: int) -> None:
     engine._scheduler._pace.in_halves = lambda num_requests: bool(random.random() < 0.7)
 
 
+def vary_prefill(engine: Engine, seed: int) -> None:
+    """Bound the rows of prompts beside decoding requests by any number, whatever is learned of costs."""
+    random, pace = np.random.default_rng(seed), engine._scheduler._pace
+    if engine._scheduler.config.enable_chunked_prefill:
+        pace.prefill_rows = lambda: int(random.integers(1, engine._scheduler.config.max_rows, endpoint=True))
+
+
 def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:
     engine._executor.submit(plan)
     return engine._executor.collect()

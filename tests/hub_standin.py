@@ -48,7 +48,7 @@ def hub_with_model(model: str, folder: Path, sent: dict[str, int]) -> Iterator[s
     """The address of a hub with one model.
 
     Args:
-        sent: gets the bytes that went out of each file.
+        sent: gets the bytes that went out of each file, and the revisions that were asked for, as @NAME.
     """
 
     class Hub(BaseHTTPRequestHandler):
@@ -59,6 +59,7 @@ def hub_with_model(model: str, folder: Path, sent: dict[str, int]) -> Iterator[s
             path = self.path.partition("?")[0]
             name = path.rpartition("/")[2]
             if path.startswith(f"/api/models/{model}/revision/"):
+                sent[f"@{name}"] = 0
                 files = [{"rfilename": file.name} for file in folder.iterdir()]
                 self._answer(json.dumps({"id": model, "sha": REVISION, "siblings": files}).encode())
             elif path.startswith(f"/api/models/{model}/tree/"):

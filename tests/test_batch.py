@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from manta.cluster.pool_size import Concurrency
 from manta.jobs.batch import room as batch_room
 from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions
+from manta.jobs.batch.report import Report
 from ray.util.placement_group import placement_group, remove_placement_group
 from small_ray import small_ray
 from text_pair import make_text_pair
@@ -75,21 +77,21 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
     return [(r["id"], r["token_ids"], r["text"], r["finish_reason"]) for r in read_results(folder)]
 
 
-Answered = tuple[Path, RowFigures]
+Answered = tuple[Path, Report]
 
 
 @pytest.fixture(scope="module")
 def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.TempPathFactory) -> Answered:
-    """The rows with speculation: folder and figures."""
+    """The rows with speculation: folder and report."""
     output = tmp_path_factory.mktemp("answered") / "out"
     job = options(parquet, output, sampling={"max_tokens": 16})
-    return output, run_batch(config(pair), job).figures
+    return output, run_batch(config(pair), job)
 
 
 def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], answered: Answered) -> None:
-    folder, figures = answered
+    folder, made = answered
     rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}
-    assert len(rows) == len(ROWS) - 3 and figures.num_draft_tokens > 0
+    assert len(rows) == len(ROWS) - 3 and made.figures.num_draft_tokens > 0
     asked = [row for row in ROWS if row["id"] in rows]
     params = [
         SamplingParams(
@@ -108,7 +110,8 @@ def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], 
 
 
 def test_every_row_is_answered_or_explained(answered: Answered) -> None:
-    folder, figures = answered
+    folder, made = answered
+    figures = made.figures
     assert (figures.rows, figures.failed) == (len(ROWS), 3)
     rows = {row["id"]: row for row in read_results(folder)}
     assert set(rows) == {row["id"] for row in ROWS}
@@ -120,6 +123,29 @@ def test_every_row_is_answered_or_explained(answered: Answered) -> None:
     assert json.loads(rows["cold"]["input"])["temperature"] == -1.0
     report = json.loads((folder / "_report.json").read_text())
     assert report["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in rows.values())
+
+
+def test_figures_add_up_and_the_same_command_says_them_once_more(
+    pair: tuple[Path, Path], parquet: Path, answered: Answered
+) -> None:
+    folder, first = answered
+    cores = round(first.device_s / first.figures.wall_s)
+    assert first.device == "core" and first.device_s / first.figures.wall_s == pytest.approx(cores, rel=0.1)
+    assert first.tokens_per_device_s == pytest.approx(first.figures.completion_tokens / first.device_s)
+    assert first.loading_s > 0 and first.figures.device_s == first.device_s + first.loading_s
+    again = run_batch(config(pair), options(parquet, folder, sampling={"max_tokens": 16}))
+    assert again.lines() == first.lines() and again.as_json() == first.as_json()
+
+
+def test_the_page_shows_the_first_rows_with_prompts_and_answers(answered: Answered) -> None:
+    folder, report = answered
+    rows = {row["id"]: row for row in read_results(folder)}
+    asked = {row["id"]: row for row in ROWS}
+    assert len(report.samples) == 3
+    for sample in report.samples:
+        prompt = asked[sample.id]["prompt"]
+        assert (sample.prompt, sample.answer) == (prompt, rows[sample.id]["text"])
+        assert escape(str(prompt)) in (folder / "_report.html").read_text()
 
 
 def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
@@ -187,8 +213,9 @@ def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tm
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     engine = config(pair, speculate=False, device="auto", attention_backend="triton")
-    figures = run_batch(engine, options(path, tmp_path / "out")).figures
-    assert (figures.rows, figures.failed) == (1, 0)
+    report = run_batch(engine, options(path, tmp_path / "out"))
+    assert (report.figures.rows, report.figures.failed) == (1, 0)
+    assert dict(report.lines())["speculation"] == "off"
 
 
 class _Taken:

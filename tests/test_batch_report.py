@@ -38,6 +38,7 @@ from manta.cluster.acceptance import acceptance_by_position
 from manta.cluster.config import EngineConfig
 from manta.jobs.batch.report import Report, make_report
 from manta.jobs.batch.report_html import rates
+from manta.jobs.batch.samples import Sample
 
 HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
 
@@ -193,21 +194,21 @@ def measured() -> Report:
     """Of 100 rows, 3 failed, with a plain sample, categories and words that want to be a script."""
     rows = [answered(1e9 + i, ("code", "math", HOSTILE)[i % 3]) for i in range(97)]
     rows[50]["engine_spent"] = {
-        **{"device_s": 0.5, "open_s": 0.5, "busy_s": 0.25},
+        **{"device_s": 2.5, "open_s": 0.5, "busy_s": 0.25},
         **{"plain_tokens": 100, "plain_s": 10.0, "drafted_tokens": 600, "drafted_s": 20.0},
     }
     rows += [failed(1e9 + i, kind, HOSTILE) for i, kind in enumerate(("A", "B", "A"))]
     about = {"output": f"s3://x/{HOSTILE}", "settings": {"model": HOSTILE, "seed": 0}, "input": [HOSTILE]}
-    loose = EngineFigures(device="GPU", device_s=1e9, loose_s=2.0)
-    return make_report(figures_of(*rows), loose, about, price_per_gpu_hour=3.6)
+    shown = [Sample("1", HOSTILE, "first answer"), Sample(HOSTILE, "", HOSTILE)]
+    return make_report(figures_of(*rows), "GPU", about, price_per_gpu_hour=3.6, samples=shown)
 
 
 def test_the_report_says_what_was_measured() -> None:
     report = json.loads(json.dumps(measured().as_json()))
     assert (report["rows"], report["ok"], report["failed"], report["retried"]) == (100, 97, 3, 0)
-    assert (report["device"], report["device_s"]) == ("GPU", 97 * 0.5 + 2)
+    assert (report["device"], report["device_s"], report["loading_device_s"]) == ("GPU", 97 * 0.5, 2)
     assert report["busy_share"] == 0.5
-    assert report["tokens_per_device_s"] == pytest.approx(97 * 20 / 50.5, rel=1e-4)
+    assert report["tokens_per_device_s"] == pytest.approx(97 * 20 / 48.5, rel=1e-4)
     assert report["price"] == pytest.approx(50.5 * 3.6 / 3600, abs=1e-4)
     speculation = report["speculation"]
     assert speculation["measured"] and speculation["speedup"] == 3
@@ -223,20 +224,20 @@ def test_the_report_says_what_was_measured() -> None:
 
 def test_what_was_not_measured_is_said_to_be_so(capsys: pytest.CaptureFixture[str]) -> None:
     figures = figures_of(answered(1000))
-    report = make_report(figures, EngineFigures(device="core"), {"output": "out"}, price_per_gpu_hour=2.0)
+    report = make_report(figures, "core", {"output": "out"}, price_per_gpu_hour=2.0)
     assert report.as_json()["speculation"] == {
         "measured": False,
-        "why": "not measured: --plain-sample N answers about N rows without it (the more, the surer)",
+        "why": "not measured in a job of so few rows; `manta bench` compares with plain decoding",
     }
     assert report.saved_s is None and "saved" not in report.html()
     report.print()
     shown = capsys.readouterr().out
-    assert "results in out" in shown and "core-seconds" in shown and "--plain-sample" in shown
+    assert "results in out" in shown and "core-seconds" in shown and "manta bench" in shown
     assert "GPU" not in shown and "price" not in shown
 
 
 def test_a_job_without_a_row_has_a_report() -> None:
-    report = make_report(RowFigures(), EngineFigures(), {})
+    report = make_report(RowFigures(), "device", {})
     assert report.as_json()["rows"] == 0 and "<svg" not in report.html()
     report.print()
 
@@ -338,6 +339,7 @@ def test_rows_of_a_real_engine_are_counted_as_the_engine_counts(tiny_qwen3: Path
     shares = acceptance_by_position(figures.acceptance)
     assert [round(share * figures.num_steps) for share in shares] == [n for n in stats.accepted_per_pos if n]
     assert live.completion_tokens == figures.completion_tokens == 120
-    assert figures.device_s + live.loose_s == pytest.approx(live.device_s)
+    assert figures.open_s == pytest.approx(live.open_s) and figures.device_s <= live.device_s
+    assert [row for row, _, _ in figures.samples] == [0, 1, 2], "the first rows are shown"
     assert figures.busy_s == pytest.approx(live.busy_s) and 0 < figures.busy_s <= figures.open_s
     assert {name: sums.rows for name, sums in figures.categories.named.items()} == {"0": 5, "1": 3, "2": 3}

@@ -85,6 +85,39 @@ def test_every_pair_of_cuts_gives_the_same_sum(name: str, answer: Any) -> None:
             assert read(name, text[:first], text[first:second], text[second:], opened=opened) == whole
 
 
+UNCLOSED = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n<parameter=a>\nx </function> y\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "mimo": (
+        "<tool_call>\n<function=f>\n<parameter=city>Oslo</function>\n</tool_call>"
+        "<tool_call><function=g><parameter=a>x </function> y</parameter></function></tool_call>"
+    ),
+    "minimax_m2": (
+        '</think><minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Oslo\n</invoke>\n'
+        '<invoke name="g">\n<parameter name="a">x </invoke> y</parameter></invoke>\n</minimax:tool_call>'
+    ),
+    "glm45": (
+        "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Oslo</tool_call>\n"
+        "<tool_call>g\n<arg_key>a</arg_key><arg_value>x </tool_call> y</arg_value></tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_value_without_its_end_ends_with_the_call_and_may_contain_that_mark(name: str) -> None:
+    text, mark = UNCLOSED[name], {"minimax_m2": "</invoke>", "glm45": "</tool_call>"}.get(name, "</function>")
+    whole = read(name, text)
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [
+        ("f", {"city": "Oslo"}),
+        ("g", {"a": f"x {mark} y"}),
+    ]
+    assert read(name, *text) == whole and not whole.content
+    first = text.partition(mark)[0] + mark  # the answer ends there
+    assert [json.loads(call.arguments) for call in read(name, first).calls] == [{"city": "Oslo"}]
+
+
 PLAIN_CHARACTERS = st.text(st.sampled_from("ab \n\t<>{}[]|/:,\"'=\\éß漢") | st.characters(codec="utf-8"))
 
 

@@ -74,6 +74,7 @@ def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
     flags = ["--api-key", "a", "--api-key", "b", "--api-key-file", "/run/keys", "--admin-api-key", "root"]
     flags += ["--unknown-params", "reject", "--sse-keep-alive-interval", "5", "--max-request-bytes", "1M"]
     flags += ["--served-model-name", "x", "--allowed-origins", "https://a.example", "--batch-storage", "b"]
+    flags += ["--allowed-origins", '["https://b.example", "https://c.example"]']
     assert run(capsys, "serve", "--config", str(serve_config), *flags)[0] == 1
     wanted = {
         "api_key": ["a", "b"],
@@ -83,7 +84,7 @@ def test_flags_of_an_endpoint_win_over_the_file_and_keys_in_a_file_are_refused(
         "sse_keep_alive_interval": 5.0,
         "max_request_bytes": 2**20,
         "served_model_name": ["x"],
-        "allowed_origins": ["https://a.example"],
+        "allowed_origins": ["https://a.example", "https://b.example", "https://c.example"],
         "batch_storage": str(Path("b").absolute()),
         "shutdown_timeout": 30.0,
         "max_num_seqs": 8,
@@ -101,6 +102,13 @@ def test_every_command_reads_its_engine_from_a_serve_config_and_flags_win(serve_
     assert (config.model, config.max_num_seqs, config.page_size) == ("models/target", 2, None)
     assert config.speculative_config is not None
     assert config.speculative_config.num_speculative_tokens == 15
+
+
+@pytest.mark.parametrize("typo", ["arg", "arguments", "arsg", "Args"])
+def test_a_misspelled_args_of_a_serve_config_is_named(serve_config: Path, typo: str) -> None:
+    serve_config.write_text(SERVE_CONFIG.replace("args:", f"{typo}:"))
+    with pytest.raises(ConfigError, match=rf"applications\[0\]\.{typo} of .*args"):
+        read_settings(serve_config)
 
 
 def test_a_yaml_file_of_flag_names_is_a_config_too(tmp_path: Path) -> None:
@@ -194,7 +202,7 @@ def test_wrong_input_of_jobs_and_servers_is_named(
             ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out"): "not a readable Parquet file",
             ("batch", "-m", "m", "-i", "rows.parquet", "-o", "out", "--concurrency", "0"): "concurrency=0",
             ("bench", "m"): "speculative_config is missing",
-            ("demo",): "models/target is missing",
+            ("demo", "--target", "nowhere"): "nowhere is missing",
         }
         for arguments, said in cases.items():
             code, err = run(capsys, *arguments)

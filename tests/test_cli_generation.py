@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from manta import LLM, SamplingParams
+from manta.actors.targets.loading.plan import plan_load
+from manta.cluster.config import EngineConfig
 from manta.jobs import chat
 from manta.jobs.cli import main
 from text_pair import make_text_pair
@@ -44,6 +46,39 @@ def test_generate_streams_the_same_text_with_and_without_speculation(
     speculated, figures = command(capsys, *flags, "--spec-model", drafter)
     assert speculated == plain
     assert "mean acceptance length" in figures
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("generate", "def", "-m", "TARGET", "--max-tokens", "99999"), "Ask for at most"),
+        (("generate", "def", "-m", "TARGET", "--max-tokens", "256"), "more than this model's context of 256"),
+        (("generate", "def", "-m", "DRAFTER"), "is a drafter (dflash), and no target"),
+        (("chat", "DRAFTER"), "--spec-model"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_as_over_http(
+    pair: tuple[Path, Path], flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"TARGET": str(pair[0]), "DRAFTER": str(pair[1])}
+    with pytest.raises(SystemExit) as ended:
+        main([*(names.get(flag, flag) for flag in flags), *SMALL])
+    assert ended.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_chat_says_so_when_max_tokens_outgrows_the_context(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert "more than this model's context" in command(capsys, "chat", str(pair[0]), "--max-tokens", "256")[1]
+
+
+def test_float16_on_a_cpu_is_warned_of(pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    for dtype, warned in (("float16", True), ("float32", False), ("auto", False)):
+        caplog.clear()
+        plan_load(EngineConfig.from_dict({"model": str(pair[0]), "dtype": dtype, "device": "cpu"}))
+        assert ("float16" in caplog.text) is warned, dtype
 
 
 def test_chat_answers_lines_keeps_history_and_can_forget(

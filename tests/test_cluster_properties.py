@@ -21,6 +21,7 @@ from cluster_checker import (
     open_engine,
     vary_background,
     vary_halves,
+    vary_prefill,
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -116,6 +117,7 @@ def workloads(
     )
     vary_background(engine, draw(st.integers(0, 999)))
     vary_halves(engine, draw(st.integers(0, 999)))
+    vary_prefill(engine, draw(st.integers(0, 999)))
     count = draw(st.integers(1, 10))
     return info, engine, [draw(arrivals(i)) for i in range(count)]
 

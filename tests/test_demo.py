@@ -6,22 +6,31 @@ import json
 from pathlib import Path
 
 import pytest
-from manta.jobs.demo import DemoOptions, compare_modes
+from manta.jobs.demo import ChatAnswer, DemoOptions, compare_modes, print_result
 from text_pair import make_text_pair
 
 
-def test_the_modes_are_compared_by_turns_of_a_benchmark(
+def test_the_modes_are_compared_by_turns_and_shown_in_one_table(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = make_text_pair(tmp_path)
     dataset = tmp_path / "prompts.jsonl"
     dataset.write_text("".join(json.dumps({"prompt": f"def f{i}("}) + "\n" for i in range(3)))
     monkeypatch.chdir(tmp_path)  # no settings of a ray_config.yaml
-    compare_modes(DemoOptions(target=target, drafter=drafter, rows=3, max_tokens=4), dataset, tmp_path)
+    options = DemoOptions(target=target, drafter=drafter, rows=3, max_tokens=4)
+    point = compare_modes(options, dataset, tmp_path)
     said = capfd.readouterr().out
     assert "$ manta bench" in said and "--no-trial" in said
-    assert "times the speed of plain decoding; the outputs are identical." in said
-    (point,) = json.loads((tmp_path / "figures.json").read_text())["points"]
+    assert "tokens/s" not in said, "no table of the benchmark's own"
     assert point["requests"] == 2 and point["on"]["tokens"] == point["off"]["tokens"] == 3 * 4
-    assert f"{point['speedup']:.2f} times" in said
-    assert (point["idleness"]["warning"] or "") in said
+    chat = {True: ChatAnswer("a", 40, 8, 0.5), False: ChatAnswer("a", 40, 40, 1.0)}
+    print_result(chat, point, options)
+    shown = capfd.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    assert rows[:3] == [
+        ["chat: tokens", "40", "40", ""],
+        ["chat: events", "8", "40", ""],
+        ["chat: tokens/s", "80", "40", "2.00 x"],
+    ]
+    assert rows[3][0] == "dataset, 2 requests at once: tokens/s" and rows[3][3] == f"{point['speedup']:.2f} x"
+    assert (point["idleness"]["warning"] or "") in shown

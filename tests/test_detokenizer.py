@@ -16,12 +16,15 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manta.actors.outputs import NOTHING, Begun, OutputProcessor, begun_text
+from manta.actors.http.logprobs import chat_logprobs
+from manta.actors.logprobs import OutputLogprobs
+from manta.actors.outputs import NOTHING, Begun, CompletionOutput, OutputProcessor, begun_text
 from manta.actors.prompts import EncodedPrompt
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import SequenceUpdate
 from manta.cluster.executor import Executor
+from manta.cluster.logprobs import TokenLogprobs
 from manta.cluster.request import SamplingParams
 from scripted_executor import ScriptedExecutor
 from test_http_server import events
@@ -174,6 +177,31 @@ def expected(kind: str, prompt: list[int], answer: list[int]) -> str:
     before = decode(prompt)
     assert text.startswith(before)
     return text[len(before) :]
+
+
+@kinds_with_bytes
+@given(data=st.data())
+def test_bytes_of_tokens_add_up_to_the_text(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = [i for i in data.draw(token_lists(kind, 12)) if tokenizer.tokens([i]) != [None]]
+    reader = tokenizer.detokenizer(ids_of(kind, "the"), skip_special_tokens=False)
+    text = reader.step(ids) + reader.flush()
+    found = b"".join(tokenizer.token_bytes(i) or b"" for i in ids)
+    if "\ufffd" not in text or kind in BYTE_LEVELS:
+        # Metaspace makes a space of bytes that spell its mark.
+        assert found.decode(errors="replace").replace("▁", " ") == text.replace("▁", " ")
+
+
+@every_kind
+def test_log_probabilities_tell_the_bytes_of_a_part_of_a_character(kind: str) -> None:
+    ids = ids_of(kind, "日".encode()) if kind in (*BYTE_LEVELS, *WITH_RUNS) else ids_of(kind, "日本", "the")
+    numbers = [TokenLogprobs(-1.0, 1, (token_id,), (-1.0,)) for token_id in ids]
+    told = OutputLogprobs(TOKENIZERS[kind], numbers, ids)
+    shown = chat_logprobs(CompletionOutput(0, "", ids, None, None, told), 1)["content"]
+    assert [entry["bytes"] for entry in shown] == [entry["top_logprobs"][0]["bytes"] for entry in shown]
+    data = bytes(byte for entry in shown for byte in entry["bytes"])
+    wanted = "日" if len(ids) == 3 else TOKENIZERS[kind].decode(ids).replace(" ", "")
+    assert data.decode().replace(" ", "") == wanted
 
 
 def run_of(kind: str, ids: list[int]) -> bytes:

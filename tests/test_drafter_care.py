@@ -22,7 +22,7 @@ from manta.drafter.compute.tensors import TensorFolder
 from manta.drafter.dflash.checkpoint import named_as_ours
 from manta.drafter.dflash.config import DrafterConfig
 from manta.drafter.dflash.features import usual_layer_ids
-from manta.drafter.eagle3.config import is_eagle3
+from manta.drafter.eagle3.config import is_eagle3, method_of_drafter
 from manta.jobs.cli import app
 from manta.jobs.drafters.convert import convert_drafter
 from manta.jobs.drafters.files import method_of, open_drafter
@@ -249,3 +249,9 @@ def test_a_drafter_of_another_kind_is_run_as_what_it_is():
     assert method_of(str(DRAFTER)) == "dflash"
     assert not is_eagle3(json.loads((TARGET / "config.json").read_text()))
     assert not is_eagle3({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32})
+    published = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+    drafters = {name for name, raw in published.items() if method_of_drafter(raw) is not None}
+    assert drafters == {"Qwen3-8B-DFlash-b16"}
+    assert method_of_drafter({"speculators_model_type": "dflash2"}) == "dflash"
+    assert method_of_drafter({"architectures": ["MuseGlimmerAssistantModel"]}) == "dflash"
+    assert method_of_drafter({"architectures": ["LlamaForCausalLMEagle3"]}) == "eagle3"

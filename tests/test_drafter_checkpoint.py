@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,99 @@ def test_what_is_absent_null_or_neutral_is_not_refused(tmp_path: Path):
     neutral = dict.fromkeys((*keys, "lilicorr_depth"), False) | {"attention_value_scale": 1.0}
     null = dict.fromkeys((*neutral, "block_size", "causal", "use_swa", "final_logit_softcapping"))
     assert read(tmp_path, z_lab(dflash=neutral, mlp_bias=False, hidden_act=None)) == plain
-    assert read(tmp_path, z_lab(dflash=null, architectures=None, projector_type="mlp")) == plain
+    assert read(tmp_path, z_lab(dflash=null, architectures=None)) == plain
     assert read(tmp_path, z_lab(dflash={"final_logit_softcapping": 0})).logit_softcap is None
+
+
+TRAINING = {"num_anchors": 512, "loss_decay_gamma": 7.0, "ce_loss_alpha": 1.0, "warmup_ratio": 0.04}
+# What pydantic writes of Speculators' own class where nothing was set.
+DEFAULTS = {
+    "pure_draft_prefix_len": 1,
+    "emb_dim": 256,
+    "gru_hidden_dim": 1024,
+    "lambda_base_start": 1.0,
+    "lambda_base_decay_ratio": 1.0,
+    "auf": False,
+    "shift_label": False,
+    "speculators_version": "0.5.0",
+    "transformers_version": "5.15.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("plain", "noted"),
+    [
+        (z_lab(), z_lab(**TRAINING)),
+        (z_lab(), z_lab(dflash=TRAINING)),
+        (checkpoints.assistant(), checkpoints.assistant(**TRAINING)),
+        (speculators(), speculators(**TRAINING, **DEFAULTS, layer=TRAINING)),
+    ],
+)
+def test_what_trainers_note_is_not_refused_in_any_format(plain: dict, noted: dict, tmp_path: Path):
+    assert read(tmp_path, noted) == read(tmp_path, plain)
+
+
+def test_no_key_of_transformers_configurations_is_refused():
+    transformers = pytest.importorskip("transformers")
+    from manta.drafter.dflash.formats import Backbone
+
+    raw = {
+        key: 1 for name in ("Qwen3", "Llama") for key in getattr(transformers, f"{name}Config")().to_dict()
+    }
+    assert Backbone._is_understood(raw) == raw
+
+
+SCALES = {
+    "input_embedding_scale": 5.5,
+    "output_multiplier": 0.4,
+    "final_logit_softcapping": 3.0,
+    "attention_value_scale": 0.612,
+    "attention_sink_bias": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("plain", "scaled"),
+    [
+        (z_lab(), z_lab(dflash=SCALES)),
+        (speculators(), speculators(**SCALES)),
+        (checkpoints.assistant(), checkpoints.assistant(**SCALES)),
+    ],
+)
+def test_scales_mean_the_same_in_all_formats(plain: dict, scaled: dict, tmp_path: Path):
+    scales = {"input_embedding_scale": 5.5, "output_multiplier": 0.4, "logit_softcap": 3.0}
+    sinks = {"attention_value_scale": 0.612, "attention_sinks": True}
+    assert read(tmp_path, scaled) == replace(read(tmp_path, plain), **scales, **sinks)
+
+
+def test_speculators_windows_may_stand_beside_the_block(tmp_path: Path):
+    inside = read(tmp_path, speculators(layer=SLIDING))
+    assert inside.layers == (DraftLayer(True, 9), FULL)
+    assert read(tmp_path, speculators(**SLIDING)) == inside
+    assert read(tmp_path, speculators(**SLIDING, layer=SLIDING)) == inside
+    assert (
+        read(tmp_path, speculators(sliding_window=9, layer={"layer_types": SLIDING["layer_types"]})) == inside
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (z_lab(projector_type="mlp"), "projector_type='mlp' must be absent or false.*set it to null"),
+        (z_lab(output_multiplier=0.4), "output_multiplier=0.4 must be absent or false"),
+        (z_lab(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
+        (checkpoints.assistant(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
+        (speculators(norm_before_fc=True), "norm_before_fc=True must be absent or false"),
+        (speculators(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
+        (speculators(rope_theta=5.0), "rope_theta=5.0 must be absent or false"),
+        (speculators(layer={"residual_scale": 0.5}), "transformer_layer_config.residual_scale=0.5"),
+        (
+            speculators(sliding_window=5, layer=SLIDING),
+            "sliding_window=5 must be absent, or .*: 9",
+        ),
+        (z_lab(dflash={"target_layer_ids": [1, 3, 3]}), r"target_layer_ids=\[1, 3, 3\].*all different"),
+        (speculators(aux_hidden_state_layer_ids=[2, 2, 5]), r"ids=\[2, 2, 5\].*all different"),
+        (checkpoints.assistant(target_layer_ids=[1, 1, 2]), r"ids=\[1, 1, 2\].*all different"),
         (z_lab(architectures=["DFlash2DraftModel"]), "conv_kernel_size is missing.*for DFlash2DraftModel"),
         (z_lab(architectures=["DFlashDraftModel", "DFlash2DraftModel"]), "architectures=.*must be one of"),
         ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architectures=.*Eagle3.*are run with method="),
@@ -211,8 +298,9 @@ def test_an_index_names_files_of_its_own_folder_which_may_be_links(tmp_path: Pat
     blob = tmp_path / "blobs/0123"
     blob.parent.mkdir()
     (folder / "model.safetensors").rename(blob)
-    (folder / "model.safetensors").symlink_to(blob)  # as in the hub's cache
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    shard = "model-00001-of-00001.safetensors"
+    (folder / shard).symlink_to(blob)  # as in the hub's cache
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
     assert TensorFolder(folder).shapes.keys() == tensors.keys()
     (tmp_path / "other.safetensors").write_bytes(blob.read_bytes())
     outside = str(tmp_path / "other.safetensors")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES
 from manta.actors.batch.identity import settings_identity
+from manta.actors.targets.families import FAMILIES as READERS
 from manta.actors.targets.families import read_model
 from manta.actors.targets.loading.plan import plan_load
 from manta.actors.targets.loading.rank import Checkpoints, load_runner
@@ -24,6 +26,7 @@ from steps import settings
 from text_pair import make_text_pair
 from tiny import make_tiny_target
 
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 SMALL = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "256", "--seed", "1")
 
 
@@ -147,6 +150,74 @@ def test_an_override_that_nobody_reads_is_refused_with_the_nearest_key(pair: tup
         DrafterConfig.load(pair[1], {"block_sise": 4})
     assert error.value.param == "speculative_config.hf_overrides"
     assert DrafterConfig.load(pair[1], {"block_size": 4}).block_size == 4
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+NEW_SPELLING = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": None}
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "words"),
+    [
+        (
+            {**NEW_SPELLING, "rope_scaling": YARN},
+            {"rope_parameters": {"rope_theta": 2e6}},
+            "rope_scaling is given",
+        ),
+        (
+            NEW_SPELLING,
+            {"rope_theta": 5e5},
+            r"rope_parameters\.rope_theta is given, too, .* Override rope_par",
+        ),
+        (
+            NEW_SPELLING,
+            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 2.0}},
+            "rope_scaling is given",
+        ),
+        (NEW_SPELLING, {"rope_parameters": {"factor": 4.0}}, "this model does not use it"),
+        (NEW_SPELLING, {"rope_scaling": None}, "no such key. Known"),
+        ({"dtype": "bfloat16"}, {"torch_dtype": "float16"}, "dtype is given, too"),
+        ({}, {"initializer_range": 0.5}, "this model does not use it"),
+        ({"sliding_window": 9}, {"max_window_layers": 2}, "does not use it"),
+    ],
+)
+def test_an_override_that_loses_or_changes_nothing_is_refused_with_the_key_that_wins(
+    pair: tuple[Path, Path], tmp_path: Path, keys: dict, overrides: dict, words: str
+) -> None:
+    raw = json.loads((pair[0] / "config.json").read_text())
+    raw = {key: value for key, value in {**raw, "max_window_layers": 4, **keys}.items() if value is not None}
+    with pytest.raises(ConfigError, match=rf"hf_overrides: \w+=.* changes nothing: .*{words}"):
+        read_model(written(tmp_path / "raw", raw), overrides)
+
+
+@pytest.mark.parametrize("keys", [{}, NEW_SPELLING])
+def test_a_yarn_that_is_overridden_holds_whatever_the_spelling_and_lengthens_sequences(
+    pair: tuple[Path, Path], tmp_path: Path, keys: dict
+) -> None:
+    raw = {**json.loads((pair[0] / "config.json").read_text()), **keys, "max_position_embeddings": 128}
+    folder = written(tmp_path / "raw", {key: value for key, value in raw.items() if value is not None})
+    for key in ("rope_scaling", "rope_parameters"):
+        overrides = {key: YARN}
+        assert {mixer.rope.kind for mixer in read_model(folder, overrides).attentions} == {"yarn"}
+        config = settings(folder, load_format="dummy", hf_overrides=overrides, max_model_len=512)
+        assert plan_load(config).max_model_len == 512
+        with pytest.raises(ConfigError, match=r"max_model_len=513 .*limit \(512"):
+            plan_load(replace(config, max_model_len=513))
+    with pytest.raises(ConfigError, match=r"max_model_len=512 .*limit \(128"):
+        plan_load(settings(folder, load_format="dummy", max_model_len=512))
+
+
+def test_what_an_override_repeats_is_no_error(pair: tuple[Path, Path]) -> None:
+    raw = json.loads((pair[0] / "config.json").read_text())
+    assert read_model(pair[0], raw) == read_model(pair[0])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, raw in PUBLISHED.items() if raw["architectures"][0] in READERS]
+)
+def test_no_family_takes_an_override_that_it_does_not_read(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_hiden_layers=2 changes nothing"):
+        read_model(written(tmp_path / "raw", PUBLISHED[name]), {"num_hiden_layers": 2})
 
 
 @pytest.mark.parametrize("config", [EngineConfig, SpeculativeConfig])

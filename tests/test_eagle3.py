@@ -367,6 +367,25 @@ def test_published_configurations_of_one_drafter_are_read_alike(tmp_path: Path) 
     assert eagle3_shapes(read[0])["layers.0.self_attn.k_proj.weight"] == (1024, 8192)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (sglang(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
+        (speculators(residual_scale=0.5), "residual_scale=0.5 must be absent or false"),
+        (sglang(eagle_config={"tap_norms": True}), "eagle_config.tap_norms=True must be absent or false"),
+        (speculators(eagle_aux_hidden_state_layer_ids=[1, 1, 3]), r"ids=\[1, 1, 3\].*all different"),
+    ],
+)
+def test_keys_that_no_reader_knows_and_layers_tapped_twice_are_refused(
+    config: dict, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=words):
+        Eagle3Config.load(tmp_path, 4)
+    (tmp_path / "config.json").write_text(json.dumps(sglang(num_anchors=5, loss_decay_gamma=7.0)))
+    assert Eagle3Config.load(tmp_path, 4).num_taps == 3
+
+
 def test_what_is_not_served_is_refused(tiny_qwen3: Path, folder: Path, tmp_path: Path) -> None:
     spec = {"method": "eagle3", "model": str(folder)}
     for changes, said in (

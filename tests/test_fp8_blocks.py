@@ -108,7 +108,10 @@ def test_fp8_that_nobody_speaks_of_is_refused(pair: tuple[Path, Path], tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(keys))
     tensors = load_file(pair[0] / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"q_proj.weight is in FP8.*quantization_config"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"q_proj.weight is stored as F8_E4M3.*quantized in a way that config.json does not name",
+    ):
         open_checkpoint(tmp_path, read_model(tmp_path))
 
 

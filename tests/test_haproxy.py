@@ -306,22 +306,29 @@ def test_idle_connections_lock_nobody_out(replicas: list[Replica]) -> None:
     """Of 40 connections one address has 30."""
     probes = free_port()
     limits = {MOST: "40", PER_SOURCE: "30", PROBE_PORT: str(probes)}
-    front = Front(HAProxyFolder(), head_time_s=2, environment=limits)
+    front = Front(HAProxyFolder(), head_time_s=4, environment=limits)
 
     def idle(source: str) -> socket.socket:
         address = ("127.0.0.1", front.port)
         return socket.create_connection(address, timeout=10, source_address=(source, 0))
+
+    def try_idle(source: str) -> None:
+        # A connection above the limit is reset, which connect() may already report.
+        with suppress(ConnectionResetError):
+            held.append(idle(source))
 
     try:
         front.start(replicas)
         until(lambda: front.ask("/health")[0] == 200)
         held = [idle("127.0.0.2") for _ in range(20)]
         assert all(kept_alive(connection) for connection in held[:10])
-        held += [idle("127.0.0.2") for _ in range(30)]  # more than one address has
+        for _ in range(30):  # more than one address has
+            try_idle("127.0.0.2")
         held += [idle("127.0.0.3") for _ in range(9)]
         status, body = front.ask("/v1/models")  # the 40th
         assert status == 200
-        held += [idle("127.0.0.3") for _ in range(10)]
+        for _ in range(10):
+            try_idle("127.0.0.3")
         status, body = front.ask("/v1/models")
         assert status == 503 and "connections" in json.loads(body)["error"]["message"]
         for path in ("/health", "/metrics"):
@@ -329,8 +336,7 @@ def test_idle_connections_lock_nobody_out(replicas: list[Replica]) -> None:
         assert front.ask("/v1/models", port=probes)[0] == 404
         with idle("127.0.0.4") as connection:
             assert not kept_alive(connection), "where more than half are in use"
-        took_s = until(lambda: front.ask("/v1/models")[0] == 200, within_s=10.0)
-        assert took_s < 10.0, "those that never asked were closed"
+        until(lambda: front.ask("/v1/models")[0] == 200, within_s=20.0)  # those that never asked are closed
         for connection in held:
             connection.close()
     finally:

@@ -85,6 +85,8 @@ def check_order(events: list[Any]) -> None:
             assert event.text == text
         if event.type == "response.function_call_arguments.done":
             assert event.arguments == text
+        if event.type == "response.custom_tool_call_input.done":
+            assert event.input == text
         if event.type == "response.output_item.done":
             open_at = None
     assert open_at is None
@@ -156,6 +158,77 @@ def prompt_tokens(usage: Any) -> int:
     return usage.input_tokens + usage.cache_read_input_tokens
 
 
+CODEX_TOOLS: list[dict[str, Any]] = [
+    TOOLS[0],
+    {
+        "type": "namespace",
+        "name": "agents",
+        "description": "Other agents.",
+        "tools": [{"type": "function", "name": "close", "description": "Close one.", "parameters": SCHEMA}],
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin"'},
+    },
+    {"type": "local_shell"},
+    {"type": "web_search", "external_web_access": True},
+]
+PATCH = '*** x\n"y"'
+
+
+def called(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_tools_that_a_client_runs_are_called_as_its_own_kinds_of_items(stand: AgentsStand) -> None:
+    ask = {**ASK, "extra_body": {"truncate_prompt_tokens": 100}, "tools": CODEX_TOOLS}
+    stand.say(
+        called("agents__close", city="a")
+        + called("apply_patch", input=PATCH)
+        + called("local_shell", command=["ls", "-l"], timeout_ms=5)
+    )
+    made = stand.openai.responses.with_raw_response.create(**ask)
+    assert made.headers["X-Ignored-Params"] == "tools.web_search"
+    whole = made.parse()
+    namespaced, patch, shell = whole.output
+    assert (namespaced.type, namespaced.namespace, namespaced.name) == ("function_call", "agents", "close")
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
+    assert (shell.type, shell.action.command, shell.action.timeout_ms) == (
+        "local_shell_call",
+        ["ls", "-l"],
+        5,
+    )
+    with stand.openai.responses.stream(**ask) as stream:
+        events = list(stream)
+    assert told(events[-1].response) == told(whole)
+    check_order(events)
+    (done,) = (e for e in events if e.type == "response.custom_tool_call_input.done")
+    assert done.input == PATCH
+    # The next turn, with results and with items that say nothing here.
+    kinds = {"custom_tool_call": "custom_tool_call_output", "function_call": "function_call_output"}
+    results = [
+        {"type": kinds[item.type], "call_id": item.call_id, "output": "done"}
+        for item in whole.output
+        if item.type in kinds
+    ]
+    results.append({"type": "local_shell_call_output", "id": shell.call_id, "output": "a b"})
+    others = [
+        {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "ghost_snapshot", "commit": {}},
+        {"type": "ghost_snapshot", "commit": {}},
+    ]
+    talk = [{"role": "user", "content": "Oslo?"}, *(i.model_dump() for i in whole.output), *results, *others]
+    stand.say("Done.")
+    made = stand.openai.responses.with_raw_response.create(
+        **{**ask, "input": talk, "tools": CODEX_TOOLS[:-1]}
+    )
+    assert made.parse().output_text == "Done."
+    assert made.headers["X-Ignored-Params"] == "input.compaction,input.web_search_call,input.ghost_snapshot"
+
+
 def test_an_answer_that_is_cut_says_so(stand: AgentsStand) -> None:
     stand.say(f"{THOUGHT}Let me look, and look, and look again.")
     cut = stand.openai.responses.create(**{**ASK, "max_output_tokens": 30})
@@ -170,6 +243,26 @@ def test_an_answer_that_is_cut_says_so(stand: AgentsStand) -> None:
     stopped = stand.anthropic.messages.create(**ASK_A, stop_sequences=[", th"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ", th")
     assert stopped.content[0].text == "One, two"
+
+
+@pytest.mark.parametrize("max_tokens", [513, 32_000])
+def test_a_message_that_allows_more_tokens_than_the_context_has_ends_there(
+    stand: AgentsStand, max_tokens: int
+) -> None:
+    asked = {**ASK_A, "max_tokens": max_tokens}
+    stand.say("On and on. " * 200)
+    whole = stand.anthropic.messages.create(**asked)
+    assert whole.stop_reason == "model_context_window_exceeded"
+    assert prompt_tokens(whole.usage) + whole.usage.output_tokens == 512
+    with stand.anthropic.messages.stream(**asked) as stream:
+        assert stream.get_final_message().stop_reason == "model_context_window_exceeded"
+    fits = {**asked, "max_tokens": 512 - prompt_tokens(whole.usage)}
+    assert stand.anthropic.messages.create(**fits).stop_reason == "max_tokens"
+    stand.say("It rains.")
+    assert stand.anthropic.messages.create(**asked).stop_reason == "end_turn"
+    with pytest.raises(anthropic.BadRequestError, match="prompt"):
+        long = {"role": "user", "content": "On and on. " * 200}
+        stand.anthropic.messages.create(**{**asked, "messages": [long]})
 
 
 def test_answers_are_held_to_schemas_and_calls_are_forced(stand: AgentsStand) -> None:

@@ -227,9 +227,8 @@ def test_a_conversation_goes_into_the_template_as_it_is_meant(hermes: Server, ha
         '<tool_call>\n{"name": "now", "arguments": {"b": [1, "<é>"]}}\n</tool_call><|im_end|>\n'
         "<|im_start|>tool\nnoon<|im_end|>\n[doc]<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    wrong = [{**messages[1], "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}]
-    refused = http.post("/v1/chat/completions", json={**GREEDY, "messages": wrong})
-    assert refused.json()["error"]["param"] == "messages.0.tool_calls.0.function.arguments"
+    cut = [{**messages[1], "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}, messages[0]]
+    assert http.post("/v1/chat/completions", json={**GREEDY, "messages": cut}).status_code == 200
     trusting, _ = harmony
     template = {"messages": messages, "chat_template": "{{ a }}{{ messages[0].content }}"}
     (tokens, expected) = (

@@ -86,7 +86,7 @@ def test_a_chats_log_probabilities_have_openais_shape_whole_and_streamed(http: h
     assert whole.logprobs is not None and whole.logprobs.content is not None
     assert len(whole.logprobs.content) == 20
     for token in whole.logprobs.content:
-        assert token.bytes == list(token.token.encode())
+        assert bytes(token.bytes).decode(errors="replace") == token.token
         assert [top.logprob for top in token.top_logprobs] == sorted(
             (top.logprob for top in token.top_logprobs), reverse=True
         )

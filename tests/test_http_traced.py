@@ -301,7 +301,7 @@ def test_what_is_logged_after_the_first_request_is_not_about_it(log: io.StringIO
         await send({"type": "http.response.body", "body": b"data: [DONE]"})
 
     async def replica() -> None:
-        await ask_first(answer, None, 1)
+        await ask_first(answer, 1)
         logging.getLogger("manta.test").info("after")
 
     asyncio.run(replica())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from manta.actors.chat.call_arguments import parse_arguments
 from manta.actors.http.chat_request import ChatRequest
 from manta.actors.http.conversing import Heeds
 from manta.actors.http.messages.request import MessagesRequest
@@ -23,13 +24,13 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     {"role": "user", "content": "So?"},
 ]
-ALL = Heeds(developers=True, effort=True, switch=True, thinks=True)
-NONE = Heeds(developers=False, effort=False, switch=False, thinks=False)
+ALL = Heeds(effort=True, switch=True, thinks=True)
+NONE = Heeds(effort=False, switch=False, thinks=False)
 
 
 def responses(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
     request = ResponsesRequest.model_validate(body)
-    return request.for_chat(request.conversation(knows_developers=False), heeds)
+    return request.for_chat(request.conversation(), heeds)
 
 
 def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
@@ -39,7 +40,8 @@ def messages(*, heeds: Heeds = ALL, **body: Any) -> ChatRequest:
 
 def said(chat: ChatRequest) -> list[dict[str, Any]]:
     """What a template gets; reasoning stands there under several names."""
-    shown = [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
+    messages = [message.for_template(f"messages.{i}") for i, message in enumerate(chat.messages)]
+    shown = parse_arguments(messages)
     return [{k: v for k, v in each.items() if k not in ("reasoning", "thinking")} for each in shown]
 
 
@@ -108,15 +110,65 @@ def test_answers_of_different_turns_stay_apart() -> None:
     assert len(said(chat)[2]["tool_calls"]) == 2 and said(chat)[3]["reasoning_content"] == "d"
 
 
-def test_what_the_system_is_told_first_is_one_message() -> None:
-    developer = {"role": "developer", "content": "Use tools."}
-    request = ResponsesRequest.model_validate(
-        {"instructions": "Be brief.", "input": [developer, {"role": "user", "content": "x"}]}
-    )
-    folded = request.conversation(knows_developers=False).messages
-    assert [m["content"] for m in folded] == ["Be brief.\n\nUse tools.", "x"]
-    kept = request.conversation(knows_developers=True).messages
-    assert [m["role"] for m in kept] == ["system", "developer", "user"]
+TEXT = {"type": "text", "text": "found"}
+SOURCE = {"type": "text", "media_type": "text/plain", "data": "page"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+NO_IMAGE = "[image: left out, this model reads text only]"
+RETURNED: list[tuple[Any, str]] = [
+    (None, ""),
+    ("rain", "rain"),
+    ([TEXT, TEXT], "found\nfound"),
+    ([{"type": "tool_reference", "tool_name": "weather"}, TEXT], "weather\nfound"),
+    ([{"type": "search_result", "source": "s", "title": "t", "content": [TEXT]}], "t\ns\nfound"),
+    ([{"type": "document", "title": "t", "context": "c", "source": SOURCE}], "t\nc\npage"),
+    ([{"type": "document", "source": {"type": "content", "content": [TEXT, IMAGE]}}], f"found\n{NO_IMAGE}"),
+    ([{"type": "document", "source": {"type": "content", "content": "page"}}], "page"),
+    (
+        [{"type": "document", "title": "t", "source": {"type": "url", "url": "u"}}],
+        NO_IMAGE.replace("image", "document t"),
+    ),
+    ([IMAGE, TEXT], f"{NO_IMAGE}\nfound"),
+    ([{"type": "image_url", "image_url": {"url": "u"}}], NO_IMAGE),
+    ([{"type": "input_image", "image_url": "u"}, {"type": "input_text", "text": "x"}], f"{NO_IMAGE}\nx"),
+    ([{"type": "input_file", "filename": "a.pdf"}], NO_IMAGE.replace("image", "file a.pdf")),
+    ([{"type": "of_next_year", "x": {"y": 1}}], NO_IMAGE.replace("image", "of_next_year")),
+]
+
+
+@pytest.mark.parametrize(("returned", "text"), RETURNED)
+def test_what_a_tool_returned_is_read_or_named_whichever_way_it_comes(returned: Any, text: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": returned}
+    message = {"role": "tool", "tool_call_id": "c1", "content": returned}
+    output = {"type": "function_call_output", "call_id": "c1", "output": returned}
+    chats = [
+        messages(messages=[{"role": "user", "content": [result]}]),
+        responses(input=[output]),
+        ChatRequest.model_validate({"messages": [message]}),
+    ]
+    wanted = [{"role": "tool", "tool_call_id": "c1", "content": text}]
+    assert [said(chat) for chat in chats] == [wanted] * 3
+    failed = messages(messages=[{"role": "user", "content": [{**result, "is_error": True}]}])
+    assert said(failed)[0]["content"] == f"Error: {text}".rstrip()
+
+
+def test_a_users_own_documents_are_read_and_images_refused_with_a_sentence() -> None:
+    document = {"type": "document", "title": "t", "source": SOURCE}
+    chat = messages(messages=[{"role": "user", "content": [document, {**TEXT, "text": "So?"}]}])
+    assert said(chat) == [{"role": "user", "content": "t\npage\nSo?"}]
+    for block in (IMAGE, {**document, "source": IMAGE["source"]}):
+        with pytest.raises(RequestError, match="This model reads text") as refused:
+            messages(messages=[{"role": "user", "content": [TEXT, block]}])
+        assert refused.value.param == "messages.0.content.1"
+
+
+def test_text_behind_a_call_goes_on_with_the_text_before_it() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city":"Oslo"}'}
+    use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
+    items = [{"role": "assistant", "content": text} for text in ("a ", "b")]
+    blocks = [{"type": "text", "text": text} for text in ("a ", "b")]
+    one = responses(input=[items[0], call, items[1]])
+    other = messages(messages=[{"role": "assistant", "content": [blocks[0], use, blocks[1]]}])
+    assert said(one) == said(other) == [{"role": "assistant", "content": "a b", "tool_calls": [CALL]}]
 
 
 def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
@@ -153,6 +205,76 @@ def test_tools_choices_and_formats_become_those_of_a_chat() -> None:
     assert messages(**asked, tool_choice={"type": "any"}).tool_choice == "required"
 
 
+def test_tools_that_a_client_runs_become_functions() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: A"}
+    inner = {"type": "custom", "name": "patch", "description": "Edits.", "format": grammar}
+    tools = [
+        {"type": "namespace", "name": "n", "description": "About n.", "tools": [inner]},
+        {"type": "namespace", "name": "mcp__s__", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "local_shell"},
+        {"type": "web_search"},
+        {"type": "mcp", "server_label": "s"},
+        {"type": "web_search"},
+    ]
+    body = {"input": "x", "tools": tools}
+    chat = responses(**body)
+    assert chat.tools is not None
+    patch, other, shell = (tool.function for tool in chat.tools)
+    assert [tool.name for tool in (patch, other, shell)] == ["n__patch", "mcp__s__f", "local_shell"]
+    assert patch.description == (
+        "Edits.\n\nThe input follows this lark grammar:\nstart: A\n\n(Tools n__*: About n.)"
+    )
+    assert patch.parameters is not None and patch.parameters["required"] == ["input"]
+    request = ResponsesRequest.model_validate(body)
+    assert request.ignored(NONE) == ["tools.web_search", "tools.mcp"]
+    unread = request.client_tools.called("n__patch").call_item("c1", '{"patch": "x"}')
+    assert (unread["type"], unread["input"]) == ("custom_tool_call", '{"patch": "x"}')
+    unfit = request.client_tools.called("local_shell").call_item("c1", '{"command": "ls"}')
+    assert (unfit["type"], unfit["arguments"]) == ("function_call", '{"command": "ls"}')
+    for choice, name in (
+        ({"type": "custom", "name": "patch"}, "n__patch"),
+        ({"type": "function", "name": "f", "namespace": "mcp__s__"}, "mcp__s__f"),
+        ({"type": "local_shell"}, "local_shell"),
+    ):
+        named = responses(**body, tool_choice=choice).tool_choice
+        assert named is not None and not isinstance(named, str) and named.function.name == name
+
+
+def test_calls_of_every_kind_of_tool_are_part_of_the_conversation() -> None:
+    """What other servers have said, too: a session may have begun there."""
+    chat = responses(
+        input=[
+            USER,
+            {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "namespace": "n", "input": "+x"},
+            {
+                "type": "local_shell_call",
+                "call_id": "c2",
+                "action": {"type": "exec", "command": ["ls"], "env": {}},
+            },
+            {"type": "shell_call", "call_id": "c3", "action": {"commands": ["ls"], "timeout_ms": None}},
+            {"type": "apply_patch_call", "call_id": "c4", "operation": {"type": "delete_file", "path": "a"}},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c1",
+                "output": [{"type": "input_text", "text": "r"}],
+            },
+            {"type": "shell_call_output", "call_id": "c3", "output": [{"stdout": "é"}]},
+            {"type": "image_generation_call", "id": "i1", "result": "x"},
+            {"type": "tool_search_output", "call_id": "t1", "tools": []},
+        ]
+    )
+    _, answer, patched, listed = said(chat)
+    assert [
+        (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in answer["tool_calls"]
+    ] == [
+        ("c1", "n__patch", {"input": "+x"}),
+        ("c2", "local_shell", {"command": ["ls"]}),
+        ("c3", "shell", {"commands": ["ls"]}),
+        ("c4", "apply_patch", {"type": "delete_file", "path": "a"}),
+    ]
+    assert (patched["content"], listed["content"]) == ("r", '[{"stdout": "é"}]')
+
+
 def test_a_message_of_the_assistant_that_comes_last_is_gone_on_with() -> None:
     said_so_far = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
     chat = messages(messages=said_so_far)
@@ -172,15 +294,6 @@ def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
     assert ResponsesRequest.model_validate(none).ignored(NONE) == ["reasoning.effort"]
 
 
-def said_by_template(**body: Any) -> None:
-    """As far as the template's door."""
-    request = ResponsesRequest.model_validate(body)
-    read = request.conversation(knows_developers=False)
-    chat = request.for_chat(read, ALL)
-    with said_of(read.names):
-        said(chat)
-
-
 def test_a_refusal_calls_a_field_by_one_name_throughout() -> None:
     told = "max_completion_tokens=9 and a prompt: leave max_completion_tokens out."
     with pytest.raises(RequestError) as raised, said_of({"max_completion_tokens": "max_output_tokens"}):
@@ -192,19 +305,33 @@ def test_a_refusal_calls_a_field_by_one_name_throughout() -> None:
 
 
 USER = {"role": "user", "content": "x"}
-FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f"}
+NAMESPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (responses, {"input": [USER, {"type": "item_reference", "id": "x"}]}, "input.1.type"),
-    (responses, {"input": [USER, {"type": "web_search_call"}]}, "input.1.type"),
     (responses, {"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
     (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
     (responses, {"input": [{"type": "function_call_output", "call_id": 1}]}, "input.0.call_id"),
+    (
+        responses,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": {}}]},
+        "input.0.output",
+    ),
+    (
+        responses,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [1]}]},
+        "input.0.output.0",
+    ),
     (responses, {"input": []}, "input"),
-    (said_by_template, {"input": [USER, {**FUNCTION_CALL, "arguments": "{"}]}, "input.1.arguments"),
     (responses, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
     (responses, {"input": "x", "background": True}, "background"),
     (responses, {"input": "x", "truncation": "auto"}, "truncation"),
-    (responses, {"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+    (responses, {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tools"),
+    (responses, {"input": "x", "tools": [{"name": "f"}]}, "tools.0.type"),
+    (responses, {"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools.0.tools"),
+    (responses, {"input": "x", "tools": [{"type": "custom", "name": "a b"}]}, "tools.0.name"),
+    (responses, {"input": "x", "tools": [NAMESPACE], "tool_choice": {"type": "mcp"}}, "tool_choice"),
+    (responses, {"input": "x", "tools": [NAMESPACE, NAMESPACE]}, "tools.1.tools.0.name"),
+    (responses, {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
     (responses, {"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
     (messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
     (messages, {"messages": [USER], "tools": [{"type": "web_search_1", "name": "w"}]}, "tools"),

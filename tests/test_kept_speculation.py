@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,20 @@ def learned(llm: LLM) -> tuple[bool, bool]:
     return costs.know_drafts, bool((survival.bias_K != Survival(15, 1).bias_K[0]).any())
 
 
+def believe(bias: float, draft_s: float = 1e-9) -> None:
+    """Write into what is kept that drafting takes so long, and that drafts stand with sigmoid(bias)."""
+    for file in cache_folder().glob("*.json"):
+        kept = json.loads(file.read_text())
+        value = kept["value"]
+        if file.name.startswith("step-costs"):
+            value["draft"]["seconds"] = [draft_s for _ in value["draft"]["seconds"]]
+        if file.name.startswith("survivals"):
+            value["positions"][0] = [[bias, 0.0] for _ in value["positions"][0]]
+            reached_K, _ = value["foreseen"]
+            value["foreseen"] = [[9.0 for _ in reached_K], [9 / (1 + math.exp(-bias)) for _ in reached_K]]
+        file.write_text(json.dumps(kept))
+
+
 def test_which_drafts_stood_is_there_at_the_next_start_and_another_drafters_is_not(
     tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
@@ -42,11 +58,34 @@ def test_which_drafts_stood_is_there_at_the_next_start_and_another_drafters_is_n
     with make((tiny_qwen3, drafter)) as llm:
         assert learned(llm) == (False, False)
         llm.generate(PROMPT, PARAMS)
+    believe(3.0)
     with make((tiny_qwen3, drafter)) as llm:
         assert learned(llm) == (True, True)
     os.utime(next(drafter.glob("*.safetensors")), (1.0, 1.0))  # trained anew
     with make((tiny_qwen3, drafter)) as llm:
         assert learned(llm) == (True, False)
+
+
+def test_kept_beliefs_that_drafts_do_not_pay_are_not_believed(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    with make((tiny_qwen3, tiny_drafter)) as llm:
+        llm.generate(PROMPT, PARAMS)
+    believe(-5.0, draft_s=1.0)
+    with make((tiny_qwen3, tiny_drafter)) as llm:
+        assert learned(llm) == (False, False)
+        llm.generate(PROMPT, PARAMS)
+        assert llm.stats().num_drafts > 0, "drafts are tried in the first request"
+
+
+def test_a_warm_up_is_in_no_figure_and_teaches_only_costs(tiny_qwen3: Path, tiny_drafter: Path) -> None:
+    with make((tiny_qwen3, tiny_drafter)) as llm:
+        before = llm.stats()
+        llm.generate(PROMPT, PARAMS)
+        assert llm.stats().generation_tokens == 60 and llm.stats().num_drafts > 0
+        llm._kept.end_warm_up()
+        after = llm.stats()
+        assert (after, learned(llm)[1]) == (replace(before, draft_length=after.draft_length), False)
+        assert llm._engine.costs is not None and llm._engine.costs.know_time
+        assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids and llm.stats().generation_tokens == 60
 
 
 def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
@@ -56,6 +95,7 @@ def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
     with make(pair) as llm:
         assert llm._engine.costs is not None and not llm._engine.costs.know_time
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
+    believe(3.0)
     (file,) = cache_folder().glob("step-costs-*.json")
     assert str(tiny_drafter) in json.loads(file.read_text())["subject"]["drafter"]
     with make(pair) as llm:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
+
+import typer.main
+from manta.jobs.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("cluster", "drafter", "actors", "jobs")
 FACES = ("__init__.py", "data.py", "version.py")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", *FACES, *FLOORS)
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "models", *FACES, *FLOORS)
 
 IMPORT_ALL = """
 import importlib, sys
@@ -44,6 +50,10 @@ def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
     with build_wheel(tmp_path) as wheel:
         packed = {name for name in wheel.namelist() if name.endswith(".py")}
         assert "manta/actors/http/ui/page.html" in wheel.namelist()
+        shipped = {
+            path.relative_to(ROOT).as_posix() for path in (ROOT / "models").rglob("*") if path.is_file()
+        }
+        assert {f"manta/{name}" for name in shipped} <= set(wheel.namelist())
         wheel.extractall(tmp_path / "installed")
     in_repository = {
         f"manta/{path.relative_to(ROOT).as_posix()}"
@@ -66,3 +76,23 @@ def test_the_floors_stand() -> None:
     linter = Path(sys.executable).parent / "lint-imports"
     done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_the_dockerfile_copies_what_is_here_and_runs_what_there_is() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
+    names = [name for group in copied for name in group]
+    assert {*SOURCES} == {*names} and all((ROOT / name).exists() for name in names)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert not {*names} & {*ignored}
+    stages = {line.split()[-1] for line in lines if line.startswith("FROM") and " AS " in line}
+    assert {line.split()[1].removeprefix("--from=") for line in lines if "COPY --from" in line} == stages
+    (command,) = (json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD"))
+    group: Any = typer.main.get_command(app)
+    found = group.commands[command[1]].make_context(command[1], command[2:]).params
+    assert (found["model_"], found["port"]) == ("models/target", 8000)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (default,) = (line.partition('"[')[2].rstrip(']"') for line in lines if line.startswith("ARG EXTRAS"))
+    assert {*default.split(",")} <= extras.keys()
+    guide = (ROOT / "docs/how-to/install.md").read_text()
+    assert all(f"| `{extra}` |" in guide for extra in extras)

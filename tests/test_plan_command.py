@@ -170,3 +170,15 @@ def test_of_a_hub_id_small_files_are_enough(
     assert report["ray_config"]["applications"][0]["args"]["model"] == "Qwen/Qwen3-8B"
     with pytest.raises(CheckpointError, match="Qwen/Qwen3-9B"):
         make_plan(options(folders, model="Qwen/Qwen3-9B", drafter=None))
+
+
+def test_a_file_that_is_there_is_replaced_only_by_force(folders: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ray_config.yaml"
+    file.write_text("edited: by hand\n")
+    with pytest.raises(ConfigError, match=r"is there already.*--force"):
+        make_plan(options(folders, output=file))
+    said = CliRunner().invoke(app, ["render", "systemd", "--config", str(file), "-o", str(file)])
+    assert isinstance(said.exception, ConfigError) and "--force" in str(said.exception)
+    assert file.read_text() == "edited: by hand\n"
+    make_plan(options(folders, output=file, force=True))
+    assert "applications:" in file.read_text()

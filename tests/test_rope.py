@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from manta.cluster.errors import CheckpointError
@@ -58,6 +60,16 @@ ROPES: dict[str, dict] = {
     "yarn without a factor": {"rope_parameters": {**YARN, "factor": None}},
     "yarn with a length beside it": {"rope_parameters": YARN, "original_max_position_embeddings": 512},
     "yarn of part of a head": {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    "yarn in the old key beside default in the new": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        "rope_theta": 5e5,
+    },
+    "yarn in the old key, whose theta is the model's": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    },
+    "an empty old key": {"rope_parameters": YARN, "rope_scaling": {}},
     "linear of part of a head": {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5},
     },
@@ -110,6 +122,30 @@ def test_rotations_equal_transformers(kind: str):
     buffer = x.clone()
     rotation.rotate(x, out_NJD=buffer)
     assert torch.equal(buffer, rotation.rotate(x))
+
+
+def test_the_old_key_changes_full_layers_of_a_gemma_as_in_transformers():
+    parameters = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = {"rope_parameters": parameters, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    theirs = Gemma3TextConfig(**copy.deepcopy(config)).rope_parameters
+    for kind in parameters:
+        ours = rope_of({**LENGTH, **config}, layer_type=kind)
+        assert (ours.kind, ours.theta) == (theirs[kind]["rope_type"], theirs[kind]["rope_theta"])
+        assert ours.scaling.get("factor") == theirs[kind].get("factor")
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("beside", [{}, {"rope_parameters": YARN}, {"rope_scaling": YARN}])
+def test_a_type_that_does_not_exist_is_refused_wherever_it_stands(key: str, beside: dict):
+    config = {**LENGTH, **beside, key: {"rope_type": "nonsense", "factor": 2.0}}
+    with pytest.raises(CheckpointError, match=rf"{key}\.rope_type='nonsense' must be one of default"):
+        rope_of(config)
+    nested = {**LENGTH, **beside, key: {"full_attention": {"rope_type": "nonsense"}}}
+    with pytest.raises(CheckpointError, match=rf"{key}\.full_attention\.rope_type='nonsense'"):
+        rope_of(nested, layer_type="full_attention")
 
 
 # Theirs, its configuration, and the same as Hub checkpoints spell it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from browser import FAINT, Browser, real_browser
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from manta.actors.http.settings import ServerSettings
+from manta.actors.http.ui import ui_routes
 from manta.cluster.config import EngineConfig
 from text_pair import LiveServer, make_text_pair
 
@@ -37,6 +41,28 @@ def server(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     with LiveServer(config, settings) as server:
         yield server
+
+
+def test_the_root_leads_to_the_page_and_needs_no_key(server: LiveServer) -> None:
+    found = httpx.get(f"{server.url}/", follow_redirects=True)
+    assert found.status_code == 200 and found.url.path == "/ui" and "data-batches" in found.text
+
+
+def test_a_page_without_batches_asks_for_none() -> None:
+    app = FastAPI()
+    app.include_router(ui_routes(batches=False))
+    assert "data-batches" not in TestClient(app).get("/ui").text
+
+
+@pytest.mark.parametrize("page", ["/docs", "/redoc"])
+def test_the_documentation_needs_no_other_server(server: LiveServer, page: str) -> None:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        html = http.get(page).text
+        wanted = re.findall(r"""(?:src|href|spec-url)=["']([^"']+)|url: '([^']+)'""", html)
+        paths = [path for each in wanted for path in each if path]
+        assert len(paths) >= 3 and all(path.startswith("/") for path in paths), paths
+        assert [http.get(path).status_code for path in paths] == [200] * len(paths)
+        assert "https://cdn" not in html
 
 
 def wait_for(browser: Browser, what: str) -> Any:

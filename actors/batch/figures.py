@@ -31,6 +31,7 @@ SUMMED = (
     *("num_steps", "num_draft_tokens", "num_accepted_tokens"),
 )
 MAX_MESSAGE = 400  # characters of an error that is shown as an example
+NUM_SAMPLES, MAX_SAMPLE = 3, 400  # answers that are shown, and their characters
 
 
 Device = Literal["GPU", "core", "device"]  # what engines hold and times are counted in; "device": not known
@@ -64,6 +65,7 @@ class RowFigures(Compared):
         num_steps: blocks that were verified; `num_draft_tokens`, `num_accepted_tokens`: drafts in them.
         acceptance: in how many of them so many drafts were accepted, by that number.
         prompt_lengths, output_lengths: histograms (`tallies.lengths`) of rows' tokens; failed rows have none.
+        samples: number, id and answer of the first rows that were answered.
         stretches, timeline: when rows were worked on, and when their tokens were there.
         device_s, ..., drafted_s: see SPENT.
     """
@@ -81,6 +83,7 @@ class RowFigures(Compared):
     acceptance: list[int] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
     output_lengths: list[int] = field(default_factory=list)
+    samples: list[tuple[int, str, str]] = field(default_factory=list)
     categories: Categories = field(default_factory=Categories)
     stretches: Stretches = field(default_factory=Stretches)
     timeline: Timeline = field(default_factory=Timeline)
@@ -105,6 +108,7 @@ class RowFigures(Compared):
             setattr(self, name, add_lists(getattr(self, name), getattr(other, name)))
         for kind, count in other.errors.items():
             self.errors.setdefault(kind, ErrorCount(0, count.example)).merge(count)
+        self.samples = sorted({*self.samples, *other.samples})[:NUM_SAMPLES]
         self.categories.merge(other.categories)
         self.stretches.merge(other.stretches)
         self.timeline.merge(other.timeline)
@@ -119,6 +123,7 @@ class RowFigures(Compared):
             **{
                 **counts,
                 "errors": {kind: ErrorCount(**count) for kind, count in counts["errors"].items()},
+                "samples": [tuple(sample) for sample in counts.get("samples", ())],
                 "categories": Categories.from_counts(counts["categories"]),
                 "stretches": Stretches(**counts["stretches"]),
                 "timeline": Timeline.from_counts(counts["timeline"]),
@@ -183,10 +188,9 @@ class EngineFigures(Compared):
         rows_running: started and not done.
         prompt_tokens, completion_tokens, num_steps, num_accepted_tokens: by the engine's counters, so those
             of running rows are in. `num_steps` are verified blocks, as in `RowFigures`.
-        device_s: device-seconds since the engine began to load.
+        device_s: device-seconds since the engine began to load, those after its last row among them.
         open_s: device-seconds between the first row's start and the last row's end (or now, if rows run).
         busy_s: device-seconds in which a row was running.
-        loose_s: of `device_s`, those since the last row ended: no row's figures have them yet.
         first_row_s, last_row_s: Unix time of the first row's start and the last one's end; 0 until then.
         num_devices: of `device`, that the engine holds.
         plain_tokens, plain_s, drafted_tokens, drafted_s: the plain sample, once it is whole.
@@ -201,7 +205,6 @@ class EngineFigures(Compared):
     device_s: float = 0.0
     open_s: float = 0.0
     busy_s: float = 0.0
-    loose_s: float = 0.0
     first_row_s: float = 0.0
     last_row_s: float = 0.0
     device: Device = "device"
@@ -242,6 +245,7 @@ def _counted(results: pa.Table) -> RowFigures:
         acceptance=_acceptance(results["acceptance_histogram"]),
         prompt_lengths=lengths(_ints(answered["prompt_tokens"])),
         output_lengths=lengths(_ints(answered["completion_tokens"])),
+        samples=_samples(answered),
         categories=_categories(results),
         stretches=Stretches.of(_floats(timed["begin_s"]), _floats(timed["end_s"])),
         timeline=Timeline.of(_floats(timed["end_s"]), _ints(timed["completion_tokens"])),
@@ -255,6 +259,11 @@ def _errors(results: pa.Table) -> dict[str, ErrorCount]:
         one = ErrorCount(1, error["message"][:MAX_MESSAGE])
         errors.setdefault(error["type"], ErrorCount(0, one.example)).merge(one)
     return errors
+
+
+def _samples(answered: pa.Table) -> list[tuple[int, str, str]]:
+    first = answered.select(["row", "id", "text"]).sort_by("row").slice(0, NUM_SAMPLES)
+    return [(row["row"] or 0, row["id"] or "", (row["text"] or "")[:MAX_SAMPLE]) for row in first.to_pylist()]
 
 
 def _acceptance(histograms: pa.ChunkedArray) -> list[int]:

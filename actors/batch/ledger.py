@@ -11,6 +11,7 @@ knows stands in the output; no database, nothing in memory alone. Not for engine
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from ...cluster.errors import ConfigError, OutputError
 from ...cluster.row_ranges import RowRanges, count, minus, union
 from ..files import TEMPORARY
 from .contents import Contents, results_in
-from .figures import RowFigures
+from .figures import Device, RowFigures
 from .lock import Lock, lock
 from .paper import JobPaper
 from .parts import FOLDER, MANIFEST, PENDING, PICTURES, RECORDS, REPORT, RESULT_NAME, SUCCESS, present_name
@@ -138,6 +139,14 @@ class Ledger:
     def figures(self) -> RowFigures:
         """Of all parts."""
         return self._contents.figures
+
+    @property
+    def device(self) -> Device:
+        """What the engines of a complete job held, as its report says; "device" where that cannot be read."""
+        try:
+            return json.loads(self._output.read(REPORT))["device"]
+        except (OSError, ValueError, KeyError):
+            return "device"
 
     def refresh(self, writer: str | None = None) -> None:
         """Read again what parts and segments there are. Raises OutputError.

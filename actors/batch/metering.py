@@ -101,7 +101,6 @@ class EngineMeter:
             device_s=(now_s - self._began_s) * self._num_devices,
             open_s=(max(0.0, open_until_s - self._opened_s) if self._opened_s else 0.0) * self._num_devices,
             busy_s=self._busy_s * self._num_devices,
-            loose_s=(now_s - self._stamped_s) * self._num_devices,
             first_row_s=self._first_row_s,
             last_row_s=self._last_row_s,
             device=self._device,

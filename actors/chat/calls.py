@@ -155,18 +155,39 @@ def _read_value(
     """False where the text ends within. Text is handed on as it comes, everything else when it is whole."""
     if syntax.newlines:
         yield from source.starts_with("\n")
-    end = Marks(syntax.value_close, newlines=int(syntax.newlines))
     if is_text(schema):
         calls.add('"')
-        ended = yield from source.through(end, lambda text: calls.add(escaped(text)))
+        ended = yield from _through_value(source, syntax, lambda text: calls.add(escaped(text)))
         if ended:
             calls.add('"')
     else:
         parts: list[str] = []
-        ended = yield from source.through(end, parts.append)
+        ended = yield from _through_value(source, syntax, parts.append)
         if ended:
             calls.add(as_json("".join(parts), schema))
-    return ended is not None
+    return ended
+
+
+def _through_value(source: Source, syntax: TaggedCalls, sink: Sink) -> Waiting[bool]:
+    """Hand on a value up to its end; False where the text ends before.
+
+    Its end is its own mark or, where the model forgot that one, the call's: not read then, and only where
+    nothing follows but what may follow a call, for a value may contain the mark itself.
+    """
+    followers = tuple(filter(None, (syntax.section_end, syntax.section, syntax.name_open)))
+    ends = Marks(syntax.value_close, syntax.end, newlines=int(syntax.newlines))
+    while (mark := (yield from source.through(ends, sink))) is not None:
+        if mark.endswith(syntax.value_close):
+            return True
+        source.mark(len(syntax.end))
+        yield from source.skip()
+        is_end = (yield from source.starts_with(*followers)) is not None or source.ended
+        source.go_back()
+        if is_end:
+            return True
+        yield from source.expect(syntax.end)
+        sink(mark)
+    return False
 
 
 def read_quoted_call(source: Source, calls: OpenCalls, syntax: QuotedCalls) -> Waiting[None]:

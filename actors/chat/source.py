@@ -66,9 +66,9 @@ class Source:
         if self._kept_from is not None:
             self._kept_from = 0
 
-    def mark(self) -> None:
-        """From here on everything is kept, for `go_back`."""
-        self._kept_from = self._at
+    def mark(self, num_chars: int = 0) -> None:
+        """From here on everything is kept, for `go_back`; and `num_chars` that were read just now."""
+        self._kept_from = self._at - num_chars
 
     def forget(self) -> None:
         self._kept_from = None

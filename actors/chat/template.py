@@ -11,14 +11,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import minijinja
 
 from ...cluster.errors import RequestError, shown
+from ..tokenizer_config import DEFAULT, TOOL_USE
+from .call_arguments import ArgumentForms, has_calls
+from .roles import Message, TemplateRoles
 from .typescript import declare, sort_keys
 
-Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
 MAX_SHOWN = 300  # characters of what a template's error says
 MAX_TEMPLATE_STEPS = 2_000_000
 MAX_TEMPLATE_CHARS = 256 * 1024
@@ -33,14 +36,21 @@ _GENERATION = re.compile(r"{%([-+]?)\s*(?:end)?generation\s*([-+]?)%}")
 
 
 class ChatTemplate:
-    """A template and what it is given besides messages.
+    """A model's template, or several by name, and what they are given besides messages.
+
+    Of several, `tool_use` renders conversations with tools and `default` all others, as in transformers; the
+    rest are for those who name them.
 
     Args:
-        source: Jinja.
+        source: Jinja; or of several, by name.
         special_tokens: by their names in templates (`bos_token` ..).
         defaults: variables that a rendering may replace: `default_chat_template_kwargs`.
         sorts_tools: the model knows tools with the keys of all their objects in order, as one does whose
             template takes declarations in TypeScript (`tools_ts_str`).
+
+    Attributes:
+        source: of all of them.
+        names: of several.
 
     Raises:
         RequestError: it is too long, or no template; `param` is `chat_template`.
@@ -48,37 +58,34 @@ class ChatTemplate:
 
     def __init__(
         self,
-        source: str,
+        source: str | Mapping[str, str],
         special_tokens: Mapping[str, str],
         defaults: Mapping[str, Any] | None = None,
         *,
         sorts_tools: bool = False,
     ) -> None:
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise RequestError(
-                f"chat_template: it has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
-                param="chat_template",
-            )
+        self._named = {} if isinstance(source, str) else dict(source)
+        if not isinstance(source, str):
+            source = self._named.get(DEFAULT) or _refusing(self._named)
         for name in TEMPLATE_ARGUMENTS & (defaults or {}).keys():
             raise RequestError(
                 f"default_chat_template_kwargs.{name}: every request says this itself. Leave it out.",
                 param="default_chat_template_kwargs",
             )
-        self.source = source
+        self.names = frozenset(self._named)
+        self.source = "\n".join(dict.fromkeys((source, *self._named.values())))
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
         self._declares = self.uses(_TYPESCRIPT)
         self._sorts_tools = sorts_tools or self._declares
-        try:
-            self._environment = _environment(_GENERATION.sub(r"{#\1 \2#}", source))
-        except minijinja.TemplateError as error:
-            raise RequestError(
-                f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
-                param="chat_template",
-            ) from None
+        given = self._special_tokens | self._defaults
+        self._jinja = self._tool_jinja = _Jinja(source, given)
+        if TOOL_USE in self._named:
+            self._tool_jinja = _Jinja(self._named[TOOL_USE], given)
 
     def another(self, source: str) -> ChatTemplate:
-        """The same with other Jinja."""
+        """The same with other Jinja, or the one that has this name."""
+        source = self._named.get(source, source)
         return ChatTemplate(source, self._special_tokens, self._defaults, sorts_tools=self._sorts_tools)
 
     def uses(self, variable: str) -> bool:
@@ -95,7 +102,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt.
+        """The prompt. Messages are given to the template as it takes them (`roles.py`).
 
         Args:
             variables: further ones, `chat_template_kwargs`.
@@ -110,21 +117,20 @@ class ChatTemplate:
                 f"chat_template_kwargs.{name}: send {name} as a field of the request itself.",
                 param=f"chat_template_kwargs.{name}",
             )
+        jinja = self._tool_jinja if tools else self._jinja
         tools = self._told(tools or ())
         declared: dict[str, Any] = {}
         if self._declares and tools and (typescript := declare(tools)) is not None:
             declared[_TYPESCRIPT] = typescript  # else the template writes them as JSON
-        try:
-            text = self._environment.render_template(
-                "chat",
-                messages=[dict(message) for message in messages],
-                tools=tools or None,
-                documents=list(documents) if documents else None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **{**self._special_tokens, **declared, **self._defaults, **variables},
-            )
-        except minijinja.TemplateError as error:
-            raise _refusal("refused them", error.message) from error
+        messages = jinja.fit(messages)
+        arguments = {
+            "tools": tools or None,
+            "documents": list(documents) if documents else None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        text = jinja.render(
+            messages, {**self._special_tokens, **arguments, **declared, **self._defaults, **variables}
+        )
         if len(text) > MAX_PROMPT_CHARS:
             raise RequestError(
                 f"messages: the chat template makes {len(text)} characters of them; at most "
@@ -143,9 +149,62 @@ class ChatTemplate:
             raise RequestError("tools: their schemas are nested too deep.", param="tools") from None
 
 
+class _Jinja:
+    """One template.
+
+    Args:
+        variables: with which it is tried, to find out what it takes.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        self._environment = _environment(source)
+        self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
+        self._roles = TemplateRoles(self.render, names_developers="developer" in source)
+
+    def fit(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages as the template takes them."""
+        return self._roles.fit(messages)
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """Return what the template makes of messages. Raises RequestError where it refuses them."""
+        if has_calls(messages):
+            messages = self._argument_forms.apply(messages)
+        return self._text(messages, variables)
+
+    @cached_property
+    def _argument_forms(self) -> ArgumentForms:
+        return ArgumentForms.of(self._text)
+
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        given = self._variables if variables is None else variables
+        try:
+            return self._environment.render_template(
+                "chat", messages=[dict(message) for message in messages], **given
+            )
+        except minijinja.TemplateError as error:
+            raise _refusal("refused them", error.message) from error
+
+
+def _refusing(named: Mapping[str, str]) -> str:
+    """A template for models that have none for conversations without a name."""
+    said = f"of its templates none is the default; name one of {', '.join(sorted(named))} as chat_template"
+    return f"{{{{ raise_exception({json.dumps(said)}) }}}}"
+
+
 def _environment(source: str) -> minijinja.Environment:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise RequestError(
+            f"chat_template: it has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.",
+            param="chat_template",
+        )
     environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True, pycompat=True)
-    environment.add_template("chat", source)
+    try:
+        environment.add_template("chat", _GENERATION.sub(r"{#\1 \2#}", source))
+    except minijinja.TemplateError as error:
+        raise RequestError(
+            f"chat_template: it is no Jinja template: {shown(error.message, MAX_SHOWN)}.",
+            param="chat_template",
+        ) from None
     environment.fuel = MAX_TEMPLATE_STEPS  # a template is code: bound what it may burn
     environment.add_function("raise_exception", _raise_exception)  # type: ignore[attr-defined]  # not in its stubs
     environment.add_function("strftime_now", _strftime_now)  # type: ignore[attr-defined]

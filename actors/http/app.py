@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.types import Lifespan
 
 from ...version import __version__
@@ -76,8 +77,12 @@ def create_app(
     batches = _batches(frontend)
     workers = [each.work_forever for each in (audit, batches, capture) if each is not None]
     forever = [telemetry.report_forever, *workers, *([receipts.keep_forever] if receipts else [])]
-    app = FastAPI(
-        title="Manta", version=__version__, lifespan=_lifespan(forever, tracing), responses=RESPONSES
+    app = FastAPIOffline(
+        title="Manta",
+        version=__version__,
+        lifespan=_lifespan(forever, tracing),
+        responses=RESPONSES,
+        static_url="/docs/assets",
     )
     generation = (completion_routes, chat_routes, response_routes, message_routes)
     for routes in (*generation, model_routes, tokenization_routes):
@@ -88,7 +93,7 @@ def create_app(
     app.include_router(file_routes(batches))
     app.include_router(batch_routes(batches, settings.tenants))
     if settings.ui:
-        app.include_router(ui_routes())
+        app.include_router(ui_routes(batches=batches is not None))
     surround(
         app,
         settings,
@@ -110,9 +115,10 @@ def _refused(telemetry: Telemetry, tracing: Tracing | None, refusal: Refusal) ->
 
 
 def _defaults(engine: AsyncEngine, settings: ServerSettings) -> GenerationDefaults:
-    if settings.generation_config == "openai":
-        return GenerationDefaults()
-    return GenerationDefaults.load(target_folder(engine.config))
+    source = settings.generation_config
+    folder = target_folder(engine.config) if source == "auto" else Path(source)
+    found = GenerationDefaults() if source == "openai" else GenerationDefaults.load(folder)
+    return found.overridden(settings.override_generation_config)
 
 
 def _receipts(engine: AsyncEngine, settings: ServerSettings) -> ReceiptKeeper | None:

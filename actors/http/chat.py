@@ -99,6 +99,7 @@ async def prepare_chat(
     *,
     ignored: Sequence[str] = (),
     resumable: bool = True,
+    ends_with_context: bool = False,
 ) -> tuple[Work, Reading]:
     """A conversation, ready to run, and how its answers are to be read. Arguments as of `prepare`."""
     check_tools(frontend.chat, body)
@@ -120,6 +121,7 @@ async def prepare_chat(
         default_max_tokens=None,
         ignored=[*ignored, *unheeded],
         resumable=resumable,
+        ends_with_context=ends_with_context,
     )
     reading = reading_of(frontend.chat, body, prompt.text or "")
     params = chat_params(frontend.chat, body, work.params, prompt.text or "")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ...cluster.errors import RequestError, shown
 from ...cluster.request import MAX_LOGPROBS
+from ..chat.template import Message
 from ..prompts import Chat, needed
 from ..tokenizer import Tokenizer
 from .numbers import Integer
 from .protocol import GenerationRequest
+from .tool_outputs import output_text
 from .tools import ToolOptions
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 # Any: validators see raw JSON.
@@ -30,10 +33,10 @@ def _whether_logprobs(value: Any) -> Any:
 
 
 class CalledFunction(BaseModel):
-    """`arguments` is JSON, as text (OpenAI) or as what it says."""
+    """`arguments` is JSON, as text (OpenAI) or as what it says. Any: `call_arguments.py` reads it."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class ToolCall(BaseModel):
@@ -45,21 +48,9 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self, at: str) -> dict[str, Any]:
-        """With the arguments as an object, which is what templates are written for."""
-        function = {"name": self.function.name, "arguments": self._arguments(f"{at}.function.arguments")}
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
         return {**self.model_dump(exclude={"function"}, exclude_none=True), "function": function}
-
-    def _arguments(self, at: str) -> dict[str, Any]:
-        given = self.function.arguments or {}
-        if isinstance(given, str):
-            try:
-                given = orjson.loads(given)
-            except ValueError:
-                given = None
-        if not isinstance(given, dict):
-            raise RequestError(f"{at}: must be a JSON object, written as text.", param=at)
-        return given
 
 
 class ChatMessage(BaseModel):
@@ -76,15 +67,16 @@ class ChatMessage(BaseModel):
     def for_template(self, at: str) -> dict[str, Any]:
         """Its content as one string, and its reasoning under each name that templates know."""
         message = {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
-        if isinstance(self.content, list):
+        if self.role == "tool":
+            message["content"] = output_text(self.content, f"{at}.content")
+        elif isinstance(self.content, list):
             message["content"] = "\n".join(
                 _text(part, f"{at}.content.{i}") for i, part in enumerate(self.content)
             )
         if reasoning := self.reasoning_content or self.reasoning:
             message |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
         if self.tool_calls:
-            calls = enumerate(self.tool_calls)
-            message["tool_calls"] = [call.for_template(f"{at}.tool_calls.{i}") for i, call in calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
@@ -120,6 +112,26 @@ class ChatTemplateOptions(ToolOptions):
         return "add_generation_prompt" in self.model_fields_set
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatPrompt(ChatTemplateOptions):
+    """A conversation and how it becomes a prompt, given in Python."""
+
+    messages: Messages
+
+    @classmethod
+    def read(cls, messages: Sequence[Message], tokenizer: Tokenizer | None, **options: Any) -> Chat:
+        """Return it for the engine's door, read as a body is read. Raises RequestError."""
+        try:
+            given = cls.model_validate({"messages": [dict(each) for each in messages], **options})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RequestError(f"{where}: {first['msg']}.", param=where) from None
+        return conversation(given, given.messages, tokenizer)
+
+
 class ChatRequest(ChatTemplateOptions, GenerationRequest):
     """The body of /v1/chat/completions.
 
@@ -130,7 +142,7 @@ class ChatRequest(ChatTemplateOptions, GenerationRequest):
         include_reasoning: tell the reasoning, too.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     logprobs: Annotated[bool | None, BeforeValidator(_whether_logprobs)] = None
     top_logprobs: Integer | None = None
     include_reasoning: bool = True
@@ -195,8 +207,9 @@ def conversation(
 
 
 def _text(part: Mapping[str, Any], at: str) -> str:
-    text = part.get("text")
-    if part.get("type") not in ("text", "input_text") or not isinstance(text, str):
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in TEXT_PARTS or not isinstance(text, str):
         raise RequestError(
             f'{at}: only parts {{"type": "text", "text": ...}} are supported; this model reads no images or '
             "sound.",

@@ -27,13 +27,11 @@ class Heeds:
     """What the model can be told beside its conversation. Agents tell it whatever the model.
 
     Attributes:
-        developers: of instructions by a developer, apart from the system's.
         effort: of reasoning.
         switch: to think, or not to.
         thinks: its reasoning can be told from its answer.
     """
 
-    developers: bool
     effort: bool
     switch: bool
     thinks: bool
@@ -42,7 +40,6 @@ class Heeds:
     def of(cls, frontend: Frontend) -> Heeds:
         uses = frontend.tokenizer.template_uses
         return cls(
-            developers=uses("developer"),
             effort=uses("reasoning_effort"),
             switch=uses("enable_thinking"),
             thinks=frontend.chat.thinking is not None,

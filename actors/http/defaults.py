@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ...cluster.errors import CheckpointError
+from ...cluster.errors import CheckpointError, ConfigError, RequestError, did_you_mean, shown
+from ...cluster.request import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256  # of commands and of rows of a dataset
+# Keys of generation_config.json -> field of GenerationDefaults.
+KEYS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +43,27 @@ class GenerationDefaults:
                 "generation_config: openai to do without it.",
                 param="generation_config",
             ) from error
-        return cls(
-            temperature=found.get("temperature"),
-            top_p=found.get("top_p"),
-            top_k=found.get("top_k"),
-            min_p=found.get("min_p"),
-            repetition_penalty=found.get("repetition_penalty"),
-            max_tokens=found.get("max_new_tokens"),
-        )
+        return cls(**{field: found.get(key) for key, field in KEYS.items()})
+
+    def overridden(self, values: Mapping[str, Any]) -> GenerationDefaults:  # Any: JSON
+        """Return the defaults with other values for some keys of that file.
+
+        Raises:
+            ConfigError: a key is unknown, or sampling cannot have its value.
+        """
+        param = "override_generation_config"
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{param}={shown(values)} must be a mapping, as {{temperature: 0.6}}.", param=param
+            )
+        for key in values:
+            if key not in KEYS:
+                raise ConfigError(
+                    f"{param}.{key}: no such default. {did_you_mean(str(key), KEYS)}", param=param
+                )
+        fields = {KEYS[key]: value for key, value in values.items()}
+        try:
+            SamplingParams(**fields)
+        except (RequestError, TypeError) as error:
+            raise ConfigError(f"{param}={shown(dict(values))}: {error}", param=param) from None
+        return replace(self, **fields)

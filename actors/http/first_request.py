@@ -1,6 +1,7 @@
-"""The first request of a replica, its own: a completion through the whole application, before any other's.
+"""The ready check of a replica: it streams one completion through an application before it takes requests.
 
-It is an ordinary one: logged as `ready-check`, counted in the metrics. Asked by `replica.py`.
+The application is one of its own, so that no metric counts the request; it is logged as `ready-check`.
+Called by `replica.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ PATH = "/v1/completions"
 NAME = "ready-check"
 
 
-async def ask_first(app: ASGIApp, api_key: str | None, max_tokens: int) -> None:
+async def ask_first(app: ASGIApp, max_tokens: int) -> None:
     """Stream one short completion. Raises EngineDeadError if it does not come to its end."""
     body = {"prompt": [1], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     body["store"] = False
     exchange = _Exchange(orjson.dumps(body))
-    asked = app(_scope(api_key), exchange.receive, exchange.send)
+    asked = app(_scope(), exchange.receive, exchange.send)
     await asyncio.gather(asked)  # a task of its own: what the caller logs later is not about this request
     if exchange.status != 200 or b'"error"' in exchange.answer or b"[DONE]" not in exchange.answer:
         said = exchange.answer[:500].decode(errors="replace")
@@ -49,10 +50,8 @@ class _Exchange:
             self.answer += message.get("body", b"")
 
 
-def _scope(api_key: str | None) -> Scope:
+def _scope() -> Scope:
     headers = [(b"content-type", b"application/json"), (b"x-request-id", NAME.encode())]
-    if api_key is not None:
-        headers.append((b"authorization", f"Bearer {api_key}".encode()))
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

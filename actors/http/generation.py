@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...cluster.errors import RequestError
+from ...cluster.limits import check_room
 from ..chat.parts import Piece
 from ..chat.reading import Answer, Reading
 from ..outputs import CompletionOutput, RequestOutput
@@ -75,6 +76,7 @@ def prepare(
     default_max_tokens: int | None,
     ignored: Sequence[str] = (),
     resumable: bool = True,
+    ends_with_context: bool = False,
 ) -> Work:
     """Check everything that can be checked before the engine is asked.
 
@@ -83,6 +85,7 @@ def prepare(
         default_max_tokens: None means as many as fit.
         ignored: further names for X-Ignored-Params.
         resumable: whether another replica could go on with the response's stream.
+        ends_with_context: a limit that the context has no room for stands for the context's end.
     """
     model = frontend.check_model(request.model)
     all_ignored = [*frontend.ignored_fields(request), *ignored]
@@ -95,7 +98,10 @@ def prepare(
         )
     if request.speculative.return_trace and not _tells_trace(frontend, request, len(prompts) * params.n):
         all_ignored.append("speculative.return_trace")
-    _check_room(frontend, request, prompts)
+    if ends_with_context and _exceeds_context(frontend, request, prompts):
+        params = replace(params, max_tokens=None)
+    else:
+        _check_room(frontend, request, prompts)
     caller = caller_of(http.scope)
     asker, unheeded = frontend.asker(request, http, caller)
     all_ignored += unheeded
@@ -131,17 +137,20 @@ def _tells_trace(frontend: Frontend, request: GenerationRequest, num_completions
 
 
 def _check_room(frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]) -> None:
-    """Refuse a limit that the context has no room for; one that is left open is what is left."""
     name, limit = request.token_limit
-    most = frontend.engine.info.max_model_len
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    if limit is not None and longest + limit > most:
-        raise RequestError(
-            f"{name}={limit} and a prompt of {longest} tokens are {longest + limit} tokens, more than this "
-            f"model's context of {most} (max_model_len). Ask for at most {most - longest}, or leave {name} "
-            "out for what is left.",
-            param=name,
-        )
+    check_room(_longest(prompts), limit, frontend.engine.info.max_model_len, name)
+
+
+def _exceeds_context(
+    frontend: Frontend, request: GenerationRequest, prompts: Sequence[EncodedPrompt]
+) -> bool:
+    """Whether the limit of tokens has no room in the context."""
+    _, limit = request.token_limit
+    return limit is not None and _longest(prompts) + limit > frontend.engine.info.max_model_len
+
+
+def _longest(prompts: Sequence[EncodedPrompt]) -> int:
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 async def respond(frontend: Frontend, shape: Shape, work: Work, http: Request) -> Response:

@@ -34,7 +34,7 @@ ENVIRONMENT = {
 METRICS_PATH = "/metrics"
 # No request of a model: passes queues, and is neither counted nor logged. Open to all, but for the metrics.
 OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/metrics", "/version", "/ui"}
+    {"/health", "/ping", "/metrics", "/version", "/", "/ui"}
 )  # the page asks for the key itself
 # What is the operators' own; all else needs a key of either kind.
 ADMIN_PATHS = frozenset({"/load"})

@@ -1,6 +1,7 @@
 """Log probabilities in OpenAI's two shapes: chat's list of tokens, completions' parallel lists.
 
-A token's text is its own decoding, so a token that is part of a character is shown as U+FFFD, as vLLM does.
+A token's text is its own decoding, so a token that is part of a character is shown as U+FFFD, as vLLM does;
+its `bytes` are those that it stands for, and add up to the answer's text.
 Without a tokenizer tokens are called `token_id:7`.
 """
 
@@ -18,8 +19,8 @@ def chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject:
 
     def token(token_id: int, logprob: float) -> JsonObject:
         if (shown := seen.get(token_id)) is None:
-            text = told.text_of(token_id)
-            shown = seen[token_id] = {"token": text, "bytes": list(text.encode())}
+            text, data = told.text_of(token_id), told.bytes_of(token_id)
+            shown = seen[token_id] = {"token": text, "bytes": list(data)}
         return {**shown, "logprob": logprob}
 
     return {

@@ -17,11 +17,12 @@ from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
 from ...cluster.errors import ConfigError, did_you_mean, shown, shown_url
 from ...cluster.label_values import ANY, is_label
+from ...cluster.vllm_settings import accept
 from ..process_log import LogFormat
+from .defaults import GenerationDefaults
 
 UnknownParams = Literal["ignore", "warn", "reject"]
 SpeculationMetrics = Literal["none", "summary", "detailed"]
-DefaultsSource = Literal["auto", "openai"]
 ReasoningField = Literal["reasoning", "reasoning_content"]
 Isolation = Literal["none", "key", "tenant"]
 # One answer for all models: they cannot differ in these.
@@ -57,7 +58,9 @@ class ServerSettings:
         served_model_name: name, or list of names, that requests may use; the first is reported. The
             engine's `model` if absent.
         generation_config: "auto" takes the checkpoint's `generation_config.json` for what a request
-            leaves open; "openai" ignores that file.
+            leaves open; "openai" ignores that file; a folder has one of its own.
+        override_generation_config: keys of that file that get other values: temperature, top_p, top_k, min_p,
+            repetition_penalty, max_new_tokens.
         unknown_params: unknown request fields are ignored in silence, ignored with the header
             X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
         tool_call_parser: how the model calls tools: the name of a format (`actors/chat/formats.py`), "auto"
@@ -133,7 +136,8 @@ class ServerSettings:
     """
 
     served_model_name: str | tuple[str, ...] | None = None
-    generation_config: DefaultsSource = "auto"
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # Any: JSON
     unknown_params: UnknownParams = "warn"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -189,12 +193,19 @@ class ServerSettings:
             for at, value in enumerate(getattr(self, name)):
                 _check_label(f"{name}.{at}", value)
         for name, kind in (
-            ("generation_config", DefaultsSource),
             ("unknown_params", UnknownParams),
             ("per_request_spec_decode_metrics", SpeculationMetrics),
             ("log_format", LogFormat),
         ):
             one_of(name, getattr(self, name), get_args(kind))
+        GenerationDefaults().overridden(self.override_generation_config)
+        source = self.generation_config
+        if source not in ("auto", "openai") and not Path(source, "generation_config.json").is_file():
+            raise ConfigError(
+                f"generation_config={source!r} must be auto (the checkpoint's), openai (none), or a folder "
+                "that holds a generation_config.json.",
+                param="generation_config",
+            )
         if self.prefix_cache_isolation is not None:
             one_of("prefix_cache_isolation", self.prefix_cache_isolation, get_args(Isolation))
         if self.reasoning_field_name is not None:
@@ -267,6 +278,7 @@ class ServerSettings:
 
 def split_settings(args: Mapping[str, Any]) -> tuple[EngineConfig, ServerSettings]:
     """Sort one mapping into both; an unknown key is a ConfigError that proposes the nearest known one."""
+    args = accept(args)
     server_names = {f.name for f in fields(ServerSettings)}
     engine_names = {f.name for f in fields(EngineConfig)}
     if "models" in args:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication import authentication_token_setup as token_setup
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
 from ...cluster.errors import ConfigError
@@ -36,8 +37,26 @@ def start_ray(**settings: Any) -> None:  # Any: `ray.init`'s own
     if os.environ.get(AUTH_MODE, "token").lower() == "token" and not any(map(os.environ.get, OTHER_TOKENS)):
         make_token(_token_file())
     use_token()
-    with on_loopback():
+    with on_loopback(), contextlib.ExitStack() as stack:
+        if settings.get("include_dashboard") is False:
+            stack.enter_context(_without_head_services())
         ray.init(**settings)
+
+
+@contextlib.contextmanager
+def _without_head_services() -> Iterator[None]:
+    """Keep a Ray that starts meanwhile from its dashboard's server and its cluster autoscaler.
+
+    Ray starts both, also with `include_dashboard=False`, and they take 3 s of CPU time while models could
+    load. On one machine the autoscaler has nothing to do.
+    """
+    before = services.start_api_server, Node.start_monitor
+    services.start_api_server = lambda *_, **__: (None, None)  # as where it does not come up
+    Node.start_monitor = lambda self: None
+    try:
+        yield
+    finally:
+        services.start_api_server, Node.start_monitor = before
 
 
 def use_token() -> None:

@@ -285,6 +285,13 @@ class Costs:
 
     # Between starts.
 
+    def forget(self) -> None:
+        """Begin again as a new engine does."""
+        for times in (self._rest, self._draft):
+            times.become(StepTimes())
+        self._phase.log = self._phase.variance = 0.0
+        self._num_untried = _UNTRIED
+
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         return {"rest": self._rest.as_json(), "draft": self._draft.as_json()}
 

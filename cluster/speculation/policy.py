@@ -54,6 +54,7 @@ _DECLINED_EVERY = 64  # steps, then a request that does not draft does
 _TRIED, _TRIED_STEPS = 4, 3  # requests of a trial in all, and steps
 _LEAST_LOSS = 0.01  # of a plain step: what may be lost is never nothing
 _SAMPLED = 64  # requests that stand for all
+_USUAL_CONTEXT = 256.0  # tokens
 
 
 class Choice(NamedTuple):
@@ -123,6 +124,13 @@ class Policy:
         self._idle = max(self._idle, self._retry_after)
         for way in self._ways.values():
             way.review_at = 0
+
+    def pays(self) -> bool:
+        """Return whether one request would have drafts, by what is known of drafts and costs."""
+        who = Decoding(np.zeros(1, np.int32), np.array([self._most], np.int32), np.ones(1, np.float32))
+        lengths = [length for length in self._ladder if length < self._max_rows]
+        review = Review(who, Load(1, 0, _USUAL_CONTEXT), self._survival, self.costs, lengths)
+        return max(outlook.rate for outlook in review.outlooks.values()) > _BETTER * review.outlooks[0].rate
 
     # A step is planned.
 

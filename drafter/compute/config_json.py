@@ -88,19 +88,53 @@ def overridden(raw: Json, overrides: Json, read: Callable[[Json], R], *, param: 
         param: the setting that holds them.
 
     Raises:
-        ConfigError: the file has no such key, and it changes nothing: a typing error, or another family's.
+        ConfigError: one of them changes nothing, unless it repeats what the file has: another key goes before
+            it, or it is a typing error, or another family's.
     """
-    found = read(_merged(raw, overrides))
-    for key in sorted(overrides.keys() - raw.keys()):
-        rest = {name: value for name, value in overrides.items() if name != key}
+    merged = _merged(raw, overrides)
+    found = read(merged)
+    for key in sorted(overrides):
+        without = _merged(raw, _less(overrides, key))
+        if key in without and without[key] == merged[key]:
+            continue
         with suppress(CheckpointError):  # without it there is nothing to read: it changes something
-            if read(_merged(raw, rest)) == found:
-                raise ConfigError(
-                    f"{param}: {key}={overrides[key]!r} changes nothing: this model's config.json has no "
-                    f"such key. {did_you_mean(key, sorted(raw))}",
-                    param=param,
-                )
+            if read(without) == found:
+                why = _why_nothing_changes(merged, without, key, read)
+                raise ConfigError(f"{param}: {key}={overrides[key]!r} changes nothing: {why}", param=param)
     return found
+
+
+def _why_nothing_changes(merged: Json, without: Json, key: str, read: Callable[[Json], object]) -> str:
+    """A sentence: of the keys without which it would change something, the first."""
+    paths = [(outer, inner) for outer in sorted(merged) for inner in (*_inner_keys(merged[outer]), None)]
+    for outer, inner in paths:
+        if outer != key and _outcome(_less(merged, outer, inner), read) != _outcome(
+            _less(without, outer, inner), read
+        ):
+            winner = outer if inner is None else f"{outer}.{inner}"
+            return f"{winner} is given, too, and goes before it. Override {winner} instead."
+    if key in without:
+        return "this model does not use it. Leave it out."
+    return f"this model's config.json has no such key. {did_you_mean(key, sorted(without))}"
+
+
+def _outcome(raw: Json, read: Callable[[Json], object]) -> object:
+    """What `read` returns, or what it says is wrong."""
+    try:
+        return read(raw)
+    except CheckpointError as error:
+        return error.message
+
+
+def _inner_keys(value: object) -> list[str]:
+    return sorted(cast(Json, value)) if isinstance(value, Mapping) else []
+
+
+def _less(raw: Json, outer: str, inner: str | None = None) -> Json:
+    """Without a key, or without a key of the object that it holds."""
+    if inner is None:
+        return {name: value for name, value in raw.items() if name != outer}
+    return {name: _less(value, inner) if name == outer else value for name, value in raw.items()}
 
 
 def _merged(raw: Json, overrides: Json) -> Json:
@@ -207,6 +241,11 @@ def _field(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str
         field = fields[str(part)]
         inner = next((t for t in _members(field.annotation) if _is_model(t)), None)
     return path, field
+
+
+def keys_of(model: type[BaseModel]) -> frozenset[str]:
+    """All keys that a model reads, in every spelling."""
+    return frozenset(key for name, field in model.model_fields.items() for key in _keys(name, field))
 
 
 def _keys(name: str, field: FieldInfo) -> tuple[str, ...]:

@@ -11,13 +11,14 @@ Legend: O, I rows and columns of a matrix; R, C those of a block.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...cluster.errors import CheckpointError
-from .tensors import TensorFolder
+from .tensors import FLOATS, TensorFolder
 
 _SCALE = "_scale_inv"
 
@@ -34,16 +35,19 @@ class Fp8Folder(TensorFolder):
         super().__init__(folder)
         self._block, self._dtype = block, dtype
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
         if not self._is_scaled(name):
-            return super().check(name, shape)
+            return super().check(name, shape, dtypes)
         if len(shape) != 2:
             raise CheckpointError(
                 f"{self.folder}: {name} is no matrix, but has scales of blocks.", param=name
             )
-        self.check_shape(name, shape)
+        super().check(name, shape, ("F8_E4M3",))
         blocks = tuple(-(-size // step) for size, step in zip(shape, self._block, strict=True))
         super().check(name + _SCALE, blocks)
+
+    def refuse_stray_scales(self, read: Collection[str]) -> None:
+        super().refuse_stray_scales({*read, *(name + _SCALE for name in read if self._is_scaled(name))})
 
     def get(self, name: str) -> Tensor:
         weight = super().get(name)

@@ -127,11 +127,16 @@ class PagedKVCache:
         return self._pairs_APS2KD[layer]
 
     def write(self, layer: int, slots_N: Tensor, kv_Nw: Tensor) -> None:
-        """Write rows of one layer. `slots` int64; unwanted rows carry `skip_slot`."""
-        self._slots_1Nw[layer][0].index_copy_(0, slots_N, kv_Nw)
+        """Write rows of one layer. `slots` int64; unwanted rows carry `skip_slot`.
+
+        What is no number becomes 0. Other requests gather these rows and hide them by a mask that is added,
+        and neither NaN + -inf nor 0 x NaN is hidden.
+        """
+        self._slots_1Nw[layer][0].index_copy_(0, slots_N, kv_Nw.nan_to_num(0.0, 0.0, 0.0))
 
     def write_all(self, first: int, slots_N: Tensor, kv_LN2KD: Tensor) -> None:
-        """Write rows of some layers that follow each other in one group."""
+        """Write rows of some layers that follow each other in one group; as `write` does."""
+        kv_LN2KD = kv_LN2KD.nan_to_num(0.0, 0.0, 0.0)
         self.planes(first, len(kv_LN2KD)).flatten(1, 2).index_copy_(1, slots_N, kv_LN2KD)
 
     @staticmethod

@@ -120,6 +120,13 @@ class RopeConfig:
         return _yarn_scale(factor)
 
     @property
+    def max_positions(self) -> int:
+        """How long a sequence yarn makes these frequencies for; 0 where it is not used."""
+        if self.kind != "yarn":
+            return 0
+        return int(float(self.scaling["factor"]) * self.scaling["original_max_position_embeddings"])
+
+    @property
     def score_scale(self) -> float:
         """Factor on scores, which DeepSeek's attention has where `mscale_all_dim` is set; others have 1."""
         mscale = self.scaling.get("mscale_all_dim")

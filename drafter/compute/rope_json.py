@@ -31,18 +31,42 @@ def read_rope(config: Json, head_dim: int, file: str, layer_type: str | None) ->
     inside = parse(_Inside, rope, file, at)
     theta = inside.rope_theta or theta
     rope.setdefault("max_position_embeddings", beside.max_position_embeddings)
+    rotary_dim = 0
     if inside.rope_type == "yarn":
         _fill_yarn(rope, file, at)
-    if inside.rope_type != "proportional":
-        return RopeJson(theta, inside.rope_type, rope, _rotary_dim(inside, beside, head_dim, file, at))
-    rope.setdefault("partial_rotary_factor", beside.partial_rotary_factor or 1.0)
-    return RopeJson(theta, inside.rope_type, rope, 0)
+    if inside.rope_type == "proportional":
+        rope.setdefault("partial_rotary_factor", beside.partial_rotary_factor or 1.0)
+    else:
+        rotary_dim = _rotary_dim(inside, beside, head_dim, file, at)
+    used = {"max_position_embeddings", *_USED[inside.rope_type]}
+    return RopeJson(
+        theta, inside.rope_type, {key: rope[key] for key in sorted(used & rope.keys())}, rotary_dim
+    )
 
 
 _KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+_LENGTH = "original_max_position_embeddings"
+# What each type is computed from, beside theta.
+_USED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor", "mscale_all_dim"),
+    "llama3": (*_NEEDED["llama3"], "mscale_all_dim"),
+    "yarn": (
+        "factor",
+        _LENGTH,
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "proportional": ("partial_rotary_factor", "factor"),
 }
 
 Positive = Annotated[float, Field(gt=0, description="a positive number")]
@@ -97,10 +121,17 @@ class _Inside(HfConfig):
 def _of_layer(
     config: Json, beside: _Beside, layer_type: str | None, file: str
 ) -> tuple[str, dict[str, Any], float | None]:  # Any: JSON values
-    """Where the settings of a type of layers stand, the settings, and the theta beside them."""
-    at = "rope_parameters" if beside.rope_parameters else "rope_scaling"
-    found = _stated(config.get(at) or {})
-    by_type = {key: value for key, value in found.items() if isinstance(value, dict)}
+    """Where the settings of a type of layers stand, the settings, and the theta beside them.
+
+    As in transformers: `rope_scaling` goes before `rope_parameters`; beside settings for each type of layers
+    it changes those of layers with full attention.
+    """
+    scaling, parameters = (_known(config, key, file) for key in ("rope_scaling", "rope_parameters"))
+    at, found = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
+    if layer_type is not None and _by_type(parameters) and not _by_type(scaling):
+        full = parameters.get("full_attention") or {}
+        at, found = "rope_parameters", {**parameters, "full_attention": {**full, **scaling}}
+    by_type = _by_type(found)
     sliding = layer_type == "sliding_attention"
     if not by_type:
         if sliding:
@@ -114,6 +145,19 @@ def _of_layer(
         raise wrong(file, f"{at}.{layer_type}", None, "an object with the rotary settings of these layers")
     theta = beside.local_theta if sliding else None
     return f"{at}.{layer_type}", _stated(by_type[layer_type]), theta or beside.rope_theta
+
+
+def _known(config: Json, key: str, file: str) -> dict[str, Any]:  # Any: JSON values
+    """The settings under a key, empty if there are none; refused if not known, also where they go behind."""
+    found = _stated(config.get(key) or {})
+    by_type = {f"{key}.{name}": value for name, value in _by_type(found).items()} or {key: found}
+    for at, settings in by_type.items():
+        parse(_Inside, settings, file, at)
+    return found
+
+
+def _by_type(settings: Json) -> dict[str, Json]:
+    return {key: value for key, value in settings.items() if isinstance(value, dict)}
 
 
 def _stated(settings: Json) -> dict[str, Any]:  # Any: JSON values

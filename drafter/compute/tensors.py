@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,15 @@ from ...cluster.errors import CheckpointError
 from ...cluster.inner_names import inner_name
 
 _SAFETENSORS = re.compile(r".+\.safetensors")
+
+# What is computed with as it is stored; a drafter's map of tokens; bytes and words of packed codes.
+FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")
+BYTES, WORDS = ("U8",), ("I32",)
+# What writers of quantised checkpoints put beside a matrix: its name without ".weight", then one of these.
+_OF_QUANTISED = re.compile(
+    r"(?P<matrix>.+?)(?:\.weight)?[._]"
+    r"(?:(?:weight|input|global)_?)*(?:scales?(?:_\w+)?|zero_points?|q?zeros|absmax|amax|SCB|g_idx)"
+)
 
 
 class TensorSource(Protocol):
@@ -37,25 +46,31 @@ class TensorHeaders:
         where: for messages.
         shapes: shape of every tensor by name.
         dtypes: likewise, in safetensors' words ("BF16").
+        file_of: name of the file that holds it.
     """
 
     def __init__(self, where: str) -> None:
         self.where = where
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self.file_of: dict[str, str] = {}
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless the tensor is there in this shape, in a dtype that needs no scale."""
-        self.check_shape(name, shape)
-        if (dtype := self.dtypes[name]).startswith("F8"):
+    def add(self, name: str, shape: tuple[int, ...], dtype: str, file: str) -> None:
+        """Note the header of a tensor.
+
+        Raises:
+            CheckpointError: another file has a tensor of this name.
+        """
+        if name in self.shapes:
             raise CheckpointError(
-                f"{self.where}: tensor {name} is in FP8 ({dtype}), without a scale beside it, or config.json"
-                " names no quantization_config. Take config.json and weights from one revision.",
+                f"{self.where}: tensor {name} is in {self.file_of[name]} and in {file}. Keep only the"
+                " files of one revision in this folder.",
                 param=name,
             )
+        self.shapes[name], self.dtypes[name], self.file_of[name] = shape, dtype, file
 
-    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """The first half of `check`."""
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
+        """Raise CheckpointError unless the tensor is there in this shape, in one of these dtypes."""
         if name not in self.shapes:
             raise CheckpointError(
                 f"{self.where}: tensor {name} is missing; config.json asks for shape {list(shape)}.",
@@ -67,10 +82,36 @@ class TensorHeaders:
                 f" target ask for {list(shape)}.",
                 param=name,
             )
+        if (dtype := self.dtypes[name]) not in dtypes:
+            raise CheckpointError(
+                f"{self.where}: tensor {name} is stored as {dtype}; it must be {' or '.join(dtypes)}. This"
+                " checkpoint is quantized in a way that config.json does not name or that is not supported:"
+                " use the unquantized checkpoint.",
+                param=name,
+            )
+
+    def refuse_stray_scales(self, read: Collection[str]) -> None:
+        """Raise CheckpointError for a scale or zero point beside one of the tensors that are read: what is
+        stored of that matrix is not its value.
+
+        Args:
+            read: names of all tensors that are read.
+        """
+        for name in sorted(self.shapes.keys() - set(read)):
+            found = _OF_QUANTISED.fullmatch(name)
+            of = "" if found is None else found["matrix"]
+            if f"{of}.weight" in read or of in read:
+                raise CheckpointError(
+                    f"{self.where}: {name} is stored beside a matrix, but config.json names no quantization"
+                    " that uses it. Take config.json and weights from one revision, or use the unquantized"
+                    " checkpoint.",
+                    param=name,
+                )
 
 
 class TensorFolder(TensorHeaders):
-    """The tensors of a checkpoint folder: one safetensors file, or shards with an index.
+    """The tensors of a checkpoint folder: model.safetensors, else the shards that an index names (as
+    transformers chooses), else all safetensors files.
 
     Attributes:
         folder: where they are.
@@ -79,12 +120,13 @@ class TensorFolder(TensorHeaders):
     def __init__(self, folder: str | Path) -> None:
         super().__init__(str(folder))
         self.folder = Path(folder)
-        self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, safe_open] = {}
+        self._open: dict[str, safe_open] = {}
         for file in self._files():
             self._read_header(file)
 
     def _files(self) -> list[Path]:
+        if (single := self.folder / "model.safetensors").exists():
+            return [single]
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             try:
@@ -107,23 +149,24 @@ class TensorFolder(TensorHeaders):
             handle = safe_open(file, framework="pt")
             for name in handle.keys():  # noqa: SIM118  (not a dict)
                 view = handle.get_slice(name)
-                self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
-                self._file_of[name] = file
+                self.add(name, tuple(view.get_shape()), view.get_dtype(), file.name)
         except FileNotFoundError:
             raise CheckpointError(f"{file} is missing although the index names it; download again.") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is corrupt or cut short ({error}); download again.") from None
-        self._open[file] = handle
+        self._open[file.name] = handle
 
     def get(self, name: str) -> Tensor:
         """The tensor, on the CPU, in the file's dtype."""
-        file = self._file_of[name]
+        file = self.file_of[name]
         try:
             return self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: {name} cannot be read ({error}); download again.") from None
+            raise CheckpointError(
+                f"{self.folder / file}: {name} cannot be read ({error}); download again."
+            ) from None
 
     def slice(self, name: str, rows: slice, dim: int = 0) -> Tensor:
         """Part of a tensor along `dim`; only these bytes are read."""
-        view = self._open[self._file_of[name]].get_slice(name)
+        view = self._open[self.file_of[name]].get_slice(name)
         return view[(*[slice(None)] * dim, rows)]

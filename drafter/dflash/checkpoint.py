@@ -19,6 +19,7 @@ from ...cluster.page_groups import LayerPlace
 from ..compute.backend import Backend
 from ..compute.config_json import Json
 from ..compute.tensors import TensorFolder, TensorHeaders, TensorSource
+from ..drafter_shape import TOKEN_MAP, check_tensors
 from .config import DrafterConfig
 from .features import TargetFacts, TargetLends
 from .model import DFlashDrafter
@@ -66,7 +67,7 @@ def drafter_shapes(config: DrafterConfig, target: TargetFacts) -> dict[str, tupl
             f"{SELECTOR}.hidden_projection.weight": (selector.rank, hidden),
         }
     if config.maps_vocabulary:
-        shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), "d2t": (config.draft_vocab_size,)}
+        shapes |= {"lm_head.weight": (config.draft_vocab_size, hidden), TOKEN_MAP: (config.draft_vocab_size,)}
     if config.layout == "assistant":
         shapes = {_OF_ASSISTANT.get(name, name): shape for name, shape in shapes.items()}
     return shapes
@@ -92,8 +93,7 @@ def check_drafter(path: str | Path, target: TargetFacts, overrides: Json | None 
     config = DrafterConfig.load(path, overrides)
     config.check_fits(target)
     folder = TensorFolder(path)
-    for name, shape in stored_shapes(config, target, folder).items():
-        folder.check(name, shape)
+    check_tensors(folder, stored_shapes(config, target, folder))
     return config
 
 
@@ -140,9 +140,9 @@ def make_drafter(
     names = dict.fromkeys([*drafter_shapes(config, target), *own])
     weights = {named_as_ours(name): tensors.get(name) for name in names}
     if config.maps_vocabulary:
-        config.check_token_map(weights["d2t"])
+        config.check_token_map(weights[TOKEN_MAP])
     weights = {
-        name: tensor.to(device) if name == "d2t" else tensor.to(device=device, dtype=dtype)
+        name: tensor.to(device) if name == TOKEN_MAP else tensor.to(device=device, dtype=dtype)
         for name, tensor in weights.items()
     }
     if config.mask_embedding:

@@ -18,7 +18,18 @@ from ..compute.config_json import Json, overridden, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from ..drafter_shape import DrafterShape, DraftLayer
 from .features import TargetFacts
-from .formats import ASSISTANT, BLOCK_SIZE, Assistant, Backbone, Conditioning, Kind, Speculators, ZLab
+from .formats import (
+    ASSISTANT,
+    BLOCK_SIZE,
+    Assistant,
+    Backbone,
+    Conditioning,
+    Kind,
+    Scales,
+    Speculators,
+    SpeculatorsKind,
+    ZLab,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +182,7 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
     return DrafterConfig(
         **_shape(top, raw, file),
         **_second(dflash),
+        **_scales(dflash),
         layout="z-lab",
         layers=_z_lab_layers(top),
         target_layer_ids=dflash.target_layer_ids,
@@ -180,11 +192,6 @@ def _read_z_lab(raw: Json, file: str, *, mask_embedding: bool) -> DrafterConfig:
         target_hidden_size=None,
         num_target_layers=top.num_target_layers,
         mask_embedding=mask_embedding,
-        attention_sinks=dflash.attention_sink_bias,
-        attention_value_scale=dflash.attention_value_scale,
-        input_embedding_scale=dflash.input_embedding_scale,
-        output_multiplier=dflash.output_multiplier,
-        logit_softcap=dflash.final_logit_softcapping or None,
     )
 
 
@@ -203,6 +210,7 @@ def _read_assistant(raw: Json, file: str, *, mask_embedding: bool) -> DrafterCon
     top = parse(Assistant, raw, file)
     return DrafterConfig(
         **_shape(top, raw, file),
+        **_scales(top),
         layout="assistant",
         layers=tuple(DraftLayer(False, window) for window in top.windows()),
         target_layer_ids=top.target_layer_ids,
@@ -216,12 +224,14 @@ def _read_assistant(raw: Json, file: str, *, mask_embedding: bool) -> DrafterCon
 
 
 def _read_speculators(raw: Json, file: str) -> DrafterConfig:
+    parse(SpeculatorsKind, raw, file)  # before the rest: another kind of drafter has other keys
     top = parse(Speculators, raw, file)
     backbone = top.transformer_layer_config
     causal = not top.sliding_window_non_causal
     return DrafterConfig(
         **_shape(backbone, raw["transformer_layer_config"], file),
         **_second(top),
+        **_scales(top, input_scale=1.0),  # as vLLM, which runs this format, lends them
         layout="speculators",
         layers=tuple(DraftLayer(causal and window is not None, window) for window in backbone.windows()),
         # Captured *before* layer i: the output of block i - 1.
@@ -232,7 +242,6 @@ def _read_speculators(raw: Json, file: str) -> DrafterConfig:
         target_hidden_size=top.target_hidden_size,
         num_target_layers=None,
         mask_embedding=False,
-        input_embedding_scale=1.0,  # as vLLM, which runs this format, lends them
     )
 
 
@@ -252,6 +261,24 @@ def _shape(
         "rope": replace(rope, interleaved=not backbone.is_neox_style),
         "vocab_size": backbone.vocab_size,
         "attention_bias": backbone.attention_bias,
+    }
+
+
+def _scales(
+    keys: Scales, input_scale: float | None = None
+) -> dict[str, Any]:  # Any: fields of DrafterConfig by name
+    """Factors, cap and sinks.
+
+    Args:
+        input_scale: of input rows where the file has none; None: the target's.
+    """
+    stated = keys.input_embedding_scale
+    return {
+        "attention_sinks": keys.attention_sink_bias,
+        "attention_value_scale": keys.attention_value_scale,
+        "input_embedding_scale": input_scale if stated is None else stated,
+        "output_multiplier": keys.output_multiplier,
+        "logit_softcap": keys.final_logit_softcapping or None,
     }
 
 

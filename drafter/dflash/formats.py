@@ -6,19 +6,39 @@ which alone calls this.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from ..compute.config_json import Count, HfConfig, Off
+from .known_keys import ROPE_KEYS, StrictConfig
 
 BLOCK_SIZE = "an integer from 2 (anchor and one mask)"
 BlockSize = Annotated[int, Field(ge=2, description=BLOCK_SIZE)]
-LayerIds = Annotated[tuple[int, ...], Field(min_length=1, description="a non-empty list of integers")]
 
 
-class Backbone(HfConfig):
+def each_once(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """ValueError where a layer is tapped twice."""
+    if len(set(ids)) < len(ids):
+        raise ValueError("must be a list of integers that are all different")
+    return ids
+
+
+LayerIds = Annotated[
+    tuple[int, ...],
+    Field(min_length=1, description="a non-empty list of integers"),
+    AfterValidator(each_once),
+]
+LayerTypes = Annotated[
+    tuple[Literal["full_attention", "sliding_attention"], ...],
+    Field(description="a list with full_attention or sliding_attention in every entry"),
+]
+
+
+class Backbone(StrictConfig):
     """The Qwen3 block: what all formats spell alike."""
+
+    ALSO_READ: ClassVar[frozenset[str]] = ROPE_KEYS
 
     hidden_size: Count
     intermediate_size: Count
@@ -28,9 +48,7 @@ class Backbone(HfConfig):
     head_dim: Count | None = None
     vocab_size: Count
     rms_norm_eps: float = 1e-6
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = Field(
-        (), description="a list with full_attention or sliding_attention in every entry"
-    )
+    layer_types: LayerTypes = ()
     sliding_window: Count | None = None
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
@@ -72,7 +90,17 @@ class Backbone(HfConfig):
         return [self.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
-class Conditioning(HfConfig):
+class Scales(StrictConfig):
+    """Factors, a cap and sinks that any format may ask for."""
+
+    input_embedding_scale: float | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    attention_value_scale: float = 1.0
+    attention_sink_bias: bool = False
+
+
+class Conditioning(StrictConfig):
     """What DFlash2 adds to a drafter, and both formats spell alike; either part may be absent."""
 
     conv_kernel_size: Count | None = None
@@ -104,12 +132,8 @@ class Conditioning(HfConfig):
             raise ValueError(f"selector_top_k must be at most vocab_size ({backbone.vocab_size})")
 
 
-# Of `dflash_config`: what its writers note there and nobody computes with.
-_NOTES = ("mask_token", "num_target_layers")
-
-
-class DFlash(Conditioning):
-    """`dflash_config` of z-lab's format; what it may ask for and we do not have is refused."""
+class DFlash(Conditioning, Scales):
+    """`dflash_config` of z-lab's format."""
 
     mask_token_id: int
     target_layer_ids: LayerIds
@@ -117,21 +141,8 @@ class DFlash(Conditioning):
     causal: bool | None = None
     use_swa: bool = False
     swa_window_size: Count | None = None
-    input_embedding_scale: float | None = None
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float = 0.0
-    attention_value_scale: float = 1.0
-    attention_sink_bias: bool = False
     use_aux_hidden_state: Literal[True] = True
     projector_type: Literal["dflash"] = Field("dflash", description="'dflash': others are not yet supported")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_understood(cls, raw: Any) -> Any:  # Any: JSON values
-        for key, value in raw.items() if isinstance(raw, dict) else ():
-            if key not in cls.model_fields and key not in _NOTES and value not in (None, False):
-                raise ValueError(f"{key} must be absent or false: not yet supported")
-        return raw
 
     @model_validator(mode="after")
     def _has_its_window(self) -> DFlash:
@@ -191,7 +202,7 @@ class ZLab(Backbone):
         return not self.dflash_config.use_swa
 
 
-class Assistant(Backbone):
+class Assistant(Backbone, Scales):
     """transformers' own: a Qwen3 block under another name, bidirectional, with DFlash's keys beside it."""
 
     vocab_size: Count = 202048  # its target's: the published file has none
@@ -201,13 +212,20 @@ class Assistant(Backbone):
     block_size: BlockSize = 16
 
 
-class Speculators(Conditioning):
-    """Speculators' format: the Qwen3 configuration is nested."""
+class SpeculatorsKind(HfConfig):
+    """Which of Speculators' drafters it is."""
 
     speculators_model_type: Literal["dflash", "dflash2"] = Field(
         description="'dflash' or 'dflash2'; 'eagle3' is run with method=\"eagle3\""
     )
+
+
+class Speculators(SpeculatorsKind, Conditioning, Scales):
+    """Speculators' format: the Qwen3 configuration is nested; windows of layers may be beside it."""
+
     transformer_layer_config: Backbone
+    layer_types: LayerTypes | None = None
+    sliding_window: Count | None = None
     aux_hidden_state_layer_ids: LayerIds
     mask_token_id: int
     block_size: BlockSize = 8
@@ -226,6 +244,18 @@ class Speculators(Conditioning):
         self.check_fits(self.transformer_layer_config)
         _check_draft_vocabulary(self.draft_vocab_size, self.transformer_layer_config, self)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _windows_are_of_the_layers(cls, raw: Any) -> Any:  # Any: JSON values
+        nested = raw.get("transformer_layer_config") if isinstance(raw, dict) else None
+        if not isinstance(nested, dict):
+            return raw
+        beside = {key: raw[key] for key in ("layer_types", "sliding_window") if raw.get(key) is not None}
+        for key, value in beside.items():
+            if nested.get(key) not in (None, value):
+                raise ValueError(f"{key} must be absent, or transformer_layer_config.{key}: {nested[key]}")
+        return {**raw, "transformer_layer_config": {**nested, **beside}}
 
     @model_validator(mode="before")
     @classmethod

@@ -16,10 +16,11 @@ from ..compute.backend import Backend
 from ..compute.config_json import Json
 from ..compute.tensors import TensorFolder, TensorHeaders, TensorSource
 from ..dflash.features import TargetFacts, TargetLends
+from ..drafter_shape import TOKEN_MAP, check_tensors
 from .config import Eagle3Config
 from .model import LAYER, Eagle3Drafter
 
-EMBEDDING, HEAD, MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def eagle3_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -50,7 +51,7 @@ def eagle3_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (fused,)
     if config.maps_vocabulary:
-        shapes |= {HEAD: (config.draft_vocab_size, hidden), MAP: (config.draft_vocab_size,)}
+        shapes |= {HEAD: (config.draft_vocab_size, hidden), TOKEN_MAP: (config.draft_vocab_size,)}
     if hidden != config.target_hidden_size:  # it cannot work with the target's
         shapes |= {HEAD: (config.draft_vocab_size, hidden), EMBEDDING: (config.vocab_size, hidden)}
     return shapes
@@ -64,21 +65,26 @@ def check_eagle3(path: str | Path, target: TargetFacts, overrides: Json | None =
     """
     config = Eagle3Config.load(path, target.num_layers, overrides)
     config.check_fits(target)
-    check_tensors(config, TensorFolder(path))
+    check_eagle3_tensors(config, TensorFolder(path))
     return config
 
 
-def check_tensors(config: Eagle3Config, found: TensorHeaders) -> None:
-    """Raise CheckpointError for the first tensor that is missing or misshapen."""
+def check_eagle3_tensors(config: Eagle3Config, found: TensorHeaders) -> None:
+    """Raise CheckpointError for the first tensor that is missing, misshapen or quantised."""
     own: dict[str, tuple[int, ...]] = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         HEAD: (config.draft_vocab_size, config.hidden_size),
     }
     needed = eagle3_shapes(config)
-    for name, shape in {**own, **needed}.items():
-        theirs = _spelled(name, found.shapes)
-        if name in needed or theirs in found.shapes:
-            found.check(theirs, shape)
+    spelled = {_spelled(name, found.shapes): (name, shape) for name, shape in {**own, **needed}.items()}
+    check_tensors(
+        found,
+        {
+            theirs: shape
+            for theirs, (name, shape) in spelled.items()
+            if name in needed or theirs in found.shapes
+        },
+    )
 
 
 def load_eagle3(
@@ -117,9 +123,9 @@ def make_eagle3(
     spelled = {name: _spelled(name, tensors.shapes) for name in (*eagle3_shapes(config), EMBEDDING, HEAD)}
     weights = {name: tensors.get(theirs) for name, theirs in spelled.items() if theirs in tensors.shapes}
     if config.maps_vocabulary:
-        config.check_token_map(weights[MAP])
+        config.check_token_map(weights[TOKEN_MAP])
     weights = {
-        name: tensor.to(device) if name == MAP else tensor.to(device=device, dtype=dtype)
+        name: tensor.to(device) if name == TOKEN_MAP else tensor.to(device=device, dtype=dtype)
         for name, tensor in weights.items()
     }
     return Eagle3Drafter(config, weights, lends, target.max_model_len, backend, places)

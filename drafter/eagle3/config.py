@@ -15,8 +15,9 @@ from ..compute.backend import StackSpec
 from ..compute.config_json import Json, overridden, parse, read_json, wrong
 from ..compute.rope import RopeConfig
 from ..dflash.features import TargetFacts
+from ..dflash.formats import KINDS as DFLASH_KINDS
 from ..drafter_shape import DrafterShape, DraftLayer
-from .formats import KINDS, LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators
+from .formats import KINDS, LAYER_IDS, Kind, Norms, OneLayer, SGLang, Speculators, SpeculatorsKind
 
 DEFAULT_DRAFTS = 5  # passes of a step: few published drafters are trained for more
 
@@ -92,6 +93,15 @@ def is_eagle3(raw: Json) -> bool:
     return bool(named & {*KINDS}) and (named != {"LlamaForCausalLM"} or "draft_vocab_size" in raw)
 
 
+def method_of_drafter(raw: Json) -> Literal["dflash", "eagle3"] | None:
+    """Return which kind of drafter a config.json describes; None for a target's."""
+    if is_eagle3(raw):
+        return "eagle3"
+    named = set(raw.get("architectures") or ())
+    is_drafter = "speculators_model_type" in raw or "dflash_config" in raw or named & DFLASH_KINDS
+    return "dflash" if is_drafter else None
+
+
 def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:
     parse(Kind, raw, file)  # before the rest: another kind of drafter has other keys
     top = parse(SGLang, raw, file)
@@ -106,6 +116,7 @@ def _read_sglang(raw: Json, file: str, num_target_layers: int | None) -> Eagle3C
 
 
 def _read_speculators(raw: Json, file: str, num_target_layers: int | None) -> Eagle3Config:
+    parse(SpeculatorsKind, raw, file)
     top = parse(Speculators, raw, file)
     return Eagle3Config(
         **_shape(top.transformer_layer_config, top, raw["transformer_layer_config"], file),

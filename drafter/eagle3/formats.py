@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..compute.config_json import Count, HfConfig, Off
-from ..dflash.formats import Backbone
+from ..dflash.formats import Backbone, each_once
+from ..dflash.known_keys import StrictConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-LayerIds = Annotated[tuple[int, ...], Field(description="a list of integers")]
+LayerIds = Annotated[tuple[int, ...], Field(description="a list of integers"), AfterValidator(each_once)]
 KINDS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 
 
@@ -47,7 +48,7 @@ class OneLayer(Backbone):
         return scale
 
 
-class Norms(HfConfig):
+class Norms(StrictConfig):
     """Where drafters of one kind differ, at the top of both formats.
 
     `fc_norm` and `norm_output` (norms of each tap, and of what a pass hands to the next) are not supported.
@@ -61,7 +62,7 @@ class Norms(HfConfig):
     eagle_aux_hidden_state_layer_ids: LayerIds = ()
 
 
-class EagleKeys(HfConfig):
+class EagleKeys(StrictConfig):
     """`eagle_config` of SGLang's format; neutral values are what published files have."""
 
     eagle_aux_hidden_state_layer_ids: LayerIds = ()
@@ -100,12 +101,17 @@ class SGLang(OneLayer, Norms):
         return self
 
 
-class Speculators(Norms):
-    """Speculators' format: the block's configuration is nested."""
+class SpeculatorsKind(HfConfig):
+    """Whether it is an EAGLE-3 drafter at all, in Speculators' format."""
 
     speculators_model_type: Literal["eagle3"] = Field(
         description="'eagle3' (for 'dflash' and 'dflash2' set speculative_config.method=\"dflash\")"
     )
+
+
+class Speculators(SpeculatorsKind, Norms):
+    """Speculators' format: the block's configuration is nested."""
+
     transformer_layer_config: OneLayer
     draft_vocab_size: Count = 32000  # of the format's class
 

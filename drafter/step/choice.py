@@ -24,6 +24,15 @@ def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return with_margin(logits_NV.float())
 
 
+def are_numbers(logits_NV: Tensor) -> Tensor:
+    """Whether a row holds neither NaN nor positive infinity, bool [N].
+
+    Args:
+        logits_NV: any float dtype, as the target computed them.
+    """
+    return logits_NV.amax(dim=-1) < float("inf")
+
+
 def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> tuple[Tensor, Tensor]:
     """The same of z + T g, ids [M] and margins [M].
 

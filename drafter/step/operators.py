@@ -67,6 +67,10 @@ class StepOperators(Protocol):
         """Of `choice.py`."""
         ...
 
+    def are_numbers(self, logits_NV: Tensor, /) -> Tensor:
+        """Of `choice.py`."""
+        ...
+
     def noisy_argmax_margin(
         self, logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor, /
     ) -> tuple[Tensor, Tensor]:
@@ -105,6 +109,7 @@ class TorchStepOperators:
     look_up = staticmethod(lookup.look_up)
     mask_tokens = staticmethod(masks.mask_tokens)
     argmax_margin = staticmethod(choice.argmax_margin)
+    are_numbers = staticmethod(choice.are_numbers)
     noisy_argmax_margin = staticmethod(choice.noisy_argmax_margin)
     candidates = staticmethod(candidates.candidates)
     walk = staticmethod(paths.walk)

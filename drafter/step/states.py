@@ -229,7 +229,12 @@ class RequestStates:
             self._operators.write_tokens(self.token_ids, r.slots_R, r.begin_R, r.num_drafts_R, drafts_RK)
 
     def advance(self, plan: SchedulerOutput, token_ids_RW: Tensor, num_tokens_R: Tensor) -> None:
-        """Write the tokens that came out of the step over the drafts, and step on."""
+        """Write the tokens that came out of the step over the drafts, and step on.
+
+        Args:
+            token_ids_RW: NOT_A_NUMBER, behind which a request ends, is written as token 0.
+        """
+        token_ids_RW = token_ids_RW.clamp(min=0)
         r, counts_R = self._requests(plan), num_tokens_R.cpu().numpy()
         self._operators.write_tokens(self.token_ids, r.slots_R, r.begin_R, counts_R, token_ids_RW)
         self._num_computed[r.slots_R] = r.begin_R + np.maximum(counts_R - 1, 0)

@@ -26,6 +26,7 @@ from ...cluster.request import SamplingParams
 from ..bench.passes import encode_prompts, read_rows
 from ..bench.provenance import provenance
 from ..generate import open_llm
+from ..time_left import TimeLeft, say
 
 Certificate = dict[str, Any]  # Any: JSON
 SHOWN = 20  # mismatches
@@ -62,6 +63,7 @@ def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
     spec = replace(config.speculative_config, adaptive=False)
     config = replace(config, speculative_config=spec)
     rows = read_rows(options.prompts, options.num_prompts)
+    say("loading the models")
     with open_llm(config) as llm:
         prompts = encode_prompts([(row.name, row.prompt) for row in rows], llm.tokenizer)
         asked = [
@@ -69,9 +71,9 @@ def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:
             for temperature in options.temperatures
             for seed, (name, token_ids) in enumerate(prompts)
         ]
-        speculated = _answers(llm, asked, None)
+        speculated = _answers(llm, asked, None, "1/2, with speculation")
         stats = llm.stats()
-        plain = _answers(llm, asked[::-1], 0)[::-1]
+        plain = _answers(llm, asked[::-1], 0, "2/2, without")[::-1]
         info = llm.info
     found = [
         {"id": name, "temperature": params.temperature, "seed": params.seed, "position": position}
@@ -124,10 +126,17 @@ def _params(options: AuditOptions, temperature: float, seed: int) -> SamplingPar
 
 
 def _answers(
-    llm: LLM, asked: Sequence[tuple[str, Sequence[int], SamplingParams]], max_draft_tokens: int | None
+    llm: LLM,
+    asked: Sequence[tuple[str, Sequence[int], SamplingParams]],
+    max_draft_tokens: int | None,
+    what: str,
 ) -> list[RequestOutput]:
+    def progress(total: int, **_: object) -> TimeLeft:
+        return TimeLeft(what, total, "requests")
+
     prompts = [list(token_ids) for _, token_ids, _ in asked]
-    return llm.generate(prompts, [params for _, _, params in asked], max_draft_tokens=max_draft_tokens)
+    params = [params for _, _, params in asked]
+    return llm.generate(prompts, params, use_tqdm=progress, max_draft_tokens=max_draft_tokens)
 
 
 def _tokens(answer: RequestOutput) -> Sequence[int]:

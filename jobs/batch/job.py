@@ -41,6 +41,7 @@ from .pool import Done, Job
 from .progress import ProgressView
 from .report import Report, make_report
 from .run import EngineRun, Event, Phase
+from .samples import samples
 
 OPENING_S = 1.0  # a small input is known before Ray is asked for anything
 TIME_UP_EXIT_CODE = 3
@@ -95,7 +96,7 @@ def run_batch(
         if not (opening.job.done() and _nothing_is_left(opening.job.result())):
             _Driver(setup, options, opening, view, signals or StopSignals()).answer()
         try:
-            return _finish(opening.job.result(), view, options)
+            return _finish(opening.job.result(), view, setup, options)
         except Stopped as stopped:
             view.say(f"{stopped}: all rows are answered; the same command writes the report")
             stopped.told = True
@@ -243,14 +244,14 @@ def _nothing_is_left(job: Job) -> bool:
     return not job.rows and not job.ledger.orphans
 
 
-def _finish(job: Job, view: _View, options: BatchOptions) -> Report:
+def _finish(job: Job, view: _View, setup: EngineSetup, options: BatchOptions) -> Report:
     """The end of a job whose rows are all durable."""
     ledger, paper = job.ledger, job.paper
     if not ledger.complete:
         ledger.refresh()
     report = make_report(
         ledger.figures,
-        view.done.live,
+        ledger.device if ledger.complete else view.done.live.device,
         {
             "output": shown_url(options.output),
             "input": [shown_url(each) for each in options.input],
@@ -259,6 +260,7 @@ def _finish(job: Job, view: _View, options: BatchOptions) -> Report:
             **paper.about,
         },
         price_per_gpu_hour=options.price_per_gpu_hour,
+        samples=samples(ledger.figures, setup.source, setup.layout, job.survey),
     )
     if ledger.complete:
         view.say("all rows are answered already; nothing is left to do")

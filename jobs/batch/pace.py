@@ -144,17 +144,3 @@ class Pace:
         rate = self._rate(LATELY_S)
         begun = max(0.0, unstored - unstored_rows * tokens_per_row)  # of running rows
         return max(0.0, left * tokens_per_row - begun) / rate if rate > 0 else None
-
-
-def spell_time(seconds: float) -> str:
-    """In the two largest units that it has."""
-    whole = round(seconds)
-    for unit, name, below, part in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= unit:
-            rest = whole % unit // below
-            return f"{whole // unit} {name}" + (f" {rest} {part}" if rest else "")
-    return f"{whole} s"

@@ -29,7 +29,8 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, PlacementError
 from ...cluster.placement import NodeRoom
 from ...cluster.room import beside_tasks, check_room, full_claim, leaving_a_cpu, smaller_claim
-from ..settings import ALIASES, parse_speculation
+from ...cluster.vllm_settings import accept
+from ..settings import parse_speculation
 from .engine_groups import EngineGroups
 from .processor_engine import ERROR_COLUMN, ProcessorEngine, check_sampling
 
@@ -88,7 +89,7 @@ class MantaEngineProcessorConfig:
 
     def engine_config(self) -> EngineConfig:
         """The engine's settings. Raises ConfigError; an unknown name is answered with the nearest known."""
-        settings = {ALIASES.get(name, name): value for name, value in self.engine_kwargs.items()}
+        settings = accept(self.engine_kwargs)
         if "model" in settings:
             raise ConfigError(
                 f"engine_kwargs.model={settings['model']!r}: the target is named by model_source.",

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from ...actors.batch.figures import EngineFigures, RowFigures
 from ..tables import decimals
-from .pace import Pace, Progress, spell_time
+from ..time_left import spell_time
+from .pace import Pace, Progress
 
 PLAIN_INTERVAL_S = 10.0
 

@@ -1,26 +1,28 @@
 """The report of a batch job: what was answered, what it took, what speculation saved; JSON, tables, a page.
 
-Made once, at the job's end, of figures that came with the results (`RowFigures`, of all runs) and of the last
-that the engines said. What was not measured is said to be so; nothing is estimated.
+Made of figures that came with the results (`RowFigures`, of all runs), so that the same command says the same
+once more. What was not measured is said to be so; nothing is estimated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...actors.batch.figures import Device, EngineFigures, RowFigures
+from ...actors.batch.figures import Device, RowFigures
 from ...actors.batch.tallies import Category, length_range
 from ...actors.files import rounded
 from ...cluster.acceptance import acceptance_by_position
 from ...cluster.plain_sample import Comparison
 from ..pictures.page import Tile
 from ..tables import NO_FIGURE, decimals, print_table
-from .pace import spell_time
+from ..time_left import spell_time
 from .report_html import page
+from .samples import Sample
 
-NOT_MEASURED = "not measured: --plain-sample N answers about N rows without it (the more, the surer)"
+NOT_MEASURED = "not measured in a job of so few rows; `manta bench` compares with plain decoding"
+OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,18 @@ class Report:
     figures: RowFigures
     about: Mapping[str, Any]  # Any: JSON
     device: Device
-    device_s: float
     price_per_gpu_hour: float | None
+    samples: Sequence[Sample] = ()
+
+    @property
+    def device_s(self) -> float:
+        """Device-seconds from each engine's first row to its last one, in every run: time by devices."""
+        return self.figures.open_s
+
+    @property
+    def loading_s(self) -> float:
+        """Device-seconds that engines were held before their first row."""
+        return max(0.0, self.figures.device_s - self.figures.open_s)
 
     @property
     def tokens_per_device_s(self) -> float | None:
@@ -65,10 +77,11 @@ class Report:
             "ok": figures.rows - figures.failed,
             "device": self.device,
             "device_s": round(self.device_s, 3),
+            "loading_device_s": round(self.loading_s, 3),
             "busy_share": rounded(self.busy_share),
             "tokens_per_device_s": rounded(self.tokens_per_device_s),
             "price_per_gpu_hour": self.price_per_gpu_hour,
-            "price": rounded(self.price(self.device_s)),
+            "price": rounded(self.price(self.device_s + self.loading_s)),
             "speculation": self._speculation(),
             "acceptance": {
                 "histogram": figures.acceptance,
@@ -96,7 +109,7 @@ class Report:
     def _speculation(self) -> dict[str, Any]:  # Any: JSON
         found = self.comparison
         if found is None:
-            return {"measured": False, "why": NOT_MEASURED}
+            return {"measured": False, "why": self.speculation_in_words()}
         return {
             "measured": True,
             "speedup": round(found.speedup, 4),
@@ -140,6 +153,7 @@ class Report:
             ("time", f"{figures.wall_s:.1f} s"),
             ("tokens/s", f"{figures.tokens_per_s:.1f}"),
             (f"{unit}-seconds", f"{self.device_s:.1f}" if self.device_s else NO_FIGURE),
+            (f"{unit}-seconds loading", f"{self.loading_s:.1f}" if self.device_s else NO_FIGURE),
             (f"tokens/s/{unit}", decimals(self.tokens_per_device_s)),
             ("engines busy", NO_FIGURE if self.busy_share is None else f"{100 * self.busy_share:.1f} %"),
             ("mean acceptance length", f"{decimals(mean)} tokens per step" if mean else NO_FIGURE),
@@ -147,7 +161,7 @@ class Report:
         ]
         if self.saved_s is not None:
             lines.append((f"{unit}-seconds saved", f"{self.saved_s:.1f}"))
-        if (price := self.price(self.device_s)) is not None:
+        if (price := self.price(self.device_s + self.loading_s)) is not None:
             saved = self.price(self.saved_s)
             lines.append(("price", f"{price:.2f}" + ("" if saved is None else f" ({saved:.2f} saved)")))
         return lines
@@ -155,7 +169,7 @@ class Report:
     def speculation_in_words(self) -> str:
         found = self.comparison
         if found is None:
-            return NOT_MEASURED
+            return NOT_MEASURED if self.figures.num_draft_tokens else OFF
         return (
             f"{found.speedup:.2f} x plain decoding: {found.drafted_tokens_per_s:.1f} tokens/s over "
             f"{found.drafted_s:.1f} s, {found.plain_tokens_per_s:.1f} without it over {found.plain_s:.1f} s"
@@ -163,7 +177,7 @@ class Report:
 
     def html(self) -> str:
         """A page that needs nothing else."""
-        return page(self._tiles(), self.lines(), self.figures, self.about)
+        return page(self._tiles(), self.lines(), self.figures, self.samples, self.about)
 
     def _tiles(self) -> list[Tile]:
         """What the page shows large."""
@@ -187,7 +201,7 @@ class Report:
             )
         elif self.device_s:
             tiles.append(Tile(f"{self.device_s:,.0f}", f"{self.device}-seconds"))
-        if (price := self.price(self.device_s)) is not None:
+        if (price := self.price(self.device_s + self.loading_s)) is not None:
             tiles.append(
                 Tile(f"{price:,.2f}", f"price, at {self.price_per_gpu_hour:g} per {self.device}-hour")
             )
@@ -196,21 +210,23 @@ class Report:
 
 def make_report(
     figures: RowFigures,
-    engines: EngineFigures,
+    device: Device,
     about: Mapping[str, Any],
     *,
     price_per_gpu_hour: float | None = None,
+    samples: Sequence[Sample] = (),
 ) -> Report:
     """The report of a job.
 
     Args:
         figures: of all rows, of all runs.
-        engines: of all engines of this run together, those that are gone among them, as they were last.
+        device: what engines held.
         about: the job: `output`, its fingerprint, settings, whatever a reader of the report must know. JSON.
         price_per_gpu_hour: in any currency; not applied to cores.
+        samples: rows that the page shows.
     """
-    price = None if engines.device == "core" else price_per_gpu_hour
-    return Report(figures, about, engines.device, figures.device_s + engines.loose_s, price)
+    price = None if device == "core" else price_per_gpu_hour
+    return Report(figures, about, device, price, samples)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON

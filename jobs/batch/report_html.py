@@ -15,12 +15,17 @@ from ..pictures.charts import Mark, Span, bars, columns, curve
 from ..pictures.markup import Markup, element
 from ..pictures.page import Tile, card, flat, header, html_page, tile_row, two_columns
 from ..tables import decimals
+from .samples import Sample
 
 MAX_POINTS = 80
 
 
 def page(
-    tiles: Sequence[Tile], lines: Sequence[tuple[str, str]], figures: RowFigures, about: Mapping[str, Any]
+    tiles: Sequence[Tile],
+    lines: Sequence[tuple[str, str]],
+    figures: RowFigures,
+    samples: Sequence[Sample],
+    about: Mapping[str, Any],
 ) -> str:
     """The page.
 
@@ -28,6 +33,7 @@ def page(
         tiles: the figures that come first.
         lines: all figures, by name.
         figures: what the pictures are made of.
+        samples: rows to show.
         about: the job; what is nested is shown with dots.
     """
     pictures = list(_pictures(figures))
@@ -35,6 +41,7 @@ def page(
         "Batch job",
         header("Batch job", str(about.get("output", ""))),
         tile_row(tiles),
+        *([_samples(samples)] if samples else []),
         *([_throughput(figures.timeline, figures.stretches)] if figures.stretches.seconds else []),
         element("div", *pictures, class_=f"cards of{len(pictures)}"),
         *([_errors(figures)] if figures.errors else []),
@@ -164,6 +171,20 @@ def _errors(figures: RowFigures) -> Markup:
     later = f"; {again:,} of them were answered later" if again > 0 else ""
     words = f"Rows that failed, by kind, with an example{later}."
     return card("Errors", words, element("table", *rows))
+
+
+def _samples(samples: Sequence[Sample]) -> Markup:
+    rows = [
+        element(
+            "tr",
+            element("th", sample.id),
+            element("td", element("pre", sample.prompt)),
+            element("td", element("pre", sample.answer)),
+        )
+        for sample in samples
+    ]
+    titles = element("tr", *(element("th", name) for name in ("id", "prompt", "answer")))
+    return card("The first rows", "Long texts are cut.", element("table", titles, *rows))
 
 
 def _short(value: float) -> str:

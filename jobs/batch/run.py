@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import signal
 import threading
@@ -111,8 +110,6 @@ def _ray() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    # Actors that end make Ray complain at its error level about what is of no consequence here.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     join_or_start_ray(log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield

@@ -7,7 +7,6 @@ off, `compare.py` Manta with others, `busy.py` an idle machine with a busy one.
 from __future__ import annotations
 
 import operator
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ...actors.batch.rows import Layout, category_of, parse_line, row_id, row_seed
 from ...actors.batch.source import open_source
+from ...actors.checkpoints import shipped
 from ...actors.files import write_json
 from ...actors.llm import LLM
 from ...actors.outputs import RequestOutput
@@ -28,6 +28,7 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.request import SamplingParams
 from ..generate import open_llm
+from ..time_left import say as say
 from .provenance import provenance
 
 MODES = ("on", "off")
@@ -136,6 +137,7 @@ def read_prompts(path: Path, count: int) -> list[tuple[str, Any]]:
 
 def read_rows(path: Path, count: int | None = None) -> list[PromptRow]:
     """`count` lines spread evenly over the file, with their categories; all if None."""
+    path = shipped(path)
     if not path.exists():
         raise DatasetError(
             f"prompts: {path} does not exist. Name a JSONL file with --prompts.",
@@ -266,11 +268,6 @@ def subject(config: EngineConfig | None, options: RunOptions) -> Figures:
         "engine": None if config is None else asdict(config),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
     }
-
-
-def say(line: str) -> None:
-    """Progress, on standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _prompt_of(record: Mapping[str, Any], path: Path) -> Any:

@@ -106,7 +106,7 @@ def _hub_headers(name: str, revision: str) -> TensorHeaders:
             param="drafter",
         ) from None
     headers = TensorHeaders(name)
-    for file in found.files_metadata.values():
+    for file_name, file in found.files_metadata.items():
         for tensor, info in file.tensors.items():
-            headers.shapes[tensor], headers.dtypes[tensor] = tuple(info.shape), info.dtype
+            headers.add(tensor, tuple(info.shape), info.dtype, file_name)
     return headers

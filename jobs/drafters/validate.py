@@ -21,7 +21,8 @@ from ...cluster.errors import CheckpointError
 from ...drafter.dflash.checkpoint import stored_shapes
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import TargetFacts
-from ...drafter.eagle3.checkpoint import check_tensors
+from ...drafter.drafter_shape import stored_dtypes
+from ...drafter.eagle3.checkpoint import check_eagle3_tensors
 from ...drafter.eagle3.config import Eagle3Config
 from .conventions import doubts
 from .files import CARD_FILE, SMALL_FILES, AnyConfig, DrafterFiles, is_dflash, open_drafter
@@ -92,7 +93,7 @@ def _eagle3_misfits(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Itera
     try:
         config = Eagle3Config.load(files.folder, facts.num_layers)
         config.check_fits(facts)
-        check_tensors(config, files.tensors)
+        check_eagle3_tensors(config, files.tensors)
     except CheckpointError as error:
         yield fatal(error.param or "config.json", error.message)
 
@@ -104,7 +105,7 @@ def _tensor_misfits(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> I
     wrong: list[Misfit] = []
     for name, shape in wanted.items():
         try:
-            tensors.check(name, shape)
+            tensors.check(name, shape, stored_dtypes(name))
         except CheckpointError as error:
             wrong.append(fatal(name, error.message))
     yield from _few(wrong)

@@ -37,6 +37,7 @@ table{width:100%;border-collapse:collapse;font-size:14px;font-variant-numeric:ta
 td,th{padding:6px 10px 6px 0;border-top:1px solid var(--line);text-align:left;vertical-align:top;
 overflow-wrap:anywhere}
 th{font-weight:500;color:var(--soft);min-width:130px;overflow-wrap:normal}tr:first-child>*{border-top:0}
+pre{margin:0;white-space:pre-wrap;font:12px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
 td.number{text-align:right;white-space:nowrap}code{font:13px ui-monospace,"DejaVu Sans Mono",monospace}
 footer{margin-top:18px;color:var(--soft);font-size:12px}
 """

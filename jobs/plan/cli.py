@@ -76,8 +76,9 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON in place of tables.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", show_default=False, help="File for the ray_config.yaml.")
+        Path | None, typer.Option("--output", "-o", show_default=False, help="File for the Serve config.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Lay out a model over a node's GPUs: what fits, how fast it would be, the ray_config.yaml of the best.
 
@@ -103,5 +104,6 @@ def plan(
             batch=batch,
             as_json=as_json,
             output=output,
+            force=force,
         )
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...actors.checkpoints import SHAPE_FILES, resolve_checkpoint
+from ...actors.checkpoints import SHAPE_FILES, drafter_folder, target_folder
 from ...actors.targets.families import read_model
 from ...actors.targets.loading.plan import find_max_model_len
 from ...actors.targets.model.parallel import Sharding
@@ -59,7 +59,7 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
         CheckpointError: a file is missing or wrong, its family is not served, or the two do not fit.
         ConfigError: no such acceptance or length can be.
     """
-    folder = resolve_checkpoint(config.model, field="model", files=SHAPE_FILES)
+    folder = target_folder(config, files=SHAPE_FILES)
     target = read_model(folder)
     if _has_weights(folder):
         open_checkpoint(folder, target)
@@ -85,8 +85,7 @@ def read_pair(config: EngineConfig, acceptance: str | None) -> ReadPair:
 def _read_drafter(config: EngineConfig, target: ModelSpec) -> tuple[Path | None, DrafterConfig | None]:
     if config.speculative_config is None or config.speculative_config.model is None:
         return None, None
-    param = "speculative_config.model"
-    folder = resolve_checkpoint(config.speculative_config.model, field=param, files=SHAPE_FILES)
+    folder = drafter_folder(config, config.speculative_config.model, files=SHAPE_FILES)
     facts = TargetFacts(target.hidden_size, target.num_layers, target.vocab_size, 0)
     if _has_weights(folder):
         return folder, check_drafter(folder, facts)

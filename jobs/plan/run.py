@@ -16,6 +16,7 @@ from ...cluster.planner.layouts import Layout, layouts
 from ...cluster.planner.pair import Demand
 from ...cluster.planner.playing import Arrival, Played, Slo, play
 from ...cluster.planner.step_time import StepTimes
+from ..yaml_file import check_new_file
 from .config_file import Quantized, serve_config, write_config
 from .models import ReadPair, read_pair
 from .tables import as_json, print_candidates, print_played
@@ -39,7 +40,8 @@ class PlanOptions:
         context: tokens of a sequence on average; the trace's own, or 4096.
         batch: requests at once on the node; each layout's best if None.
         as_json: the report as JSON in place of tables.
-        output: file for the ray_config.yaml.
+        output: file for the Serve config.
+        force: replace it if it is there.
     """
 
     num_gpus: int
@@ -58,6 +60,7 @@ class PlanOptions:
     batch: int | None = None
     as_json: bool = False
     output: Path | None = None
+    force: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "context", "batch"):
@@ -74,6 +77,8 @@ class PlanOptions:
             )
         if self.slo_ttft_ms is not None and self.trace is None:
             raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")
+        if self.output is not None:
+            check_new_file(self.output, force=self.force)
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON

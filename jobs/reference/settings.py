@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ...actors.http.settings import ServerSettings
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, SpeculativeConfig
+from ...cluster.vllm_settings import RENAMED, RENAMED_SPECULATION, SETTINGS, SPECULATION
 from .commands import server_flags
 from .markdown import cell, code, described, summary, table
 
@@ -20,6 +21,10 @@ Keys of `args:` in a [Serve config](../how-to/serve.md), fields of `manta.LLM(..
 name, one meaning. An unknown key is an error that proposes the nearest known one. What can be derived is no
 setting.
 """
+_OF_VLLM = """## vLLM's settings
+
+Those that have another name here, or none. A value that asks for nothing (`pipeline_parallel_size: 1`) passes
+in silence; what has no effect is logged; what is not served is refused."""
 _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("The engine", EngineConfig, ""),
     ("Speculation", SpeculativeConfig, "speculative_config."),
@@ -31,7 +36,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
 def settings_page() -> str:
     flags = server_flags()
     sections = (_section(title, kind, prefix, flags) for title, kind, prefix in _SECTIONS)
-    return "\n".join([_INTRODUCTION, *sections])
+    return "\n".join([_INTRODUCTION, *sections, _vllm_section()])
 
 
 def _section(title: str, settings: type, prefix: str, flags: dict[str, list[str]]) -> str:
@@ -48,6 +53,16 @@ def _section(title: str, settings: type, prefix: str, flags: dict[str, list[str]
     ]
     head = ("setting", "flag", "type", "default", "effect and cost")
     return f"## {title}\n\n{summary(settings.__doc__)}\n\n{table(head, rows)}"
+
+
+def _vllm_section() -> str:
+    renamed = {**RENAMED, **{f"speculative_config.{name}": to for name, to in RENAMED_SPECULATION.items()}}
+    rows = [(code(name), cell(f"is {code(own)} here")) for name, (own, _) in renamed.items()]
+    for prefix, answers in (("", SETTINGS), ("speculative_config.", SPECULATION)):
+        for answer in answers:
+            names = ", ".join(code(prefix + name) for name in answer.kinds())
+            rows.append((names, cell(answer.says)))
+    return f"{_OF_VLLM}\n\n{table(('settings of vLLM', 'here'), rows)}"
 
 
 def _shown_flags(flags: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..settings import DEFAULT_CONFIG
+from ..yaml_file import check_new_file
 
 Kind = Literal["kuberay-service", "kuberay-job", "ray-up", "dockerfile", "systemd"]
 
@@ -35,10 +36,13 @@ def render(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", show_default=False, help="File; else standard output.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Make what runs a ray_config.yaml elsewhere: KubeRay, ray up, a container, systemd."""
     from .documents import render_document
 
+    if output is not None:
+        check_new_file(output, force=force)
     text = render_document(kind, config, gpus_per_node, image, batch_flags or [])
     if output is None:
         typer.echo(text, nl=False)

@@ -14,8 +14,9 @@ from typing import Any
 from ...actors.http.keys import refuse_written_keys
 from ...actors.http.settings import parse_replicas, split_models
 from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError, PlacementError
+from ...cluster.errors import PlacementError
 from ...cluster.placement import Topology, total
+from ..config_file import check_serve_config
 from ..yaml_file import read_yaml
 
 DEPLOYMENT = "manta"  # of `actors/replica.py`, which names Ray
@@ -129,15 +130,7 @@ def _count_nodes(engines: tuple[Engines, ...], size: int, *, most: bool) -> int:
 
 def _read(file: Path) -> Json:
     found = read_yaml(file)
-    applications = found.get("applications") if isinstance(found, Mapping) else None
-    if not isinstance(applications, list) or not all(isinstance(each, Mapping) for each in applications):
-        applications = []
-    if not applications:
-        raise ConfigError(
-            f"config: {file} is no Serve config: it must have `applications`, as ray_config.yaml has and as "
-            "`manta plan -o` writes it.",
-            param="config",
-        )
+    check_serve_config(found, file)
     return found
 
 

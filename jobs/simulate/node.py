@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ...cluster.request import Request
 from ..bench.provenance import provenance
 from ..plan.trace import read_trace
 from ..tables import NO_FIGURE, decimals, print_table
+from ..time_left import TimeLeft
 from .assumptions import assumptions
 from .matching import matched_speed
 from .methods import Method
@@ -32,6 +34,7 @@ from .workload import Workload
 
 Figures = dict[str, Any]  # Any: JSON
 LEAST_REQUESTS = 16  # that are counted at a load
+ROW_WORK = 0.01  # of a request in a step, where the step's own is 1: for the estimate of time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +103,12 @@ def run_node(options: NodeOptions) -> Figures:
         options.acceptance, options.eagle3_acceptance, options.eagle3_drafts, options.spread, workload.seed
     )
     methods = [Method.parse(name) for name in options.methods]
-    for subject in subjects(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload):
-        for load, seen in _observe(subject, options, workload, [a.arrival_s for a in trace]):
+    played = list(subjects(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
+    arrivals_s = [arrival.arrival_s for arrival in trace]
+    work = sum(_work(subject, options, trace) for subject in played)
+    progress = TimeLeft(f"simulating {len(played)} methods and layouts", work)
+    for subject in played:
+        for load, seen in _observe(subject, options, workload, arrivals_s, progress):
             points.append(_figures(subject, load, seen, options.num_gpus))
     figures: Figures = {
         "provenance": provenance(),
@@ -133,12 +140,41 @@ def _name(model: str) -> str:
     return path.parent.name if path.name == "target" else path.name
 
 
+def _loads(subject: Subject, options: NodeOptions) -> list[int]:
+    """Closed loops whose requests all fit an engine."""
+    return [clients for clients in options.concurrency if clients <= subject.room.max_num_seqs]
+
+
+def _num_measured(clients: int) -> int:
+    return max(2 * clients, LEAST_REQUESTS)
+
+
+def _request_work(clients: int) -> float:
+    """Work of simulating a request beside others, in steps of one request: a step has work of its own."""
+    return 1.0 / clients + ROW_WORK
+
+
+def _work(subject: Subject, options: NodeOptions, trace: Sequence[Arrival]) -> float:
+    """Work of all that is played for a subject; in a closed loop that of requests behind a client's first."""
+    if trace:
+        return len(trace)
+    if options.rate_per_s:
+        return len(options.rate_per_s) * options.num_requests
+    return sum(_request_work(n) * (n + _num_measured(n)) for n in _loads(subject, options))
+
+
 def _observe(
-    subject: Subject, options: NodeOptions, workload: Workload, trace_s: Sequence[float]
+    subject: Subject,
+    options: NodeOptions,
+    workload: Workload,
+    trace_s: Sequence[float],
+    progress: TimeLeft,
 ) -> Iterator[tuple[float, Observed]]:
     """Loads and what came of them: of one engine (closed loop), or of all of the node (open loop)."""
 
-    def make(number: int, share: float) -> Request:
+    def make(number: int, share: float, clients: int = 0) -> Request:
+        work = _request_work(clients) if clients else 1.0
+        progress.update(work if number >= clients else 0.0)
         return workload.request(number, share)
 
     def arrive(arrival_s: Sequence[float]) -> Observed:
@@ -150,9 +186,9 @@ def _observe(
     for rate in options.rate_per_s:
         dice = np.random.default_rng([workload.seed, 1])
         yield rate, arrive(np.cumsum(dice.exponential(1.0 / rate, options.num_requests)).tolist())
-    for clients in () if options.rate_per_s else options.concurrency:
-        if clients <= subject.room.max_num_seqs:
-            yield clients, closed_loop(subject.engine(), make, clients, max(2 * clients, LEAST_REQUESTS))
+    for clients in () if options.rate_per_s else _loads(subject, options):
+        follow = partial(make, clients=clients)
+        yield clients, closed_loop(subject.engine(), follow, clients, _num_measured(clients))
 
 
 def _figures(subject: Subject, load: float, seen: Observed, num_gpus: int) -> Figures:

@@ -14,16 +14,18 @@ class Client:
         package: whose version the table tells.
         script: in `checks/`.
         also: packages beside it.
+        npm: a package of npm's that is tried in place of `package`, which then only checks it.
     """
 
     name: str
     package: str
     script: str
     also: tuple[str, ...] = ()
+    npm: str = ""
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        return (self.package, *self.also)
+        return (self.package, *self.also, *((self.npm,) if self.npm else ()))
 
 
 CLIENTS = (
@@ -35,5 +37,7 @@ CLIENTS = (
     Client("guidellm", "guidellm", "guidellm_run"),
     Client("aiperf", "aiperf", "aiperf_profile"),
     Client("lm-eval", "lm-eval[api]", "lm_eval_run", ("transformers",)),
+    Client("Codex CLI", "openai", "codex_cli", npm="@openai/codex"),
+    Client("Claude Code", "anthropic", "claude_code", npm="@anthropic-ai/claude-code"),
     Client("vllm bench serve (its requests, by aiohttp)", "aiohttp", "vllm_bench"),
 )

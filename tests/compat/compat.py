@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,19 +40,32 @@ INTRODUCTION = """\
 Written by `make compat`: each client as its package comes, in an environment of its own, against
 `manta serve` with the shipped pair on loopback. Nothing of a client is changed. The pair was never shown a
 tool: the server has a chat template that knows them (`--chat-template`), and requests leave it no choice but
-to call them.
+to call them. Codex CLI and Claude Code speak to the server through a relay on loopback, which adds
+`structured_outputs` and `truncate_prompt_tokens` to their requests (the pair then says what the session
+needs, within its 1,024 tokens), refuses all other addresses and checks every event against the SDKs' types.
 
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table; `failure` is empty where the check passed."""
+    """A line of the table; `failure` is empty where the check passed.
+
+    Attributes:
+        skipped: why the client was not tried, else empty.
+    """
 
     client: str
     version: str
     check: str
     failure: str
+    skipped: str = ""
+
+    @property
+    def result(self) -> str:
+        if self.skipped:
+            return f"skipped: {self.skipped}"
+        return f"**failed**: {_one_line(self.failure)}" if self.failure else "passed"
 
 
 class Environment:
@@ -69,17 +83,21 @@ class Environment:
         if self._stamp.is_file() and self._stamp.read_text() == wanted:
             return ""
         venv.create(self.folder, with_pip=True, clear=True)
-        command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run(
-            [*command, *self.client.requirements], capture_output=True, text=True, timeout=INSTALL_S
-        )
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            return ADDRESS.sub("..", said[-1] if said else f"pip ended with {done.returncode}")
+        pip = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix", self.folder, self.client.npm]
+        commands = [[*pip, self.client.package, *self.client.also], *([npm] if self.client.npm else [])]
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
+            if done.returncode:
+                said = [line for line in done.stderr.splitlines() if re.match("ERROR|npm error", line)]
+                return ADDRESS.sub("..", said[-1] if said else f"{command[0]} ended with {done.returncode}")
         self._stamp.write_text(wanted)
         return ""
 
     def version(self) -> str:
+        if self.client.npm:
+            package = self.folder / "node_modules" / self.client.npm / "package.json"
+            return json.loads(package.read_text())["version"]
         package = self.client.package.partition("[")[0]
         ask = f"from importlib.metadata import version; print(version({package!r}))"
         return subprocess.run([self.python, "-c", ask], capture_output=True, text=True).stdout.strip() or "?"
@@ -106,6 +124,9 @@ class Environment:
 
 def rows_of(client: Client, folder: Path, environment: dict[str, str], logs: Path) -> Iterator[Row]:
     """One client from its installation to its last check."""
+    if client.npm and shutil.which("npm") is None:
+        yield Row(client.name, "-", "a session with tools", "", "npm is not installed here")
+        return
     place = Environment(client, folder)
     if failure := place.install():
         yield Row(client.name, "-", "installation", failure)
@@ -154,10 +175,9 @@ def page(rows: list[Row]) -> str:
     """The document."""
     lines = ["| client | version | what was run | result |", "| --- | --- | --- | --- |"]
     for row in rows:
-        result = f"**failed**: {_one_line(row.failure)}" if row.failure else "passed"
-        lines.append(f"| {row.client} | {row.version} | {row.check} | {result} |")
-    failed = sum(bool(row.failure) for row in rows)
-    told = f"{len(rows) - failed} of {len(rows)} passed, under Python {platform.python_version()}."
+        lines.append(f"| {row.client} | {row.version} | {row.check} | {row.result} |")
+    passed = sum(row.result == "passed" for row in rows)
+    told = f"{passed} of {len(rows)} passed, under Python {platform.python_version()}."
     return INTRODUCTION + "\n".join(lines) + f"\n\n{told}\n"
 
 
@@ -184,7 +204,7 @@ def main(output: Path, names: list[str]) -> int:
                 continue
             for row in rows_of(client, folder, environment, logs):
                 rows.append(row)
-                said = "FAILED" if row.failure else "passed"
+                said = "FAILED" if row.failure else row.result
                 print(f"{said}  {row.client} {row.version}: {row.check}", flush=True)
                 if row.failure:
                     print(f"        {row.failure[:600]}", flush=True)

@@ -1,8 +1,7 @@
 """Content blocks of /v1/messages become messages of a chat.
 
-What tools returned stands there in messages of the user; a chat has messages of their own for it. Messages of
-one role beside each other are one turn. Every block is read or refused; only thinking that its server has
-encrypted says nothing here.
+What tools returned stands there in messages of the user; a chat has messages of their own for it. Every block
+is read or refused; only thinking that its server has encrypted says nothing here.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
+from ..tool_outputs import output_text, readable_text
 from ..wire import JsonObject
 
 Content = str | list[dict[str, Any]]  # Any: JSON
+FAILED = "Error:"
 
 
 @dataclass(slots=True)
@@ -33,17 +34,6 @@ class Conversation:
         self.names[f"messages.{len(self.messages)}"] = name
         self.messages.append(message)
 
-    def turn(self, role: str, name: str) -> JsonObject:
-        """The last message if it is of that role, else a new one."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.add({"role": role, "content": ""}, name)
-        return self.messages[-1]
-
-    def say(self, role: str, text: str, name: str) -> None:
-        """A text on a line of its own in the turn of a role."""
-        turn = self.turn(role, name)
-        turn["content"] += "\n" + text if turn["content"] else text
-
 
 def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]]) -> Conversation:
     """The conversation of a request.
@@ -53,39 +43,54 @@ def read_messages(system: Content | None, messages: Sequence[tuple[str, Content]
     """
     found = Conversation()
     if system:
-        _read_system(found, system, "system", "system")
+        found.add({"role": "system", "content": _text_of(system, "system")}, "system")
     for i, (role, content) in enumerate(messages):
         at = f"messages.{i}"
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if role == "user":
             _read_user(found, blocks, at)
         elif role == "system":
-            _read_system(found, content, at, f"{at}.content")
+            found.add({"role": role, "content": _text_of(content, f"{at}.content")}, at)
         else:
-            _read_assistant(found.turn("assistant", at), blocks, at)
+            found.add(_read_assistant(blocks, at), at)
     if found.messages:
         last = found.messages[-1]
         found.is_open = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
     return found
 
 
-def _read_system(found: Conversation, content: Content, at: str, where: str) -> None:
-    found.say("system", _text_of(content, where), at)
-
-
 def _read_user(found: Conversation, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
-    """Texts and what tools returned, in their order."""
+    """Texts and what tools returned, in their order. Texts beside each other are one message."""
+    texts: list[str] = []
+
+    def say() -> None:
+        if texts:
+            found.add({"role": "user", "content": "\n".join(texts)}, at)
+            texts.clear()
+
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         if block.get("type") == "tool_result":
-            content = _text_of(block.get("content") or "", f"{where}.content")
-            id = _string(block, "tool_use_id", where)
-            found.add({"role": "tool", "tool_call_id": id, "content": content}, at)
+            say()
+            found.add(_result(block, where), at)
         else:
-            found.say("user", _text(block, where), at)
+            text = readable_text(block)
+            texts.append(_text(block, where) if text is None else text)
+    say()
 
 
-def _read_assistant(turn: JsonObject, blocks: Sequence[Mapping[str, Any]], at: str) -> None:
+def _result(block: Mapping[str, Any], at: str) -> JsonObject:
+    """What a tool returned. A failure is said, for a chat's message has no place for it."""
+    content = output_text(block.get("content"), f"{at}.content")
+    if block.get("is_error"):
+        content = f"{FAILED} {content}".rstrip()
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": content}
+
+
+def _read_assistant(blocks: Sequence[Mapping[str, Any]], at: str) -> JsonObject:
+    """One message. Texts beside each other stand one below the other; around a call they are one text."""
+    turn: JsonObject = {"role": "assistant", "content": ""}
+    before = None
     for i, block in enumerate(blocks):
         where = f"{at}.content.{i}"
         kind = block.get("type")
@@ -94,14 +99,13 @@ def _read_assistant(turn: JsonObject, blocks: Sequence[Mapping[str, Any]], at: s
         elif kind == "tool_use":
             turn.setdefault("tool_calls", []).append(_call(block, where))
         elif kind != "redacted_thinking":
-            turn["content"] += _text(block, where)
+            turn["content"] += ("\n" if before == "text" else "") + _text(block, where)
+        before = kind
+    return turn
 
 
 def _call(block: Mapping[str, Any], at: str) -> JsonObject:
-    arguments = block.get("input")
-    if not isinstance(arguments, Mapping):
-        raise RequestError(f"{at}.input must be an object.", param=f"{at}.input")
-    function = {"name": _string(block, "name", at), "arguments": arguments}
+    function = {"name": _string(block, "name", at), "arguments": block.get("input")}
     return {"id": _string(block, "id", at), "type": "function", "function": function}
 
 

@@ -81,7 +81,8 @@ class Tool(BaseModel):
 
     def for_chat(self) -> JsonObject:
         function = self.model_dump(exclude_none=True)
-        return {"type": "function", "function": {**function, "parameters": function.pop("input_schema")}}
+        function["parameters"] = function.pop("input_schema")
+        return {"type": "function", "function": function}
 
 
 class ToolChoice(BaseModel):

@@ -28,10 +28,17 @@ def message_routes(frontend: Frontend) -> APIRouter:
         chat = body.for_chat(read, heeds)
         with said_of({**NAMES, **read.names}):
             work, reading = await prepare_chat(
-                frontend, PREFIX, chat, http, ignored=body.ignored(heeds), resumable=False
+                frontend,
+                PREFIX,
+                chat,
+                http,
+                ignored=body.ignored(heeds),
+                resumable=False,
+                ends_with_context=True,
             )
             run = Run(frontend, work)
-            return await answer(run, reading, MessageWriter(work.id, work.model, run.metrics), http)
+            writer = MessageWriter(work.id, work.model, body.max_tokens, run.metrics)
+            return await answer(run, reading, writer, http)
 
     @router.post(f"{ROUTES}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:

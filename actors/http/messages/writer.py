@@ -13,9 +13,8 @@ import base64
 import hashlib
 from collections.abc import Callable
 
-import orjson
-
 from ....cluster.request import FinishReason
+from ...chat.call_arguments import invalid_json, read_object
 from ..errors import public_error
 from ..sections import Events, Section, SectionWriter
 from ..wire import JsonObject
@@ -29,11 +28,15 @@ class MessageWriter(SectionWriter):
 
     Args:
         id, model: of the message.
+        max_tokens: that the request allows; an answer that was cut off earlier has filled the context.
         metrics: called at the end, for what stands beside `usage`.
     """
 
-    def __init__(self, id: str, model: str, metrics: Callable[[], JsonObject | None] = lambda: None) -> None:
+    def __init__(
+        self, id: str, model: str, max_tokens: int, metrics: Callable[[], JsonObject | None] = lambda: None
+    ) -> None:
         super().__init__()
+        self._max_tokens = max_tokens
         self._metrics = metrics
         self._message: JsonObject = {
             "id": id,
@@ -76,7 +79,8 @@ class MessageWriter(SectionWriter):
         events = [*self.ensure_content(), *self.close(whole=whole)]
         stopped = stop_reason if whole and isinstance(stop_reason, str) else None
         if not whole:
-            shown = "max_tokens"
+            is_full = usage["completion_tokens"] < self._max_tokens
+            shown = "model_context_window_exceeded" if is_full else "max_tokens"
         elif stopped is not None:
             shown = "stop_sequence"
         else:
@@ -108,12 +112,10 @@ def _delta(section: Section, delta: JsonObject) -> JsonObject:
     return {"type": "content_block_delta", "index": section.at, "delta": delta}
 
 
-def _object(arguments: str) -> object:
-    """Of a call that was cut off in its arguments, nothing: a block holds an object, no text."""
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}
+def _object(arguments: str) -> JsonObject:
+    """A block holds an object; arguments that are none, as of a call that was cut off, stand in one."""
+    found = read_object(arguments)
+    return invalid_json(arguments) if found is None else found
 
 
 def _signature(thinking: str) -> str:

@@ -16,7 +16,6 @@ def frame(body: ResponsesRequest, chat: ChatRequest, run: Run) -> JsonObject:
     """
     params = run.work.params
     text = body.text.model_dump() if body.text else {"format": {"type": "text"}}
-    choice = body.tool_choice or "auto"
     return {
         "id": run.work.id,
         "object": "response",
@@ -28,8 +27,8 @@ def frame(body: ResponsesRequest, chat: ChatRequest, run: Run) -> JsonObject:
         "incomplete_details": None,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
-        "tools": [tool.model_dump() for tool in body.tools or ()],
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": text,
         "reasoning": {"effort": chat.reasoning_effort, "summary": None},

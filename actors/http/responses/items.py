@@ -1,58 +1,60 @@
 """Input items of /v1/responses become messages of a chat.
 
 An answer comes as several items (its reasoning, its text, each of its calls), and clients send them back like
-that; a chat has one message for all. Every item is read or refused, none is dropped: only reasoning that
-another server has encrypted says nothing here.
+that; a chat has one message for all. Calls of all tools that a client runs are read, with what the tools
+returned. Items that say nothing here (calls that OpenAI's servers answered, what another server has
+encrypted, unknown types) are skipped, and named to the client: a session goes on with them in it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ....cluster.errors import RequestError
+from ..tool_outputs import output_text
 from ..wire import JsonObject
+from .tools import INPUT, flat_name
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("reasoning_content", "content", "tool_calls")  # of an answer, in their order
 TEXT_PARTS = ("input_text", "output_text", "text")
+NAMED_CALLS = ("function_call", "custom_tool_call")
+TEXT_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with."""
+    """Messages as a chat has them, and for errors: `messages.3` -> the item that it began with.
+
+    Attributes:
+        skipped: types of items that were skipped, as X-Ignored-Params names them.
+    """
 
     messages: list[JsonObject] = field(default_factory=list[JsonObject])
     names: dict[str, str] = field(default_factory=dict[str, str])
+    skipped: list[str] = field(default_factory=list[str])
 
     def add(self, message: JsonObject, name: str) -> None:
         self.names[f"messages.{len(self.messages)}"] = name
         self.messages.append(message)
 
 
-def read_items(
-    instructions: str | None, items: Sequence[Mapping[str, Any]], *, knows_developers: bool
-) -> Conversation:
-    """The conversation of a request.
-
-    Args:
-        instructions: stand before it, in one message with what the first items say to the system: few
-            templates take a second one.
-        knows_developers: whether the model's chat template has a role for them; else they are the system.
-    """
-    reader = _Reader(knows_developers)
+def read_items(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> Conversation:
+    """The conversation of a request; instructions stand before it."""
+    reader = _Reader()
     if instructions:
-        reader.add_system(instructions, "system", "instructions")
+        reader.conversation.add({"role": "system", "content": instructions}, "instructions")
     for i, item in enumerate(items):
         reader.read(item, f"input.{i}")
     return reader.conversation
 
 
 class _Reader:
-    def __init__(self, knows_developers: bool) -> None:
+    def __init__(self) -> None:
         self.conversation = Conversation()
-        self._knows_developers = knows_developers
 
     def read(self, item: Mapping[str, Any], at: str) -> None:
         kind = _string(item, "type", at) if item.get("type") is not None else "message"
@@ -61,36 +63,39 @@ class _Reader:
         elif kind == "reasoning":
             if text := _reasoning(item, at):
                 self._answer(at, without=PARTS)["reasoning_content"] = text
-        elif kind == "function_call":
-            self._read_call(item, at)
-        elif kind == "function_call_output":
-            id, output = _string(item, "call_id", at), text_of(item.get("output"), f"{at}.output")
-            self.conversation.add({"role": "tool", "tool_call_id": id, "content": output}, at)
-        else:
-            raise RequestError(_refusal(kind, at), param=f"{at}.type")
-
-    def add_system(self, text: str, role: str, at: str) -> None:
-        if role == "developer" and not self._knows_developers:
-            role = "system"
-        messages = self.conversation.messages
-        if len(messages) == 1 and messages[0]["role"] == role:
-            messages[0]["content"] += "\n\n" + text
-        else:
-            self.conversation.add({"role": role, "content": text}, at)
+        elif kind in NAMED_CALLS or (kind.endswith("_call") and _call_id(item)):
+            self._read_call(kind, item, at)
+        elif kind in TEXT_OUTPUTS or (kind.endswith("_call_output") and _call_id(item)):
+            id = _call_id(item) or _string(item, "call_id", at)
+            self.conversation.add({"role": "tool", "tool_call_id": id, "content": _output(item, at)}, at)
+        elif kind == "item_reference":
+            raise RequestError(
+                f"{at}: this server keeps no items that could be referred to. Send the item itself.",
+                param=f"{at}.type",
+            )
+        elif f"input.{kind}" not in self.conversation.skipped:
+            self.conversation.skipped.append(f"input.{kind}")
 
     def _read_message(self, item: Mapping[str, Any], at: str) -> None:
         role, text = item.get("role"), text_of(item.get("content"), f"{at}.content")
         if role not in ROLES:
             raise RequestError(f"{at}.role must be one of {', '.join(ROLES)}.", param=f"{at}.role")
-        if role in ("system", "developer"):
-            self.add_system(text, role, at)
-        elif role == "assistant":
-            self._answer(at, without=PARTS[1:])["content"] = text
+        if role == "assistant":
+            self._read_text(text, at)
         else:
             self.conversation.add({"role": role, "content": text}, at)
 
-    def _read_call(self, item: Mapping[str, Any], at: str) -> None:
-        function = {"name": _string(item, "name", at), "arguments": _string(item, "arguments", at)}
+    def _read_text(self, text: str, at: str) -> None:
+        """What an answer says behind a call goes on with what it said before."""
+        messages = self.conversation.messages
+        if messages and messages[-1].get("tool_calls"):
+            messages[-1]["content"] += text
+        else:
+            self._answer(at, without=PARTS[1:])["content"] = text
+
+    def _read_call(self, kind: str, item: Mapping[str, Any], at: str) -> None:
+        name = _string(item, "name", at) if kind in NAMED_CALLS else kind.removesuffix("_call")
+        function = {"name": flat_name(item.get("namespace"), name), "arguments": _arguments(kind, item)}
         call = {"id": _string(item, "call_id", at), "type": "function", "function": function}
         calls = self._answer(at).setdefault("tool_calls", [])
         place = f"messages.{len(self.conversation.messages) - 1}.tool_calls.{len(calls)}"
@@ -133,8 +138,7 @@ def _reasoning(item: Mapping[str, Any], at: str) -> str:
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = item.get(name) or []
         if not isinstance(parts, list) or not all(
-            isinstance(part, Mapping) and part.get("type") == kind and isinstance(part.get("text"), str)
-            for part in parts
+            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
         ):
             raise RequestError(
                 f'{at}.{name} must be a list of parts {{"type": "{kind}", "text": ...}}.',
@@ -152,10 +156,33 @@ def _string(item: Mapping[str, Any], name: str, at: str) -> str:
     return value
 
 
-def _refusal(kind: str, at: str) -> str:
-    if kind == "item_reference":
-        return f"{at}: this server keeps no items that could be referred to. Send the item itself."
-    return (
-        f"{at}: items of type {kind[:60]} belong to tools that OpenAI's servers run. Send messages, "
-        "reasoning, function_call and function_call_output."
-    )
+def _call_id(item: Mapping[str, Any]) -> str | None:
+    """The id of a call. What the local shell returned has it as an id of its own."""
+    found = item.get("call_id")
+    if found is None and item["type"] == "local_shell_call_output":
+        found = item.get("id")
+    return found if isinstance(found, str) else None
+
+
+def _arguments(kind: str, item: Mapping[str, Any]) -> Any:
+    """Of a call: as `tools.py` tells the model to write them, where it does."""
+    if kind == "function_call":
+        return item.get("arguments")
+    if kind == "custom_tool_call":
+        return {INPUT: item.get("input")}
+    told = item.get("action") or item.get("operation") or item.get("arguments")
+    if isinstance(told, Mapping):
+        return {
+            name: value
+            for name, value in told.items()
+            if value not in (None, {}) and (name, value) != ("type", "exec")
+        }
+    return told
+
+
+def _output(item: Mapping[str, Any], at: str) -> str:
+    """What a tool returned; what is neither a string nor parts of a message, as JSON."""
+    output = item.get("output")
+    if item["type"] in TEXT_OUTPUTS or isinstance(output, str):
+        return output_text(output, f"{at}.output")
+    return json.dumps(output, ensure_ascii=False)

@@ -7,17 +7,19 @@ mean in a chat and go there as they are. What would need memory of earlier respo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ....cluster.errors import RequestError, shown
+from ....cluster.errors import RequestError
 from ..chat_request import ChatRequest
 from ..conversing import Heeds
 from ..numbers import Integer
 from ..translation import chat_request, said_of
 from ..wire import JsonObject
 from .items import Conversation, read_items
+from .tools import ClientTools
 
 NOTHING_STORED = "This server keeps no responses: send the whole conversation in `input`."
 # Field -> the values that ask for nothing, and what to do instead of using it.
@@ -90,35 +92,6 @@ class TextOptions(BaseModel):
 
 
 # Any: a validator sees raw JSON.
-def _known_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise RequestError(
-            f"tools: a tool of type {shown(kind)} is run by OpenAI's servers; this one takes tools of type "
-            '"function", which the client runs.',
-            param="tools",
-        )
-    return value
-
-
-class FunctionTool(BaseModel):
-    """A function; flat, where a chat has it below `function`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    name: str
-
-    def for_chat(self) -> JsonObject:
-        function = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {"type": "function", "function": {"name": self.name, **function}}
-
-
-class NamedTool(BaseModel):
-    type: Literal["function"]
-    name: str
-
-
 def _input_list(value: Any) -> Any:
     """One list of items; a string is what the user says."""
     if isinstance(value, str):
@@ -138,8 +111,8 @@ class ResponsesRequest(BaseModel):
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[Integer | None, Field(ge=1)] = None
-    tools: list[Annotated[FunctionTool, BeforeValidator(_known_tool)]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -148,17 +121,21 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
+    @cached_property
+    def client_tools(self) -> ClientTools:
+        return ClientTools(self.tools or ())
+
     def ignored(self, heeds: Heeds) -> list[str]:
         """What an SDK may send of its own, and is not heeded."""
-        found = ["store"] if self.store else []
+        found = [*self.client_tools.left_out, *(["store"] if self.store else [])]
         found += [f"include.{name}" for name in self.include or () if name != "reasoning.encrypted_content"]
         found += ["reasoning.summary"] if self._asks_for(self.reasoning, "summary") else []
         found += ["text.verbosity"] if self._asks_for(self.text, "verbosity") else []
         unheeded = self._effort is not None and not (heeds.effort or self._switches(heeds))
         return [*found, "reasoning.effort"] if unheeded else found
 
-    def conversation(self, *, knows_developers: bool) -> Conversation:
-        return read_items(self.instructions, self.input, knows_developers=knows_developers)
+    def conversation(self) -> Conversation:
+        return read_items(self.instructions, self.input)
 
     def for_chat(self, conversation: Conversation, heeds: Heeds) -> ChatRequest:
         """What is asked for, as a chat. Raises RequestError, in this body's words."""
@@ -172,9 +149,8 @@ class ResponsesRequest(BaseModel):
                 "or send truncate_prompt_tokens.",
                 param="truncation",
             )
-        tools = [tool.for_chat() for tool in self.tools or ()]
-        named = isinstance(self.tool_choice, NamedTool)
-        flat = {f"tools.{i}.function": f"tools.{i}" for i in range(len(tools))}
+        tools = self.client_tools.tools
+        flat = {f"tools.{i}.function": tool.at for i, tool in enumerate(tools)}
         with said_of({**NAMES, **conversation.names, **flat}):
             return chat_request(
                 {
@@ -189,8 +165,8 @@ class ResponsesRequest(BaseModel):
                     "messages": conversation.messages,
                     "stream": self.stream,
                     "max_completion_tokens": self.max_output_tokens,
-                    "tools": tools or None,
-                    "tool_choice": _named(self.tool_choice) if named else self.tool_choice,
+                    "tools": [{"type": "function", "function": tool.function} for tool in tools] or None,
+                    "tool_choice": self.client_tools.choice(self.tool_choice),
                     "parallel_tool_calls": self.parallel_tool_calls,
                     "response_format": self.text.response_format() if self.text else None,
                     "reasoning_effort": self._effort if heeds.effort else None,
@@ -215,7 +191,3 @@ class ResponsesRequest(BaseModel):
     @staticmethod
     def _asks_for(options: BaseModel | None, name: str) -> bool:
         return options is not None and (options.model_extra or {}).get(name) is not None
-
-
-def _named(choice: Any) -> JsonObject:
-    return {"type": "function", "function": {"name": choice.name}}

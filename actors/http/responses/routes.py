@@ -24,14 +24,14 @@ def response_routes(frontend: Frontend) -> APIRouter:
         """OpenAI's responses; nothing is stored."""
         with said_of(NAMES):
             heeds = Heeds.of(frontend)
-        conversation = body.conversation(knows_developers=heeds.developers)
+        conversation = body.conversation()
         chat = body.for_chat(conversation, heeds)
         with said_of({**NAMES, **conversation.names}):
-            work, reading = await prepare_chat(
-                frontend, PREFIX, chat, http, ignored=body.ignored(heeds), resumable=False
-            )
+            ignored = [*body.ignored(heeds), *conversation.skipped]
+            work, reading = await prepare_chat(frontend, PREFIX, chat, http, ignored=ignored, resumable=False)
             run = Run(frontend, work)
-            return await answer(run, reading, ResponseWriter(frame(body, chat, run), run.metrics), http)
+            writer = ResponseWriter(frame(body, chat, run), body.client_tools, run.metrics)
+            return await answer(run, reading, writer, http)
 
     @router.get("/v1/responses/{response_id}")
     @router.delete("/v1/responses/{response_id}")

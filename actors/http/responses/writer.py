@@ -6,6 +6,9 @@ created, in_progress
     function_call_arguments.delta ..., function_call_arguments.done
   output_item.done
 completed | incomplete | failed
+
+Calls of tools that are no functions (`tools.py`) are told when they are whole: their item is made of all of
+their arguments.
 """
 
 from __future__ import annotations
@@ -17,10 +20,18 @@ from ....cluster.request import FinishReason
 from ..errors import public_error
 from ..sections import Events, Section, SectionWriter
 from ..wire import JsonObject
+from .tools import ClientTools
 
 PREFIX = "resp_"
-_ITEM_PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
-_PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
+_ITEM_PREFIXES = {
+    "reasoning": "rs_",
+    "content": "msg_",
+    "function": "fc_",
+    "custom": "ctc_",
+    "local_shell": "lsh_",
+}
+_CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # of items that have a text
+_PARTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
 
 
 class ResponseWriter(SectionWriter):
@@ -28,11 +39,18 @@ class ResponseWriter(SectionWriter):
 
     Args:
         frame: all of the response that does not grow (`frame.py`).
+        tools: of the request.
         metrics: called at the end, for what stands beside `usage`.
     """
 
-    def __init__(self, frame: JsonObject, metrics: Callable[[], JsonObject | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        frame: JsonObject,
+        tools: ClientTools,
+        metrics: Callable[[], JsonObject | None] = lambda: None,
+    ) -> None:
         super().__init__()
+        self._tools = tools
         self._response: JsonObject = {**frame, "status": "in_progress", "output": [], "usage": None}
         self._metrics = metrics
         self._num_events = 0
@@ -45,16 +63,17 @@ class ResponseWriter(SectionWriter):
         return [self._event(f"response.{status}", response=shown) for status in ("created", "in_progress")]
 
     def opened(self, section: Section) -> Events:
-        item, place = self._item(section, "in_progress"), {"output_index": section.at}
-        if section.kind != "call":
-            item["content"] = []
-        added = [self._event("response.output_item.added", **place, item=item)]
         if section.kind == "call":
-            return added
+            return [] if self._is_told_whole(section) else [self._added(section)]
         part = _part(section, "")
-        return [*added, self._event("response.content_part.added", **self._place(section), part=part)]
+        return [
+            self._added(section),
+            self._event("response.content_part.added", **self._place(section), part=part),
+        ]
 
     def grown(self, section: Section, text: str) -> Events:
+        if self._is_told_whole(section):
+            return []
         return [
             self._event(f"{_stem(section)}.delta", **self._place(section), **_logprobs(section), delta=text)
         ]
@@ -64,13 +83,36 @@ class ResponseWriter(SectionWriter):
         self._response["output"].append(item)
         place, text = self._place(section), section.text
         if section.kind == "call":
-            events = [self._event(f"{_stem(section)}.done", **place, name=section.name, arguments=text)]
+            events = self._ended_call(section, item)
         else:
             events = [
                 self._event(f"{_stem(section)}.done", **place, **_logprobs(section), text=text),
                 self._event("response.content_part.done", **place, part=_part(section, text)),
             ]
         return [*events, self._event("response.output_item.done", output_index=section.at, item=item)]
+
+    def _ended_call(self, section: Section, item: JsonObject) -> Events:
+        """What is said of a call before its item is done."""
+        place, events, field = self._place(section), list[JsonObject](), _CALL_TEXTS.get(item["type"])
+        stem = f"response.{item['type']}_{field}"
+        if self._is_told_whole(section):
+            added = {**item, "status": "in_progress", **({field: ""} if field else {})}
+            events.append(self._event("response.output_item.added", output_index=section.at, item=added))
+            if field:
+                events.append(self._event(f"{stem}.delta", **place, delta=item[field]))
+        if field:
+            name = {"name": item["name"]} if item["type"] == "function_call" else {}
+            events.append(self._event(f"{stem}.done", **place, **name, **{field: item[field]}))
+        return events
+
+    def _is_told_whole(self, section: Section) -> bool:
+        return section.kind == "call" and self._tools.called(section.name).kind != "function"
+
+    def _added(self, section: Section) -> JsonObject:
+        item = self._item(section, "in_progress")
+        if section.kind != "call":
+            item["content"] = []
+        return self._event("response.output_item.added", output_index=section.at, item=item)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None, usage: JsonObject) -> Events:
         whole = reason != "length"
@@ -108,14 +150,14 @@ class ResponseWriter(SectionWriter):
         return place if section.kind == "call" else {**place, "content_index": 0}
 
     def _item_id(self, section: Section) -> str:
+        kind = self._tools.called(section.name).kind if section.kind == "call" else section.kind
         own = self._response["id"].removeprefix(PREFIX)
-        return f"{_ITEM_PREFIXES[section.kind]}{own}{section.at}"
+        return f"{_ITEM_PREFIXES[kind]}{own}{section.at}"
 
     def _item(self, section: Section, status: str) -> JsonObject:
         item = {"id": self._item_id(section), "status": status}
         if section.kind == "call":
-            call = {"call_id": section.call_id, "name": section.name, "arguments": section.text}
-            return {"type": "function_call", **item, **call}
+            return {**item, **self._tools.called(section.name).call_item(section.call_id, section.text)}
         content = [_part(section, section.text)]
         if section.kind == "reasoning":
             return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
@@ -123,7 +165,7 @@ class ResponseWriter(SectionWriter):
 
 
 def _stem(section: Section) -> str:
-    return f"response.{_PARTS.get(section.kind, 'function_call_arguments')}"
+    return f"response.{_PARTS[section.kind]}"
 
 
 def _part(section: Section, text: str) -> JsonObject:

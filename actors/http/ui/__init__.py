@@ -1,4 +1,4 @@
-"""The live page `/ui`: one file of HTML with its styles and its script, and the route that sends it.
+"""The live page `/ui`: one file of HTML with its styles and its script, and the routes that lead to it.
 
 It asks this server's own API as any client does (`page.html` says which routes): nothing is told to it that
 is not told to others. The page itself holds nothing of anybody, so it is open where keys are asked for; it
@@ -10,8 +10,10 @@ from __future__ import annotations
 from importlib.resources import files
 
 from fastapi import APIRouter, Response
+from fastapi.responses import RedirectResponse
 
 PATH = "/ui"
+_NO_BATCHES = b"<body data-batches>", b"<body>"
 # Nothing from elsewhere is loaded, asked or framed; what a model writes is text, never HTML.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -25,9 +27,20 @@ _HEADERS = {
 }
 
 
-def ui_routes() -> APIRouter:
+def ui_routes(*, batches: bool) -> APIRouter:
+    """The routes of the page.
+
+    Args:
+        batches: whether the server has any, so that the page asks for them.
+    """
     router = APIRouter(include_in_schema=False)
     page = files(__name__).joinpath("page.html").read_bytes()
+    if not batches:
+        page = page.replace(*_NO_BATCHES)
+
+    @router.get("/")
+    async def root() -> Response:
+        return RedirectResponse(PATH.lstrip("/"))  # relative: a proxy may have a path before it
 
     @router.get(PATH)
     async def ui() -> Response:

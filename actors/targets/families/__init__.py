@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ....cluster.errors import CheckpointError
 from ....drafter.compute.config_json import Json, overridden, read_json, text_config, wrong
 from ..model.spec import ModelSpec
 from . import (
@@ -58,6 +59,9 @@ FAMILIES: Mapping[str, Reader] = {
     "KimiK25ForConditionalGeneration": deepseek_v3.read,
 }
 
+_GENERATION, _ENDS = "generation_config.json", "eos_token_id"
+_QUANTIZED = "hf_quant_config.json"
+
 # Kin of what is served, and what of it is missing here.
 _LACKING: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": "an indexer that chooses which keys a row sees",
@@ -75,15 +79,39 @@ def read_model(folder: Path, overrides: Json | None = None) -> ModelSpec:
     """
     file = str(folder / "config.json")
     raw = text_config(read_json(folder, param="model"))
-    generation = read_json(folder, "generation_config.json", param="model", required=False)
-    if generation.get("eos_token_id") is not None:
-        raw = {**raw, "eos_token_id": generation["eos_token_id"]}
-    if not overrides:
-        return _read(raw, file)
-    nested = overrides.get("text_config")
-    flat = {key: value for key, value in overrides.items() if key != "text_config"}
+    _check_unquantised(folder)
+    generation = read_json(folder, _GENERATION, param="model", required=False)
+    if generation.get(_ENDS) is not None:
+        raw = {**raw, _ENDS: generation[_ENDS]}
+    nested = (overrides or {}).get("text_config")
+    flat = {key: value for key, value in (overrides or {}).items() if key != "text_config"}
     flat |= nested if isinstance(nested, Mapping) else {}
-    return overridden(raw, flat, lambda raw: _read(raw, file), param="hf_overrides")
+    found = overridden(raw, flat, lambda raw: _read(raw, file), param="hf_overrides")
+    if not all(0 <= token_id < found.vocab_size for token_id in found.eos_token_ids):
+        given = end_tokens_file(folder, flat)
+        wanted = f"token ids below vocab_size ({found.vocab_size}); set hf_overrides where the file is wrong"
+        raise wrong(given, _ENDS, list(found.eos_token_ids), wanted)
+    return found
+
+
+def _check_unquantised(folder: Path) -> None:
+    """Refuse checkpoints of ModelOpt that say so in a file beside config.json alone."""
+    quantized = read_json(folder, _QUANTIZED, param="model", required=False).get("quantization")
+    if quantized is not None:
+        algorithm = quantized.get("quant_algo") if isinstance(quantized, Mapping) else quantized
+        raise CheckpointError(
+            f"{folder / _QUANTIZED} says that its weights are quantised ({algorithm}): such targets are not "
+            "served, use the unquantised checkpoint.",
+            param="model",
+        )
+
+
+def end_tokens_file(folder: Path, overrides: Json | None = None) -> str:
+    """The file or setting that says which tokens end an answer."""
+    if _ENDS in (overrides or {}):
+        return "hf_overrides"
+    generation = read_json(folder, _GENERATION, param="model", required=False)
+    return str(folder / ("config.json" if generation.get(_ENDS) is None else _GENERATION))
 
 
 def _read(raw: Json, file: str) -> ModelSpec:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -26,7 +25,7 @@ from ....drafter.compute.rope import RopeConfig
 from ..model.attention import Attention
 from ..model.delta_net import DeltaNet
 from ..model.feed_forward import GatedMLP, RoutedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule
+from ..model.spec import LayerSpec, ModelSpec, TensorRule, Transform
 from .gemma3 import one_plus
 from .plain import TENSORS, PlainConfig, model_of
 from .sigmoid_experts import in_fp32
@@ -124,7 +123,7 @@ def _tensors(head_dim: int) -> Mapping[str, TensorRule]:
         **TENSORS,
         **{part: replace(TENSORS[part], transform=one_plus) for part in _NORMS},
         **{
-            part: replace(q_and_gate, transform=partial(_of_each_head, head_dim, which))
+            part: replace(q_and_gate, transform=Transform(_of_each_head, (head_dim, which)))
             for part, which in rows.items()
         },
         "delta_conv": TensorRule(

@@ -28,7 +28,7 @@ from ....drafter.compute.rope import RopeConfig
 from ..model.attention import Attention
 from ..model.feed_forward import BesideMLP, GatedMLP, RoutedMLP
 from ..model.spec import LayerSpec, ModelSpec, TensorRule
-from .plain import TENSORS, PlainConfig, model_of
+from .plain import TENSORS, PlainConfig, model_of, refuse_rope_scaling
 
 _FULL_EVERY = 6  # layers, where a file does not say which are full
 _ROPES = {
@@ -155,6 +155,7 @@ def _read(raw: Json, file: str, form: type[Gemma4Config]) -> ModelSpec:
     raw = {key: value for key, value in raw.items() if key != "hidden_act"}
     if raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": _ROPES}
+    refuse_rope_scaling(raw, file)
     config = parse(form, raw, file)
     for kind in _ROPES:  # one setting for all layers has no meaning here
         if kind not in config.rope_parameters:

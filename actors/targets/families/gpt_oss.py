@@ -21,6 +21,7 @@ from ....drafter.compute.config_json import Count, HfConfig, Json, parse, wrong
 from ....drafter.compute.experts import Router
 from ....drafter.compute.packed import BLOCK
 from ....drafter.compute.rope import RopeConfig
+from ....drafter.compute.tensors import BYTES
 from ..model.attention import Attention
 from ..model.feed_forward import RoutedMLP
 from ..model.spec import Axis, LayerSpec, ModelSpec, TensorRule
@@ -104,11 +105,15 @@ _PLAIN: Mapping[str, TensorRule] = {
 }
 _PACKED: Mapping[str, TensorRule] = {
     "experts_gate_up_blocks": _rule(
-        f"{_GATE_UP_PROJ}_blocks", *_PAIRS, "hidden_blocks", "block_bytes", transform=_apart
+        f"{_GATE_UP_PROJ}_blocks", *_PAIRS, "hidden_blocks", "block_bytes", transform=_apart, stored=BYTES
     ),
-    "experts_gate_up_scales": _rule(f"{_GATE_UP_PROJ}_scales", *_PAIRS, "hidden_blocks", transform=_apart),
-    "experts_down_blocks": _rule(f"{_DOWN_PROJ}_blocks", *_DOWN, "expert_inner_blocks", "block_bytes"),
-    "experts_down_scales": _rule(f"{_DOWN_PROJ}_scales", *_DOWN, "expert_inner_blocks"),
+    "experts_gate_up_scales": _rule(
+        f"{_GATE_UP_PROJ}_scales", *_PAIRS, "hidden_blocks", transform=_apart, stored=BYTES
+    ),
+    "experts_down_blocks": _rule(
+        f"{_DOWN_PROJ}_blocks", *_DOWN, "expert_inner_blocks", "block_bytes", stored=BYTES
+    ),
+    "experts_down_scales": _rule(f"{_DOWN_PROJ}_scales", *_DOWN, "expert_inner_blocks", stored=BYTES),
 }
 
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 from ....drafter.compute.config_json import HfConfig, Off
 from ....drafter.compute.int4 import bytes_of_words
 from ....drafter.compute.packed import BLOCK
+from ....drafter.compute.tensors import WORDS
 from ..model.spec import Axis, TensorRule
 
 
@@ -58,7 +59,7 @@ def int4_tensors(tensors: Mapping[str, TensorRule]) -> Mapping[str, TensorRule]:
         assert inputs in _IN_WORDS, "packed along the inputs"
         words, groups = _IN_WORDS[inputs]
         found[f"{part}_packed"] = TensorRule(
-            name=f"{rule.name}_packed", axes=(rows, words), transform=bytes_of_words
+            name=f"{rule.name}_packed", axes=(rows, words), transform=bytes_of_words, stored=WORDS
         )
         found[f"{part}_scale"] = TensorRule(name=f"{rule.name}_scale", axes=(rows, groups))
     return found

@@ -18,15 +18,15 @@ from dataclasses import replace
 from typing import Literal
 
 from pydantic import AliasChoices, Field
-from torch import Tensor
+from torch import mul
 
 from ....drafter.compute.config_json import Count, Json, parse, wrong
 from ....drafter.compute.rope import RopeConfig
 from ..model.attention import Attention
 from ..model.feed_forward import GatedMLP
-from ..model.spec import LayerSpec, ModelSpec, TensorRule
+from ..model.spec import LayerSpec, ModelSpec, TensorRule, Transform
 from .fp8_weights import Fp8Weights
-from .plain import model_of
+from .plain import model_of, refuse_rope_scaling
 from .sigmoid_experts import EXPERT_TENSORS, SigmoidExpertsConfig, in_fp32
 
 _ROTATED = 0.334  # of a head, where config.json is silent: 64 of 192 dimensions
@@ -107,9 +107,7 @@ class MiMoV2Config(SigmoidExpertsConfig):
 
 
 def _tensors(value_scale: float) -> Mapping[str, TensorRule]:
-    def scaled(rows: Tensor) -> Tensor:
-        return rows * value_scale
-
+    scaled = Transform(mul, (value_scale,))
     sinks = "layers.{layer}.self_attn.attention_sink_bias"
     return {
         **EXPERT_TENSORS,
@@ -123,6 +121,7 @@ def read(raw: Json, file: str) -> ModelSpec:
     raw = {"partial_rotary_factor": _ROTATED, **raw}
     if raw.get("attention_value_scale", 1.0) is None:  # said to be none, not left unsaid
         raw["attention_value_scale"] = 1.0
+    refuse_rope_scaling(raw, file)
     config = parse(MiMoV2Config, raw, file)
     routed, dense = config.routed(file), GatedMLP(inner_size=config.intermediate_size)
     attention = {kind: config.attention(raw, file, kind) for kind in set(config.kinds(file))}

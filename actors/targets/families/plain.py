@@ -96,6 +96,14 @@ class PlainConfig(HfConfig):
         return self.sliding_window
 
 
+def refuse_rope_scaling(raw: Json, file: str) -> None:
+    """Of a family whose rotations differ by the type of layers, and that has no older spelling of them."""
+    if scaling := raw.get("rope_scaling"):
+        raise wrong(
+            file, "rope_scaling", scaling, "absent: rope_parameters holds these settings by type of layers"
+        )
+
+
 _ATTENTION, _MLP = "layers.{layer}.self_attn.", "layers.{layer}.mlp."
 
 TENSORS: Mapping[str, TensorRule] = {

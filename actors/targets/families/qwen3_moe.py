@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pydantic import field_validator
+
 from ....drafter.compute.config_json import Json, parse
 from ..model.spec import ModelSpec
 from .plain import TENSORS
@@ -15,7 +17,17 @@ from .softmax_experts import EXPERT_TENSORS, SoftmaxExpertsConfig
 
 
 class Qwen3MoeConfig(Qwen3Config, SoftmaxExpertsConfig):
-    """config.json of Qwen3MoeForCausalLM; the defaults are transformers'."""
+    """config.json of Qwen3MoeForCausalLM; the defaults are transformers'.
+
+    Qwen3-Coder says that no expert is shared (0); transformers reads none here.
+    """
+
+    @field_validator("shared_expert_intermediate_size")
+    @classmethod
+    def _shares_none(cls, size: int | None) -> int | None:
+        if size:
+            raise ValueError("must be 0 or absent: this class has no shared expert")
+        return size
 
 
 def read(raw: Json, file: str) -> ModelSpec:

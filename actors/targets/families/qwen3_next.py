@@ -9,14 +9,13 @@ Sources: transformers' modeling_qwen3_next.py and configuration_qwen3_next.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from pydantic import AliasChoices, Field
 from torch import Tensor
 
 from ....drafter.compute.config_json import Count, Json, parse
-from ..model.spec import ModelSpec, TensorRule
+from ..model.spec import ModelSpec, TensorRule, Transform
 from .gated_delta import DELTA, GatedDeltaConfig, read_gated_delta
 from .softmax_experts import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfig
 
@@ -44,12 +43,12 @@ def _tensors(config: Qwen3NextConfig) -> Mapping[str, TensorRule]:
         "delta_qkvz": TensorRule(
             name=DELTA + "in_proj_qkvz.weight",
             axes=("delta_qkvz", "hidden"),
-            transform=partial(_by_kind, (key, key, values, values)),
+            transform=Transform(_by_kind, ((key, key, values, values),)),
         ),
         "delta_ba": TensorRule(
             name=DELTA + "in_proj_ba.weight",
             axes=("delta_ba", "hidden"),
-            transform=partial(_by_kind, (group, group)),
+            transform=Transform(_by_kind, ((group, group),)),
         ),
     }
 

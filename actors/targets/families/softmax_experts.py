@@ -8,6 +8,7 @@ divided by their sum, or not. `sigmoid_experts.py` is of DeepSeek-V3's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
@@ -27,7 +28,7 @@ class SoftmaxExpertsConfig(PlainConfig):
     norm_topk_prob: bool = False
     decoder_sparse_step: Count = 1
     mlp_only_layers: tuple[int, ...] | None = None
-    shared_expert_intermediate_size: Count | None = None
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0)] | None = None  # 0: there is none
 
     def mlps(self, file: str) -> tuple[RoutedMLP | GatedMLP, ...]:
         """Of each layer: every `decoder_sparse_step`-th has experts, but those that are listed."""
@@ -47,8 +48,8 @@ class SoftmaxExpertsConfig(PlainConfig):
         return RoutedMLP(
             router=router,
             inner_size=self.moe_intermediate_size,
-            shared=None if shared is None else GatedMLP(inner_size=shared),
-            shared_gate=shared is not None,
+            shared=GatedMLP(inner_size=shared) if shared else None,
+            shared_gate=bool(shared),
         )
 
 

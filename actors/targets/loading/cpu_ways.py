@@ -135,7 +135,10 @@ def try_ways(num_threads: int) -> None:
         way.name: Timed(taken, taken < _BETTER * slowest and is_exact(way, num_threads))
         for way, taken in seconds.items()
     }
-    logger.info("a block by backend and dtype, on %d threads: %s", num_threads, found)
+    times = ", ".join(f"{name} {1e3 * timed.seconds:.2f} ms" for name, timed in found.items())
+    logger.info(
+        "measured once for this machine: a block of a model on %d threads takes %s", num_threads, times
+    )
     if not measured(num_threads):  # another process, which was first, chooses for both
         _kept(num_threads).write(found)
 

@@ -19,15 +19,17 @@ MAX_MASK_THREADS = 8
 
 
 def make_grammars(plan: LoadPlan) -> GrammarStates | None:
-    """None where no text could be held to anything: without a tokenizer, or an end-of-sequence token."""
-    config, eos = plan.config, plan.target.eos_token_ids
+    """None where no text could be held to anything: without a tokenizer, or an end token that it has."""
+    config = plan.config
     folder = plan.target_folder if config.tokenizer is None else tokenizer_folder(config)
-    if config.skip_tokenizer_init or not eos or not has_tokenizer(folder):
+    if config.skip_tokenizer_init or not plan.target.eos_token_ids or not has_tokenizer(folder):
         return None
     from ....drafter.grammars.compiler import GrammarCompiler
     from ....drafter.grammars.states import GrammarStates
     from ...tokenizer import Tokenizer
 
-    tokenizer_json = Tokenizer.load(folder).to_json()
-    compiler = GrammarCompiler(tokenizer_json, plan.target.vocab_size, eos)
+    tokenizer = Tokenizer.load(folder)
+    if not (eos := tokenizer.known(plan.target.eos_token_ids)):
+        return None
+    compiler = GrammarCompiler(tokenizer.to_json(), plan.target.vocab_size, eos)
     return GrammarStates(compiler, max(1, min(MAX_MASK_THREADS, owned_cores() // 2)))

@@ -6,9 +6,9 @@ Every mistake that config files, tensor headers and settings can show is reporte
 
 from __future__ import annotations
 
-import json
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,14 +22,16 @@ from ....drafter.dflash.config import DrafterConfig
 from ....drafter.dflash.features import TargetFacts
 from ....drafter.eagle3.checkpoint import check_eagle3
 from ....drafter.eagle3.config import DEFAULT_DRAFTS, Eagle3Config
-from ...checkpoints import TOKENIZER_JSON, drafter_folder, target_folder, tokenizer_folder
-from ...tiktoken_model import largest_token_id
-from ..families import read_model
+from ...checkpoints import drafter_folder, target_folder, tokenizer_folder
+from ...token_ids import TokenIds
+from ..families import end_tokens_file, read_model
 from ..model.parallel import Sharding
 from ..model.spec import ModelSpec
 from ..model.weights import open_checkpoint, target_shapes
 from .backends import BackendName
 from .cpu_ways import choose_way
+
+logger = logging.getLogger(__name__)
 
 NGRAM_DRAFTS = 8  # by default, of prompt look-up
 
@@ -47,6 +49,7 @@ class LoadPlan:
         attention_backend: of target and drafter.
         page_size: tokens per K/V page.
         pages: which layers' K and V share pages, and where they lie.
+        doubts: sentences about checkpoints that are odd, and no errors.
     """
 
     config: EngineConfig
@@ -61,6 +64,7 @@ class LoadPlan:
     attention_backend: BackendName
     page_size: int
     pages: PagePlan
+    doubts: tuple[str, ...] = ()
 
     @property
     def models(self) -> list[StackSpec]:
@@ -93,7 +97,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     Sharding(target, 0, config.tensor_parallel_size)
     if config.load_format == "auto":
         open_checkpoint(folder, target)
-    _check_tokenizer(config, target)
+    target, doubts = _with_end_token(config, folder, target)
     if (spec := config.speculative_config) is not None and spec.model is not None:
         draft_folder = drafter_folder(config, spec.model)
         drafter = _read_config(spec, draft_folder, target.num_layers)
@@ -101,7 +105,7 @@ def plan_load(config: EngineConfig) -> LoadPlan:
     plan = plan_models(config, folder, target, draft_folder, drafter, length)
     if draft_folder is not None:
         read_drafter(config, draft_folder, plan.facts)
-    return plan
+    return replace(plan, doubts=doubts)
 
 
 def read_drafter(config: EngineConfig, folder: Path, facts: TargetFacts) -> DraftConfig:
@@ -137,6 +141,8 @@ def plan_models(
     liked = Machine(device, torch.bfloat16, page_size, config.tensor_parallel_size)
     num_values = sum(math.prod(shape) for shape in target_shapes(target).values())
     way = choose_way(config, models, target.dtype, liked, num_values)
+    if device.type == "cpu" and way.dtype is torch.float16:
+        logger.warning("dtype=float16: CPUs compute it many times slower than bfloat16 or float32. Use auto.")
     geometries = Sharding(target, 0, config.tensor_parallel_size).kv_geometries()
     draft_windows = [layer.window for layer in drafter.layers] if drafter else []
     return LoadPlan(
@@ -164,52 +170,58 @@ def _of_backend(target: ModelSpec, drafter: DraftConfig | None, device: torch.de
     return [target.of_backend(), drafter.of_backend()]
 
 
-def _check_tokenizer(config: EngineConfig, target: ModelSpec) -> None:
-    """A tokenizer that makes ids which the target has no embedding for belongs to another model."""
+def _with_end_token(
+    config: EngineConfig, folder: Path, target: ModelSpec
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The target with the tokenizer's end token beside its own, as in vLLM and SGLang; and what is odd.
+
+    Raises:
+        CheckpointError: the tokenizer makes ids that the target has no embedding for.
+    """
     if config.skip_tokenizer_init:
-        return
-    folder = tokenizer_folder(config)
-    largest = _largest_token_id(folder)
-    if largest >= target.vocab_size:
+        return target, ()
+    where = tokenizer_folder(config)
+    tokens = TokenIds.read(where)
+    if tokens is None:  # whoever loads the tokenizer says why
+        return target, ()
+    if (largest := max(tokens.known, default=-1)) >= target.vocab_size:
         raise CheckpointError(
-            f"tokenizer: {folder} makes token ids up to {largest}, but the target's vocab_size is "
+            f"tokenizer: {where} makes token ids up to {largest}, but the target's vocab_size is "
             f"{target.vocab_size}. Set `tokenizer` to the one that the target was trained with.",
             param="tokenizer",
         )
-
-
-def _largest_token_id(folder: Path) -> int:
-    """-1 if its files cannot tell: whoever loads the tokenizer complains about their form."""
-    file = folder / TOKENIZER_JSON
-    try:
-        if not file.is_file():
-            return largest_token_id(folder)
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        vocabulary = raw["model"]["vocab"]
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        return max([-1, *ids, *(token["id"] for token in raw.get("added_tokens", []))])
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
-        return -1
+    named_in = end_tokens_file(folder, config.hf_overrides)
+    doubts = tuple(
+        f"{named_in}: eos_token_id names {token_id}, which is no token of the tokenizer in {where}: it "
+        "ends an answer, but no grammar can wait for it."
+        for token_id in target.eos_token_ids
+        if token_id not in tokens.known
+    )
+    ends = (*target.eos_token_ids, *([] if tokens.end is None else [tokens.end]))
+    return replace(target, eos_token_ids=tuple(dict.fromkeys(ends))), doubts
 
 
 def find_max_model_len(config: EngineConfig, target: ModelSpec, drafter: DraftConfig | None) -> int:
     """The setting, or the shorter of both models' limits; ConfigError if it is beyond one.
 
-    EAGLE-3's published drafters name a training length (2048 for targets of 128k): it bounds nothing.
+    A limit is max_position_embeddings, or what yarn extends it to (factor x original length). EAGLE-3's
+    published drafters name a training length (2048 for targets of 128k): it bounds nothing.
     """
-    limits = {"the target": target.max_position_embeddings}
+    ropes = (mixer.rope for mixer in target.attentions if mixer.rope is not None)
+    limits = {"the target": max([target.max_position_embeddings, *(rope.max_positions for rope in ropes)])}
     trained = None
     if isinstance(drafter, DrafterConfig):
         trained = drafter.rope.scaling.get("max_position_embeddings")
-    if isinstance(trained, int):
-        limits["the drafter"] = trained
+    if drafter is not None and isinstance(trained, int):
+        limits["the drafter"] = max(trained, drafter.rope.max_positions)
     who, limit = min(limits.items(), key=lambda item: item[1])
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
         remedy = ", or drop speculative_config" if who == "the drafter" else ""
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is longer than {who}'s max_position_embeddings ({limit}). "
+            f"max_model_len={config.max_model_len} is longer than {who}'s limit ({limit}: "
+            f"max_position_embeddings, or yarn's factor x original length). "
             f"Set max_model_len to at most {limit}{remedy}.",
             param="max_model_len",
         )

@@ -154,10 +154,23 @@ def start_runner(
     warm_up(runner, plan, num_pages)
     runner.prepare()
     info = _info(plan, num_pages, num_states, has_grammars=rank.grammars is not None)
-    logger.info("%s; backend %s", info, plan.attention_backend)
+    logger.info("%s", _in_words(info, plan))
+    for doubt in plan.doubts:
+        logger.warning("%s", doubt)
     if plan.config.quantization is not None:
         logger.warning("The target is quantised (%s): outputs are its own.", plan.config.quantization)
     return runner, info
+
+
+def _in_words(info: ExecutorInfo, plan: LoadPlan) -> str:
+    pages = " + ".join(f"{count:,}" for count in info.num_pages)
+    drafts = (
+        f"up to {info.num_speculative_tokens} drafts a step" if info.num_speculative_tokens else "no drafts"
+    )
+    return (
+        f"loaded on {info.device} in {info.dtype} ({plan.attention_backend} kernels): sequences of up to "
+        f"{info.max_model_len:,} tokens, {pages} K/V pages of {info.page_size} tokens, {drafts}"
+    )
 
 
 def lent_weights(plan: LoadPlan, backend: Backend) -> LentWeights:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ....cluster.state_shape import StateGeometry
 from ....drafter.compute.backend import Feature, StackSpec
 from ....drafter.compute.int4 import WORD
 from ....drafter.compute.packed import BLOCK
+from ....drafter.compute.tensors import FLOATS
 from .attention import Attention, AttentionAxis, attention_axis_size, is_attention_axis
 from .delta_net import DeltaAxis, DeltaNet, delta_axis_size, delta_parts, is_delta_axis, projections
 from .feed_forward import (
@@ -73,6 +74,17 @@ class LayerSpec:
         return frozenset(mlp.inner_size for mlp in mlps if mlp is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A function of a tensor with its first arguments given; equal to another one of the same arguments."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]  # Any: of whatever the function takes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.function(*self.arguments, rows)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
     """Where a part of the model is in a checkpoint, and how a rank takes it.
@@ -81,6 +93,7 @@ class TensorRule:
         name: with {layer} for the layer's number, and {expert} where each expert has a tensor; behind the
             checkpoint's own prefix (`weights.py`).
         axes: its dimensions: they say its shape, and which slice is a rank's.
+        stored: dtypes that a checkpoint may store it in, in safetensors' words.
         transform: of the rank's slice, at load, of one expert's where each has a tensor; what it returns in
             fp32 stays fp32.
         first_rank: given to rank 0 alone, since the ranks' results are summed.
@@ -90,6 +103,7 @@ class TensorRule:
 
     name: str
     axes: tuple[Axis, ...]
+    stored: tuple[str, ...] = FLOATS
     constant: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
     first_rank: bool = False

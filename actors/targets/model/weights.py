@@ -236,8 +236,10 @@ def open_checkpoint(folder: Path, spec: ModelSpec, dtype: torch.dtype = torch.fl
     tensors = Fp8Folder(folder, spec.fp8_block, dtype) if spec.fp8_block else TensorFolder(folder)
     prefixes = _prefixes(tensors.shapes)
     spec = _as_stored(spec, tensors.shapes, prefixes)
-    for name, shape in target_shapes(spec, prefixes).items():
-        tensors.check(name, shape)
+    read = _rules_by_name(spec, prefixes)
+    for name, (rule, shape) in read.items():
+        tensors.check(name, shape, rule.stored)
+    tensors.refuse_stray_scales(read)
     _refuse_unasked(tensors, spec, prefixes)
     return tensors
 
@@ -265,12 +267,22 @@ def target_shapes(
     Args:
         prefixes: of body and head.
     """
+    return {name: shape for name, (_, shape) in _rules_by_name(spec, prefixes).items()}
+
+
+def _rules_by_name(
+    spec: ModelSpec, prefixes: tuple[str, str]
+) -> dict[str, tuple[TensorRule, tuple[int, ...]]]:
+    """The rule and shape of every tensor that a target must have."""
     whole = ["embedding", "final_norm"] + ["head"] * (not spec.tied_head)
     parts = [(part, 0) for part in whole]
     parts += [(part, layer) for layer in range(spec.num_layers) for part in spec.layer_parts(layer)]
     rules = [(spec.tensors[part], layer) for part, layer in parts]
     return {
-        _full_name(rule, layer, prefixes, expert): tuple(spec.axis_size(axis, layer) for axis in rule.axes)
+        _full_name(rule, layer, prefixes, expert): (
+            rule,
+            tuple(spec.axis_size(axis, layer) for axis in rule.axes),
+        )
         for rule, layer in rules
         if rule.constant is None
         for expert in range(spec.axis_size("expert", layer) if "{expert}" in rule.name else 1)

@@ -61,10 +61,14 @@ def choose(
     where = (slots_X, positions_X, state)
     if filters or masks is not None or not head.is_split:
         logits_XV = head.logits(hidden_XH)
-        chosen_X, _ = sample_rows(logits_XV, *where, filters=filters, workspace=workspace, masks=masks)
+        chosen_X, _ = sample_rows(
+            logits_XV, *where, filters=filters, workspace=workspace, masks=masks, checks=True
+        )
         return communicator.broadcast(chosen_X)
     logits_XU, first_id = head.local_logits(hidden_XH)
-    ids_X, scores_X = sample_rows(logits_XU, *where, filters=False, workspace=workspace, vocab_start=first_id)
+    ids_X, scores_X = sample_rows(
+        logits_XU, *where, filters=False, workspace=workspace, vocab_start=first_id, checks=True
+    )
     return best_of_ranks(ids_X, scores_X, communicator)
 
 

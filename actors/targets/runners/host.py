@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.logprobs import StepLogprobs
-from ....cluster.plan import SchedulerOutput, StepResult, StepTimings
+from ....cluster.plan import NOT_A_NUMBER, IntArray, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.step.logprobs import AskedRows, raw_logprobs, read_told, tell, tell_in_chunks
 from ....drafter.step.operators import StepOperators
@@ -133,6 +133,7 @@ class StepRunner:
         prompt_logprobs = self._tell_prompts(plan, hidden_NH)
         chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.asked_rows(plan))
         token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
+        token_ids_RW[self._broken(plan, hidden_NH), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None and plan.writes_context:
@@ -149,6 +150,17 @@ class StepRunner:
             margins=None if proposals.margins_RK is None else proposals.margins_RK.cpu().numpy(),
             expert_reads=self._expert_reads.take(),
         )
+
+    def _broken(self, plan: SchedulerOutput, hidden_NH: Tensor) -> IntArray:
+        """Places of requests whose known tokens' states are not numbers. Caches keep 0 in their place, so
+        rows behind them may look sound. Drafts' states are judged by their logits."""
+        broken_N = ~self._operators.are_numbers(hidden_NH)
+        if not bool(broken_N.any()):
+            return np.empty(0, dtype=np.int64)
+        ends_R = np.cumsum(plan.num_rows)
+        rows_N = np.flatnonzero(broken_N.cpu().numpy())
+        places_N = np.searchsorted(ends_R, rows_N, side="right")
+        return np.unique(places_N[rows_N < (ends_R - plan.num_drafts)[places_N]])
 
     def _propose(self, plan: SchedulerOutput) -> Proposals:
         """Ask for drafts, and let grammars see them."""
@@ -182,11 +194,15 @@ class StepRunner:
             return rows.sampled_X, None  # as many
         logits_XV = self.model.logits(hidden_XH)
         logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
-        chosen_X = self._communicator.broadcast(sample_rows(logits_XV, rows.sampling, self._operators))
+        are_numbers_X = self._operators.are_numbers(logits_XV)  # before rules and masks hide some
+        chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
+        chosen_X = self._communicator.broadcast(torch.where(are_numbers_X, chosen_X, NOT_A_NUMBER))
         if asked is None or logprobs_YV is None:
             return chosen_X, None
         chosen_Y = chosen_X[torch.from_numpy(asked.rows()).to(chosen_X.device)]
-        return chosen_X, read_told(tell(logprobs_YV, chosen_Y, asked.num_top).cpu().numpy(), asked)
+        return chosen_X, read_told(
+            tell(logprobs_YV, chosen_Y.clamp(min=0), asked.num_top).cpu().numpy(), asked
+        )
 
     def _tell_prompts(self, plan: SchedulerOutput, hidden_NH: Tensor) -> StepLogprobs | None:
         """Log probabilities of prompts, as far as they are asked for."""

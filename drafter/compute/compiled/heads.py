@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..backend import PlacedRows
 from ..kv_cache import PagedKVCache
-from ..loops.elements import elements, pointer
+from ..loops.elements import elements, pointer, sound
 from ..rope import RotaryEmbedding
 from .kinds import of_two_kinds
 from .vectors import copy_lines, norm_rotate, rotate
@@ -99,17 +99,21 @@ def place_heads(row, weight, cos, sin, position, first, last, head_dim, eps):
 
 @elements
 def write_slot(kv, slot, k, v, first, last, num_kv, head_dim):
-    """Copy some heads of a row's K and V, at `k` and `v`, to their slot of the layer at `kv`."""
+    """Copy some heads of a row's K and V, at `k` and `v`, to their slot of the layer at `kv`; 0 for what is
+    no number, there and in the row, as `PagedKVCache.write` does."""
     size = 2 * BLOCK * head_dim  # bytes of a head's block
     block, t = slot // BLOCK, slot % BLOCK
     base = kv + block * 2 * num_kv * size
     for head in range(first, last):
+        k_D = carray(pointer(k + 2 * head * head_dim, _BF16), (head_dim,))
+        for d in range(head_dim):
+            k_D[d] = sound(k_D[d])
         _write_key(k + 2 * head * head_dim, base + head * size, t, head_dim)
         v_D = carray(pointer(v + 2 * head * head_dim, _BF16), (head_dim,))
         block_D = carray(pointer(base + (num_kv + head) * size + 64 * (t // 2), _BF16), (BLOCK * head_dim,))
         for c in range(head_dim // 16):
             for d in range(16):
-                block_D[256 * c + 2 * d + t % 2] = v_D[16 * c + d]
+                block_D[256 * c + 2 * d + t % 2] = sound(v_D[16 * c + d])
 
 
 def _write_key(k, block, t, head_dim):

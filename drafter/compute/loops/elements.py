@@ -165,6 +165,10 @@ def next_reaching(row, begin, count, floor, like):
     """The first sixteen of them, from `begin` on, of which an element reaches the floor; or `count`."""
 
 
+def sound(element):
+    """The element; 0 in the place of NaN and infinities."""
+
+
 def rounded(value, like):
     """The fp32 value as an element of the type of `like`, to nearest even."""
 
@@ -174,6 +178,15 @@ def _float_of(element):
     if isinstance(element, types.Integer):
         return lambda element: np.uint32(np.uint32(element) << np.uint32(16)).view(np.float32)
     return lambda element: element
+
+
+@overload(sound)
+def _sound(element):
+    if isinstance(element, types.Integer):
+        mask = np.uint16(0x7F80)
+        return lambda element: element if element & mask != mask else np.uint16(0)
+    bits = np.uint32(0x7F800000)
+    return lambda element: element if np.float32(element).view(np.uint32) & bits != bits else np.float32(0)
 
 
 @overload(rounded)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..layers import Activation
 from ..rope import RotaryEmbedding
-from .elements import LIKE, elements, float_of, pointer, rounded, sums
+from .elements import LIKE, elements, float_of, pointer, rounded, sound, sums
 
 DTYPES = tuple(LIKE)
 
@@ -57,7 +57,8 @@ def norm_rotate_write(
     slots_N: Tensor,
     kv_LSw: Tensor,
 ) -> None:
-    """Norm and rotate q (in place) and k, and write k and v to their slots.
+    """Norm and rotate q (in place) and k, and write k and v to their slots (0 for what is no number, as
+    `PagedKVCache.write` does).
 
     Args:
         x_NO: rows of [Q, L * K keys, L * K values] heads, contiguous; of D, values of F.
@@ -207,9 +208,9 @@ def _norm_rotate_write(head_dim, v_head_dim, has_norm, rotates):
                     key = (num_heads + layer * num_kv + k) * head_dim
                     value = values + (layer * num_kv + k) * v_head_dim
                     for d in range(head_dim):
-                        kv_W[at + k * head_dim + d] = x_NO[n, key + d]
+                        kv_W[at + k * head_dim + d] = sound(x_NO[n, key + d])
                     for d in range(v_head_dim):
-                        kv_W[at + num_kv * head_dim + k * v_head_dim + d] = x_NO[n, value + d]
+                        kv_W[at + num_kv * head_dim + k * v_head_dim + d] = sound(x_NO[n, value + d])
 
     return kernel
 

@@ -33,14 +33,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....cluster.plan import NOT_A_NUMBER
 from .filters import FilterWorkspace, find_floor, num_places, read_candidates, survey_chunk
 from .masks import DeviceMasks, end_where_nothing_is_left, mask_tokens
 from .noise import negative_gumbel, noise_keys
 from .rules import apply_rules
-from .sampling_state import SamplingState, has_filters, read_filters, read_logits, read_temperature
+from .sampling_state import SamplingState, has_filters, read_filters, read_raw_logits, read_temperature
 
 _BEHIND_ALL = tl.constexpr(2**31 - 1)
 _TILE = tl.constexpr(1024)  # candidates scored together
+_BROKEN = tl.constexpr(2**16)  # counts chunks that hold no numbers, above the number of chunks
+_NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ def sample_rows(
     drafts: bool = False,
     masks: DeviceMasks | None = None,
     seconds_N: Tensor | None = None,
+    checks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Token ids [N] (int64), ties to the lowest id, and their scores [N] (fp32): z + T g, or z where greedy.
 
@@ -126,6 +130,7 @@ def sample_rows(
         seconds_N: fp32, written if given: the best score of any other token that the filters keep. Where they
             keep no other one, this and the score are the two best logits before filters. -inf where no other
             token can be.
+        checks: a row that holds NaN or positive infinity gets NOT_A_NUMBER for an id, and an infinite score.
     """
     num_rows, vocab_size = logits_NV.shape
     chunks = triton.cdiv(vocab_size, workspace.chunk_size)
@@ -170,6 +175,7 @@ def sample_rows(
         WIDTH=triton.next_power_of_2(chunks),
         FILTERS=filters,
         SECONDS=seconds_N is not None,
+        CHECKS=checks,
         MAX_CANDIDATES=memory.candidates_NQ.shape[1],
         NUM_STOP_IDS=state.stop_ids.shape[1],
         CHUNK=workspace.chunk_size,
@@ -218,6 +224,7 @@ def _choose(
     WIDTH: tl.constexpr,
     FILTERS: tl.constexpr,
     SECONDS: tl.constexpr,
+    CHECKS: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
     NUM_STOP_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -249,7 +256,11 @@ def _choose(
     memory = (group_maxima, chunk_maxima, chunk_sums, groups, row_candidates)
 
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    z = read_logits(logits_row, columns, vocab_start, NUM_STOP_IDS)
+    z = read_raw_logits(logits_row, columns, vocab_start, NUM_STOP_IDS)
+    done = 1
+    if CHECKS:
+        done += _BROKEN * tl.max(((z != z) | (z == float("inf"))).to(tl.int32), 0)
+    z = tl.where(z == z, z, -float("inf"))
     if narrows:
         survey_chunk(z, temperature, filters, memory, row, chunk, CHUNKS, CHUNK)
     elif temperature > 0:
@@ -264,7 +275,8 @@ def _choose(
             tl.store(second_scores + row * CHUNKS + chunk, second)
 
     tl.debug_barrier()  # what all threads have stored is there before the counter says so
-    if tl.atomic_add(num_done + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+    done += tl.atomic_add(num_done + row, done, sem="acq_rel", scope="gpu")
+    if done % _BROKEN == CHUNKS:
         tl.store(num_done + row, 0)
         chunks = tl.arange(0, WIDTH)
         place, is_chunk = row * CHUNKS + chunks, chunks < CHUNKS
@@ -285,8 +297,8 @@ def _choose(
             if SECONDS:  # another chunk's best, or the second of the one that won
                 second = tl.load(second_scores + place, mask=is_chunk, other=-float("inf"))
                 second = tl.max(tl.where(their_column == column, second, their_best), 0)
-        tl.store(ids + row, (column + vocab_start).to(tl.int64))
-        tl.store(scores + row, best)
+        tl.store(ids + row, tl.where(done >= _BROKEN, _NOT_A_NUMBER, column + vocab_start).to(tl.int64))
+        tl.store(scores + row, tl.where(done >= _BROKEN, float("inf"), best))
         if SECONDS:
             tl.store(seconds + row, second)
 

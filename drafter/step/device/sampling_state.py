@@ -65,8 +65,14 @@ def has_filters(filters):
 
 @triton.jit
 def read_logits(logits_row, columns, vocab_start, NUM_STOP_IDS: tl.constexpr):
-    """Logits in fp32; -inf outside the row, where it is too early for a stop token, and for what is not a
-    number: that never wins.
+    """Logits in fp32, as `read_raw_logits`; -inf for what is not a number: that never wins."""
+    z = read_raw_logits(logits_row, columns, vocab_start, NUM_STOP_IDS)
+    return tl.where(z == z, z, -float("inf"))
+
+
+@triton.jit
+def read_raw_logits(logits_row, columns, vocab_start, NUM_STOP_IDS: tl.constexpr):
+    """Logits in fp32; -inf outside the row, and where it is too early for a stop token.
 
     Args:
         logits_row: (pointer to a row, V, pointer to its stop tokens, whether it is too early for them,
@@ -80,4 +86,4 @@ def read_logits(logits_row, columns, vocab_start, NUM_STOP_IDS: tl.constexpr):
             z = tl.where(columns + vocab_start == stop_id, -float("inf"), z)
             i += 1
             stop_id = tl.load(stop_ids + i, mask=i < NUM_STOP_IDS, other=-1)
-    return tl.where(z == z, z, -float("inf"))
+    return z

@@ -95,7 +95,7 @@ def _accept_and_advance(
         tl.where(stands, LANES, lanes), 0
     )  # the first that does not; lane `drafts` never does
     is_new = is_judged & (lanes <= num_accepted)
-    tl.store(behind + lanes, verdict, mask=is_new)
+    tl.store(behind + lanes, tl.maximum(verdict, 0), mask=is_new)  # NOT_A_NUMBER is no token to go on from
     tl.store(num_computed + slot, num_known + tl.where(is_sampled, num_accepted, 0))
     tl.store(outcome + lanes, tl.where(is_new, verdict, -1).to(tl.int32), mask=lanes < width)
     tl.store(outcome + width, tl.where(is_sampled, num_accepted + 1, 0))

@@ -20,7 +20,8 @@ from ...compute.loops.elements import LIKE, elements, float_of, pointer, size_of
 from .candidates import NOTHING, find_noisy
 from .noise import mixed_tokens
 
-_FLOAT, _INT = np.float32(0), np.int64(0)
+_FLOAT, _INT, _BOOL = np.float32(0), np.int64(0), np.bool_(0)
+_INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.uint32(0)
 
 
 def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,18 @@ def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return ids_N, margins_N
 
 
+def are_numbers(logits_NV: Tensor) -> Tensor:
+    """Of fp32 or bf16, by their bits: those of NaN and infinity have no larger ones of their sign."""
+    logits_NV = logits_NV.contiguous()
+    num_rows, vocab_size = logits_NV.shape
+    found_N = torch.empty(num_rows, dtype=torch.bool)
+    if logits_NV.dtype is torch.bfloat16:
+        _are_numbers_16(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
+    else:
+        _are_numbers_32(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
+    return found_N
+
+
 def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tensor) -> tuple[Tensor, Tensor]:
     """Of fp32 or bf16."""
     logits_MV = logits_MV.contiguous()
@@ -55,6 +68,32 @@ def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tens
         LIKE[logits_MV.dtype],
     )
     return ids_M, margins_M
+
+
+@elements
+def _are_numbers_16(logits, found, num_rows, vocab_size):
+    signed_NV = carray(pointer(logits, _INT16), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, _UINT16), (num_rows, vocab_size))
+    found_N = carray(pointer(found, _BOOL), (num_rows,))
+    for n in range(num_rows):
+        most, most_negative = np.int16(0), np.uint16(0)
+        for v in range(vocab_size):
+            most = max(most, signed_NV[n, v])
+            most_negative = max(most_negative, unsigned_NV[n, v])
+        found_N[n] = most < 0x7F80 and most_negative <= 0xFF80
+
+
+@elements
+def _are_numbers_32(logits, found, num_rows, vocab_size):
+    signed_NV = carray(pointer(logits, _INT32), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
+    found_N = carray(pointer(found, _BOOL), (num_rows,))
+    for n in range(num_rows):
+        most, most_negative = np.int32(0), np.uint32(0)
+        for v in range(vocab_size):
+            most = max(most, signed_NV[n, v])
+            most_negative = max(most_negative, unsigned_NV[n, v])
+        found_N[n] = most < 0x7F800000 and most_negative <= 0xFF800000
 
 
 @elements

@@ -18,6 +18,7 @@ class LoopStepOperators:
     look_up = staticmethod(lookup.look_up)
     mask_tokens = staticmethod(masks.mask_tokens)
     argmax_margin = staticmethod(choice.argmax_margin)
+    are_numbers = staticmethod(choice.are_numbers)
     noisy_argmax_margin = staticmethod(choice.noisy_argmax_margin)
     candidates = staticmethod(candidates.candidates)
     walk = staticmethod(paths.walk)

@@ -1,0 +1,201 @@
+"""What a chat template takes, by role and place, and conversations written so that it takes them.
+
+Clients put messages of the system and of developers anywhere, and several messages of one role in a row.
+Templates refuse some of that (Qwen3.5 takes a system message only first, Gemma 2 none, Mistral no two user
+messages in a row) or leave it out silently (Qwen3 developers, gpt-oss a second system message). What a
+template takes is given to it as it came. Anything else becomes a part of a message that it takes:
+
+    developer                       system, where the template does not name developers
+    several of them at the start    one message
+    at the start, none taken        the beginning of the first user message, or a user message of its own
+    behind the start                the end of the user message before it, else the beginning of the one
+                                    behind it, else a user message of its own
+    a user message behind a user's  one message; an assistant's likewise
+    a user message behind a tool's  the end of what the tool returned
+    text beside reasoning and calls reasoning, where the template takes one of them (gpt-oss)
+
+What a template takes is found by rendering short conversations, each once. Used by `ChatTemplate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from ...cluster.errors import RequestError
+from .call_arguments import has_calls
+
+Message: TypeAlias = Mapping[str, Any]  # Any: message content is a string or a list of typed parts.
+SYSTEM_ROLES = ("system", "developer")
+MOST_PROBED = 4  # leading messages; a template that takes so many takes more
+_BREAK = "\n\n"
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+# Mistral's templates want nine letters or digits as an id.
+_CALL_ID = "probe0000"
+
+
+class TemplateRoles:
+    """Of one template.
+
+    Args:
+        render: the prompt of a conversation. Raises RequestError where the template refuses it.
+        names_developers: the template's source contains the role's name.
+    """
+
+    def __init__(self, render: Callable[[Sequence[Message]], str], *, names_developers: bool) -> None:
+        self._render = render
+        self._names_developers = names_developers
+        self._taken: dict[tuple[str, ...], bool] = {}
+
+    def takes(self, *roles: str) -> bool:
+        """Return whether the template shows every message of a conversation with these roles.
+
+        `call` is an assistant's message with a call, `said call` one with reasoning and text. What they say
+        is not looked for.
+        """
+        if roles not in self._taken:
+            self._taken[roles] = self._try(roles)
+        return self._taken[roles]
+
+    def fit(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the conversation as the template takes it; unchanged where it does as it is."""
+        found = [self._known(message) for message in messages]
+        if not self.takes("user"):
+            return found
+        num_leading = next((i for i, each in enumerate(found) if not _is_system(each)), len(found))
+        leading, behind = found[:num_leading], found[num_leading:]
+        taken = self._leading(leading, ("user",) if behind else ())
+        found = self._behind(found) if taken is None else taken + self._behind(behind)
+        if has_calls(found) and self._wants_thought_text():
+            found = [_with_text_as_reasoning(each) for each in found]
+        for role, probed in (
+            ("user", ("user", "user")),
+            ("assistant", ("user", *2 * ("assistant",), "user")),
+        ):
+            if _is_in_a_row(found, role, role) and not self.takes(*probed):
+                found = _joined(found, role, role)
+        answered = ("user", "call", "tool")
+        if (
+            _is_in_a_row(found, "tool", "user")
+            and self.takes(*answered)
+            and not self.takes(*answered, "user")
+        ):
+            found = _joined(found, "tool", "user")
+        return found
+
+    def _known(self, message: Message) -> Message:
+        if message.get("role") != "developer":
+            return message
+        is_known = self._names_developers and self.takes("developer", "user")
+        return message if is_known else {**message, "role": "system"}
+
+    def _leading(self, messages: list[Message], behind: tuple[str, ...]) -> list[Message] | None:
+        """Messages of the system before all others; None if the template takes none there.
+
+        Args:
+            behind: the role of the next message, if there is one.
+        """
+        roles = [each["role"] for each in messages[:MOST_PROBED]]
+        if not roles or self.takes(*roles, *behind):
+            return messages
+        role = next((role for role in (roles[0], "system") if self.takes(role, *behind)), None)
+        return None if role is None else _joined_all(messages, role)
+
+    def _behind(self, messages: list[Message]) -> list[Message]:
+        """The rest, without messages of the system that the template does not take there."""
+        found: list[Message] = []
+        awaits_user = False  # the last one was the system's, and may begin a user's message
+        for message in messages:
+            if _is_system(message) and not self._takes_behind(message["role"]):
+                message = {**message, "role": "user"}
+                if found and found[-1]["role"] == "user":
+                    found[-1] = _join(found[-1], message)
+                else:
+                    found.append(message)
+                    awaits_user = True
+                continue
+            if awaits_user and message.get("role") == "user":
+                message = _join(found.pop(), message)
+            awaits_user = False
+            found.append(message)
+        return found
+
+    def _wants_thought_text(self) -> bool:
+        """Whether text beside reasoning and calls must be reasoning, too."""
+        return self.takes("user", "call", "tool") and not self.takes("user", "said call", "tool")
+
+    def _takes_behind(self, role: str) -> bool:
+        return self.takes("user", role, "user") and self.takes("user", "assistant", role, "user")
+
+    def _try(self, roles: tuple[str, ...]) -> bool:
+        marks = [f"probed{i}text" for i in range(len(roles))]
+        messages = [_probe(role, mark) for role, mark in zip(roles, marks, strict=True)]
+        try:
+            shown = self._render(messages)
+        except RequestError:
+            return False
+        pairs = zip(marks, roles, strict=True)
+        return all(mark in shown for mark, role in pairs if not role.endswith("call"))
+
+
+def _probe(role: str, text: str) -> Message:
+    if not role.endswith("call"):
+        return {"role": role, "content": text} | ({"tool_call_id": _CALL_ID} if role == "tool" else {})
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": {}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return message | ({"content": text, **dict.fromkeys(_REASONING, text)} if role == "said call" else {})
+
+
+def _with_text_as_reasoning(message: Message) -> Message:
+    reasoning = next((message[name] for name in _REASONING if message.get(name)), None)
+    if not message.get("tool_calls") or reasoning is None or not message.get("content"):
+        return message
+    whole = _join({"content": reasoning}, {"content": message["content"]})["content"]
+    return {**message, "content": "", **dict.fromkeys(_REASONING, whole)}
+
+
+def _is_system(message: Message) -> bool:
+    return message.get("role") in SYSTEM_ROLES
+
+
+def _is_in_a_row(messages: Sequence[Message], first: str, second: str) -> bool:
+    return any((a.get("role"), b.get("role")) == (first, second) for a, b in pairwise(messages))
+
+
+def _joined(messages: Sequence[Message], first: str, second: str) -> list[Message]:
+    """Messages of the second role as parts of those of the first that they follow."""
+    found: list[Message] = []
+    for message in messages:
+        if found and (found[-1].get("role"), message.get("role")) == (first, second):
+            found[-1] = _join(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _joined_all(messages: Sequence[Message], role: str) -> list[Message]:
+    whole = {**messages[0], "role": role}
+    for message in messages[1:]:
+        whole = _join(whole, message)
+    return [whole]
+
+
+def _join(one: Message, other: Message) -> Message:
+    """The first message with what the other one holds behind it."""
+    whole = dict(one)
+    contents = [content for each in (one, other) if (content := each.get("content"))]
+    if all(isinstance(content, str) for content in contents):
+        whole["content"] = _BREAK.join(contents)
+    else:
+        whole["content"] = [part for content in contents for part in _parts(content)]
+    for name in _REASONING:
+        if other.get(name):
+            whole[name] = _BREAK.join(filter(None, (one.get(name), other[name])))
+    if other.get("tool_calls"):
+        whole["tool_calls"] = [*(one.get("tool_calls") or ()), *other["tool_calls"]]
+    return whole
+
+
+def _parts(content: str | Sequence[object]) -> Sequence[object]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,0 +1,402 @@
+"""vLLM's settings that have another name here, or none, and what is answered to them: the one table.
+
+Names are those of vLLM's `EngineArgs`, `FrontendArgs` and `SpeculativeConfig` (0.33), without those that are
+settings here under the same name. Flags (`jobs/vllm_flags.py`), YAML files, Serve configs and
+`manta.LLM(...)` all come here. A setting that asks for nothing, as `pipeline_parallel_size: 1`, passes in
+silence. One without effect on Manta is dropped, and a log line says why. One whose loss would be noticed
+later is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import ConfigError, shown
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["switch", "value", "list"]  # how the flag is written: --x, --x VALUE, --x VALUE VALUE
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is said to some settings of vLLM.
+
+    Attributes:
+        says: a sentence that follows the setting's name.
+        switches, values, lists: names, by how their flags are written.
+        unasked: values that ask for nothing, beside None and false.
+        refused: whether a setting is an error; otherwise it is dropped.
+    """
+
+    says: str
+    switches: str = ""
+    values: str = ""
+    lists: str = ""
+    unasked: tuple[object, ...] = ()
+    refused: bool = False
+
+    def kinds(self) -> dict[str, Kind]:
+        """Return how each name is written as a flag."""
+        groups: tuple[tuple[str, Kind], ...] = (
+            (self.switches, "switch"),
+            (self.values, "value"),
+            (self.lists, "list"),
+        )
+        return {name: kind for names, kind in groups for name in names.split()}
+
+    def is_asked(self, value: object) -> bool:
+        """Return whether a value asks for anything."""
+        if not value or value == "None":
+            return False
+        return not any(type(value) is type(other) and value == other for other in self.unasked)
+
+
+SETTINGS = (
+    Answer(
+        "has no effect: no code of a checkpoint is run; families and tokenizers are read by Manta's own code",
+        switches="trust_remote_code",
+        values="code_revision",
+    ),
+    Answer(
+        "has no effect: Manta serves text, and loads a checkpoint's language model alone",
+        switches="language_model_only enable_mm_embeds interleave_mm_strings mm_encoder_only "
+        "skip_mm_profiling disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache",
+        values="limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
+        "mm_processor_cache_type mm_encoder_tp_mode mm_encoder_attn_backend mm_processor_device "
+        "mm_shm_cache_max_object_size_mb video_pruning_rate allowed_local_media_path",
+        lists="allowed_media_domains",
+    ),
+    Answer(
+        "has no effect: decoding steps on a GPU are captured as CUDA graphs, with the same outputs; on a CPU "
+        "there are none",
+        switches="enforce_eager",
+        values="compilation_config max_cudagraph_capture_size max_seq_len_to_capture optimization_level "
+        "performance_mode",
+        lists="cudagraph_capture_sizes",
+    ),
+    Answer(
+        "has no effect: kernels and how steps are computed are chosen by Manta (attention_backend chooses "
+        "among them)",
+        switches="disable_custom_all_reduce disable_cascade_attn enable_flashinfer_autotune use_replayssm "
+        "enable_mamba_cache_stochastic_rounding kv_sharing_fast_prefill enable_dbo enable_cumem_allocator "
+        "use_fp64_gumbel numa_bind",
+        values="attention_config kernel_config mamba_config moe_backend linear_backend all2all_backend "
+        "mamba_backend gdn_prefill_backend kda_prefill_backend mamba_cache_dtype mamba_ssm_cache_dtype "
+        "mamba_block_size mamba_cache_mode ir_op_priority ubatch_size calculate_kv_scales additional_config",
+        lists="numa_bind_nodes numa_bind_cpus",
+        unasked=("auto",),
+    ),
+    Answer(
+        "has no effect: prompts and answers are never logged. `manta logs explain ID` tells what happened to "
+        "a request; `capture` keeps traffic as token ids",
+        switches="enable_log_requests enable_log_outputs enable_log_deltas log_error_stack",
+        values="max_log_len",
+    ),
+    Answer(
+        "has no effect: it is so already",
+        switches="disable_log_requests enable_request_id_headers enable_prompt_tokens_details "
+        "enable_server_load_tracking enable_offline_docs use_tqdm_on_load",
+        unasked=(True,),
+    ),
+    Answer(
+        "has no effect: there is no access log; log_format chooses the form of the log",
+        switches="disable_uvicorn_access_log disable_log_stats aggregate_engine_logging",
+        values="uvicorn_log_level disable_access_log_for_endpoints log_config_file",
+    ),
+    Answer(
+        "has no effect: each replica has one HTTP front; `replicas` adds engines",
+        switches="disable_frontend_multiprocessing",
+        values="api_server_count renderer_num_workers",
+        unasked=(1,),
+    ),
+    Answer(
+        "has no effect: config.json tells the family, which Manta's own decoder computes; tokenizer.json or "
+        "tiktoken.model is read",
+        values="model_impl config_format hf_config_path model_class_overrides tokenizer_mode",
+        unasked=("auto", "hf", "vllm", "fast"),
+    ),
+    Answer(
+        "has no effect: several ranks run under Ray",
+        switches="worker_use_ray ray_workers_use_nsight",
+        values="distributed_executor_backend max_parallel_loading_workers distributed_timeout_seconds",
+        unasked=("ray",),
+    ),
+    Answer(
+        "has no effect: routed experts are shared out between the ranks of tensor_parallel_size",
+        switches="enable_expert_parallel enable_eplb enable_elastic_ep enable_ep_weight_filter",
+        values="eplb_config expert_placement_strategy",
+    ),
+    Answer(
+        "has no effect: answers are held to schemas and grammars by llguidance",
+        values="guided_decoding_backend structured_outputs_config reasoning_config",
+        unasked=("auto", "guidance"),
+    ),
+    Answer(
+        "has no effect: a preempted request is computed again from its cached beginning",
+        values="swap_space preemption_mode",
+    ),
+    Answer(
+        "has no effect: the scheduler measures what rows of prompts cost beside decoding requests",
+        switches="scheduler_reserve_full_isl disable_hybrid_kv_cache_manager",
+        values="long_prefill_token_threshold max_num_partial_prefills max_long_partial_prefills "
+        "max_num_scheduled_tokens prefill_schedule_interval scheduler_delay_factor watermark stream_interval "
+        "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit num_scheduler_steps",
+        unasked=(1,),
+    ),
+    Answer(
+        "has no effect: safetensors files are read as they lie, each rank its own part",
+        values="safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
+        "model_loader_extra_config pt_load_map_location ignore_patterns",
+    ),
+    Answer(
+        "has no effect: metrics are those of /metrics, spans those of otlp_traces_endpoint",
+        switches="kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_layerwise_nvtx_tracing "
+        "enable_logging_iteration_details jit_monitor_verbose",
+        values="show_hidden_metrics_for_version kv_cache_metrics_sample profiler_config jit_monitor_mode",
+        lists="collect_detailed_traces",
+    ),
+    Answer(
+        "has no effect: requests may ask for up to 20 log probabilities of each token",
+        values="max_logprobs logprobs_mode",
+        unasked=(20, "raw_logprobs"),
+    ),
+    Answer(
+        "has no effect: messages are given to the chat template as it asks for them, and answers are the "
+        "assistant's",
+        values="chat_template_content_format response_role",
+        unasked=("auto", "assistant"),
+    ),
+    Answer(
+        "has no effect: pages of allowed_origins may use every method and header; the front bounds headers",
+        switches="allow_credentials",
+        values="allowed_methods allowed_headers h11_max_incomplete_event_size h11_max_header_count",
+    ),
+    Answer(
+        "is not served: the ranks of an engine are tensor-parallel (tensor_parallel_size), replicas sets the "
+        "number of engines, and Ray places them (`ray start` joins nodes)",
+        switches="headless data_parallel_hybrid_lb data_parallel_external_lb",
+        values="data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+        "data_parallel_rpc_port data_parallel_backend nnodes node_rank master_addr master_port",
+        unasked=(1,),
+        refused=True,
+    ),
+    Answer(
+        "is not served: there are no adapters. Merge the adapter into the weights, and serve those",
+        switches="enable_lora fully_sharded_loras",
+        values="max_loras max_lora_rank max_cpu_loras lora_dtype default_mm_loras",
+        lists="lora_modules lora_target_modules",
+        refused=True,
+    ),
+    Answer(
+        "is not served: K/V are kept in the target's dtype. Leave it out",
+        values="kv_cache_dtype",
+        lists="kv_cache_dtype_skip_layers",
+        unasked=("auto",),
+        refused=True,
+    ),
+    Answer(
+        "is not served: weights and K/V stay on the engine's own devices. Leave it out, and see `manta plan` "
+        "for what fits",
+        values="cpu_offload_gb offload_backend offload_group_size kv_offloading_size kv_offloading_backend "
+        "kv_transfer_config kv_events_config ec_transfer_config",
+        lists="cpu_offload_params offload_params",
+        unasked=("auto",),
+        refused=True,
+    ),
+    Answer(
+        "is not served: Manta generates text. Leave it out",
+        values="runner convert task pooler_config",
+        unasked=("auto", "generate", "none"),
+        refused=True,
+    ),
+    Answer(
+        "is not served: a checkpoint's windows are part of the model. Lower max_model_len",
+        switches="disable_sliding_window",
+        refused=True,
+    ),
+    Answer(
+        "is not served: code of others is not loaded into the server. Leave it out",
+        values="worker_cls worker_extension_cls scheduler_cls io_processor_plugin tool_parser_plugin "
+        "reasoning_parser_plugin tool_server",
+        lists="logits_processors middleware",
+        unasked=("auto",),
+        refused=True,
+    ),
+    Answer(
+        "is not served: the endpoint speaks plain HTTP on a port. Put a proxy in front for TLS, a path or a "
+        "socket (docs/security.md)",
+        switches="enable_ssl_refresh",
+        values="ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers root_path uds",
+        refused=True,
+    ),
+    Answer(
+        "is not served. Leave it out",
+        switches="enable_sleep_mode enable_prompt_embeds enable_return_routed_experts return_sampling_mask "
+        "return_tokens_as_token_ids exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint "
+        "enable_force_include_usage disable_fastapi_docs tokens_only enable_fault_tolerance",
+        values="weight_transfer_config diffusion_config quantization_config max_num_queued_tokens",
+        refused=True,
+    ),
+    Answer(
+        "would stand in the list of processes: set HF_TOKEN in the environment, or run `hf auth login`",
+        values="hf_token",
+        refused=True,
+    ),
+    Answer(
+        "is not served: the tokenizer is of the target's `revision`. Give `tokenizer` as a folder",
+        values="tokenizer_revision",
+        refused=True,
+    ),
+    Answer("is taken from CUDA_VISIBLE_DEVICES: set that", lists="device_ids", refused=True),
+    Answer(
+        "is a key of speculative_config now. Use --spec-model, --spec-tokens or --speculative-config",
+        values="speculative_model num_speculative_tokens speculative_draft_tensor_parallel_size "
+        "speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min "
+        "spec_decoding_acceptance_method",
+        refused=True,
+    ),
+)
+SPECULATION = (
+    Answer(
+        "has no effect: a colocated drafter runs on the target's ranks; `placement` gives it others",
+        values="draft_tensor_parallel_size tensor_parallel_size",
+        unasked=(1,),
+    ),
+    Answer(
+        "has no effect: drafts are chosen under the target's own noise, so that sampled tokens agree as "
+        "often as they can",
+        values="draft_sample_method",
+        unasked=("greedy",),
+    ),
+    Answer(
+        "has no effect: a draft stands if it equals the target's own choice, so that no token changes",
+        values="rejection_sample_method",
+        unasked=("standard", "strict"),
+    ),
+    Answer(
+        "has no effect: how much is drafted follows what it brings, down to none (`adaptive`)",
+        values="disable_by_batch_size disable_padded_drafter_batch disable_eagle_block_drop",
+    ),
+    Answer(
+        "has no effect: the drafter has the engine's kernels, dtype and longest sequence",
+        switches="enforce_eager use_local_argmax_reduction index_share_for_mtp_iteration",
+        values="moe_backend attention_backend max_model_len draft_load_config",
+        unasked=("auto",),
+    ),
+    Answer("has no effect: no code of a checkpoint is run", values="code_revision"),
+    Answer('has no effect: "dflash" drafts a block in one pass', switches="parallel_drafting"),
+    Answer(
+        "is not served: K/V are kept in the target's dtype. Leave it out",
+        values="kv_cache_dtype",
+        unasked=("auto",),
+        refused=True,
+    ),
+    Answer(
+        "is not served: it would change tokens. Leave it out; `manta simulate` plays with acceptance rates",
+        values="synthetic_acceptance_rates synthetic_acceptance_length acceptance_method posterior_threshold "
+        "posterior_alpha typical_acceptance_sampler_posterior_threshold",
+        refused=True,
+    ),
+    Answer(
+        "belongs to a method that is not served. Choose dflash, eagle3 or ngram",
+        switches="use_heterogeneous_vocab",
+        values="suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob dspark_draft_topk",
+        refused=True,
+    ),
+)
+
+
+def _most_drafts(schedule: Any) -> int:  # Any: JSON
+    """Return the most drafts of a schedule by batch size, [[from, to, drafts], ...]."""
+    try:
+        return max(int(entry[2]) for entry in schedule)
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens_per_batch_size={shown(schedule)} must be a list like "
+            "[[1, 4, 7], [5, 64, 3]]: batch sizes from and to, and drafts. How many are drafted is measured "
+            "here: num_speculative_tokens alone says the most.",
+            param="speculative_config.num_speculative_tokens_per_batch_size",
+        ) from None
+
+
+def _same(value: Any) -> Any:  # Any: whatever the setting takes
+    return value
+
+
+# vLLM's name -> the name here, and what becomes of the value.
+RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "block_size": ("page_size", _same),
+    "num_gpu_blocks_override": ("num_pages", _same),
+    "data_parallel_size": ("replicas", _same),
+}
+RENAMED_SPECULATION: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "num_speculative_tokens_per_batch_size": ("num_speculative_tokens", _most_drafts),
+    "enable_adaptive_verification": ("adaptive", _same),
+}
+# Setting -> vLLM's word for a value -> the word here.
+VALUES: Mapping[str, Mapping[object, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "generation_config": {"vllm": "openai"},
+    "method": {"ngram_gpu": "ngram"},
+}
+ANSWERS: Mapping[str, Answer] = {name: answer for answer in SETTINGS for name in answer.kinds()}
+_SPECULATION_ANSWERS = {name: answer for answer in SPECULATION for name in answer.kinds()}
+
+
+def accept(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: plain data, checked by its owner
+    """Return settings of engine and server under the names they have here; others stay as they are.
+
+    Raises:
+        ConfigError: a setting of vLLM is refused, or stands under both names.
+    """
+    return _accepted(settings, ANSWERS, RENAMED, "")
+
+
+def accept_speculation(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: as above
+    """The same for `speculative_config`."""
+    return _accepted(config, _SPECULATION_ANSWERS, RENAMED_SPECULATION, "speculative_config.")
+
+
+def answer(name: str, shown_as: str, value: object, answers: Mapping[str, Answer] = ANSWERS) -> None:
+    """Log what is said to a setting of vLLM that has none here, or raise it as a ConfigError."""
+    found = answers[name]
+    if not found.is_asked(value):
+        return
+    if found.refused:
+        raise ConfigError(f"{shown_as} {found.says}.", param=shown_as)
+    logger.warning("%s %s.", shown_as, found.says)
+
+
+def _accepted(
+    settings: Mapping[str, Any],
+    answers: Mapping[str, Answer],
+    renamed: Mapping[str, tuple[str, Callable[[Any], Any]]],
+    prefix: str,
+) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in answers:
+            answer(name, prefix + name, value, answers)
+        elif name not in renamed:
+            known[name] = _in_our_words(name, value)
+        elif value is not None:
+            own, convert = renamed[name]
+            if settings.get(own) is not None:
+                raise ConfigError(
+                    f"{prefix}{name} is vLLM's name of {prefix}{own}, which is set, too. Drop one.",
+                    param=prefix + name,
+                )
+            known[own] = convert(value)
+    return known
+
+
+def _in_our_words(name: str, value: Any) -> Any:
+    words = VALUES.get(name)
+    return words.get(value, value) if words and isinstance(value, str) else value

@@ -1,0 +1,79 @@
+"""Progress of commands that take minutes, in lines on standard error, and times in words."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Self
+
+FIRST_S, INTERVAL_S = 2.0, 4.0
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class TimeLeft:
+    """Says how much of some work is done and how long the rest will take, every few seconds.
+
+    Takes the place of a tqdm bar: see `LLM.generate`.
+
+    Args:
+        what: the work, in words.
+        total: its size.
+        unit: names what is counted; None: a share is shown alone.
+        report: gets a line.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: float,
+        unit: str | None = None,
+        *,
+        report: Callable[[str], None] = say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._report, self._clock = report, clock
+        self._done = 0.0
+        self._begin_s = clock()
+        self._next_s = self._begin_s + FIRST_S
+
+    def update(self, count: float = 1) -> None:
+        """Count what was done since the last call, perhaps nothing. Call it often."""
+        self._done = min(self._done + count, self._total)
+        now_s = self._clock()
+        if now_s >= self._next_s:
+            self._next_s = now_s + INTERVAL_S
+            self._report(self._line(now_s - self._begin_s))
+
+    def _line(self, spent_s: float) -> str:
+        share = f"{100 * self._done / self._total:.0f} %"
+        counts = f"{self._done:.0f} of {self._total:.0f} {self._unit}"
+        if not self._done:
+            return f"{self._what}: {counts if self._unit else share} ({spell_time(spent_s)})"
+        left_s = spent_s * (self._total / self._done - 1)
+        done = f"{counts} ({share})" if self._unit else share
+        return f"{self._what}: {done}, about {spell_time(left_s)} left"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def spell_time(seconds: float) -> str:
+    """In the two largest units that it has."""
+    whole = round(seconds)
+    for unit, name, below, part in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {name}" + (f" {rest} {part}" if rest else "")
+    return f"{whole} s"

@@ -1,0 +1,82 @@
+"""vLLM's flags that are no flags of ours, taken out of a command line and answered.
+
+Called by `cli.py` before typer reads the arguments; what is said to each flag stands in
+`cluster/vllm_settings.py`. `--max_num_seqs` for `--max-num-seqs` is the business of typer's own contexts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..cluster.vllm_settings import ANSWERS, VALUES, Kind, answer
+
+_KINDS: dict[str, Kind] = {name: kind for found in ANSWERS.values() for name, kind in found.kinds().items()}
+_SHORT = {
+    "-O": "optimization_level",
+    "-pp": "pipeline_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-dcp": "decode_context_parallel_size",
+    "-asc": "api_server_count",
+    "-cc": "compilation_config",
+    "-ep": "enable_expert_parallel",
+}
+
+
+def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that typer is to read: without flags of vLLM, and with our words for its values.
+
+    Raises:
+        ConfigError: one of them is refused.
+    """
+    kept: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return [*kept, argument, *rest]
+        flag, equals, text = argument.partition("=")
+        if flag[:2] == "-O" and flag[2:].isdigit():
+            flag, equals, text = "-O", "=", flag[2:]
+        name = _name(flag)
+        if name is None:
+            kept.append(argument)
+        elif (setting := name.removeprefix("no_")) in _KINDS:
+            kind = _KINDS[setting]
+            value: Any = text if equals else _take(rest, kind)  # Any: JSON
+            if kind == "switch":
+                value = value is True and setting == name
+            answer(setting, flag, _read(value))
+        else:
+            words = VALUES.get(name, {})
+            if not equals and words and rest:
+                rest[0] = words.get(rest[0], rest[0])
+            kept.append(f"{flag}={words.get(text, text)}" if equals else argument)
+    return kept
+
+
+def _name(flag: str) -> str | None:
+    """Return the setting that a flag names; `--compilation-config.mode` is one of its parts."""
+    if flag.startswith("--"):
+        return flag[2:].partition(".")[0].replace("-", "_")
+    return _SHORT.get(flag.partition(".")[0])
+
+
+def _take(rest: list[str], kind: Kind) -> Any:  # Any: JSON
+    """Take a flag's values from the arguments behind it."""
+    if kind == "switch":
+        return True
+    taken: list[str] = []
+    while rest and not rest[0].startswith("--") and (kind == "list" or not taken):
+        taken.append(rest.pop(0))
+    return " ".join(taken)
+
+
+def _read(value: Any) -> Any:  # Any: JSON
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,87 @@
+"""Claude Code (npm's @anthropic-ai/claude-code) without a terminal, over /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agent_session import NOTE, SECRET, Exchange, Relay, Session, called
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+from trial import KEY, MODEL, check, main
+
+PRINT = ("--output-format", "json", "--model", MODEL, "--allowedTools", "Bash")
+READ = called("Bash", json.dumps({"command": f"cat {NOTE}", "description": "Read the note"}))
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def environment(relay: Relay) -> dict[str, str]:
+    quiet = ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER")
+    return {
+        "ANTHROPIC_BASE_URL": relay.url,
+        "ANTHROPIC_API_KEY": KEY,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+        **dict.fromkeys((*quiet, "DISABLE_ERROR_REPORTING"), "1"),
+    }
+
+
+def validate(event: dict[str, Any]) -> None:
+    if event["type"] != "ping":  # the SDK drops these before its types
+        EVENT.validate_python(event)
+
+
+SESSION = Session("claude", environment, validate)
+
+
+def turn(prompt: str, *answers: str, resume: bool = False) -> tuple[str, list[Exchange]]:
+    """Its last words, and its requests; checks what each stream adds up to."""
+    printed, exchanges = SESSION.turn(["-p", prompt, *PRINT, *(["--continue"] if resume else [])], answers)
+    for exchange in exchanges:
+        check_stream(exchange.events)
+    return json.loads(printed)["result"], exchanges
+
+
+def check_stream(events: list[dict[str, Any]]) -> None:
+    """Blocks open, grow and close one after the other; the message begins and ends once."""
+    kinds = [event["type"] for event in events if event["type"] != "ping"]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    open_at, closed = None, 0
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert open_at is None and event["index"] == closed
+            open_at = event["index"]
+        if event["type"] == "content_block_delta":
+            assert event["index"] == open_at
+        if event["type"] == "content_block_stop":
+            assert event["index"] == open_at
+            open_at, closed = None, closed + 1
+    assert open_at is None and closed
+
+
+def results(exchange: Exchange) -> list[dict[str, Any]]:
+    contents = (message["content"] for message in exchange.body["messages"])
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return [block for block in blocks if block["type"] == "tool_result"]
+
+
+@check("-p: text, a call, its result, the answer; every event checked")
+def first_turn() -> None:
+    last, (_, answered) = turn("What is the number?", f"Let me look.\n{READ}", f"It is {SECRET}.")
+    (result,) = results(answered)
+    assert SECRET in json.dumps(result["content"]) and last == f"It is {SECRET}."
+
+
+@check("-p --continue: a second turn goes on with the first one's blocks")
+def second_turn() -> None:
+    last, exchanges = turn("Again?", READ, f"Still {SECRET}.", resume=True)
+    assert len(results(exchanges[-1])) == 2 and last == f"Still {SECRET}."
+
+
+@check("a call that is no JSON gets the agent's own error, and the session goes on")
+def broken_call() -> None:
+    broken = called("Bash", '{"command": "cat note.txt",}')
+    last, exchanges = turn("Once more?", broken, READ, f"Yes, {SECRET}.", resume=True)
+    assert len(results(exchanges[-1])) == 4 and last == f"Yes, {SECRET}."
+
+
+main()

@@ -1,0 +1,107 @@
+"""Codex CLI (npm's @openai/codex) with its default settings, over /v1/responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agent_session import NOTE, SECRET, Exchange, Relay, Session, called
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+from trial import MODEL, check, main
+
+CONFIG = """\
+model = "{model}"
+model_provider = "manta"
+check_for_update_on_startup = false
+[model_providers.manta]
+name = "manta"
+base_url = "{url}/v1"
+wire_api = "responses"
+env_key = "COMPAT_API_KEY"
+request_max_retries = 0
+stream_max_retries = 0
+[analytics]
+enabled = false
+"""
+EXEC = ("exec", "--json", "--skip-git-repo-check", "-s", "danger-full-access")
+READ = called("exec_command", json.dumps({"cmd": f"cat {NOTE}"}))
+
+
+def environment(relay: Relay) -> dict[str, str]:
+    from trial import FOLDER
+
+    home = FOLDER / "home"
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text(CONFIG.format(model=MODEL, url=relay.url))
+    return {"CODEX_HOME": str(home)}
+
+
+SESSION = Session("codex", environment, TypeAdapter(ResponseStreamEvent).validate_python)
+
+
+def turn(prompt: str, *answers: str, resume: bool = False) -> tuple[str, list[Exchange]]:
+    """Its last words, and its requests; checks what each stream adds up to."""
+    arguments = [*EXEC, *(("resume", "--last") if resume else ()), prompt]
+    printed, exchanges = SESSION.turn(arguments, answers)
+    for exchange in exchanges:
+        check_stream(exchange.events)
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    items = [line["item"] for line in lines if line.get("type") == "item.completed"]
+    return [item["text"] for item in items if item.get("type") == "agent_message"][-1], exchanges
+
+
+def check_stream(events: list[dict[str, Any]]) -> None:
+    """Items open, grow and close one after the other, and are the response's output."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.completed"
+    grown, items = "", []
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            grown = ""
+        if event["type"].endswith(".delta"):
+            grown += event["delta"]
+        if event["type"] == "response.output_item.done":
+            item = event["item"]
+            items.append(item)
+            assert grown == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+    assert items == events[-1]["response"]["output"]
+
+
+def outputs(exchange: Exchange) -> list[dict[str, Any]]:
+    return [item for item in exchange.body["input"] if item.get("type") == "function_call_output"]
+
+
+@check("exec with default settings: text, a call, its result, the answer; every event checked")
+def first_turn() -> None:
+    last, (asked, answered) = turn("What is the number?", f"Let me look.\n{READ}", f"It is {SECRET}.")
+    kinds = {tool["type"] for tool in asked.body["tools"]}
+    assert {"function", "namespace", "web_search"} <= kinds, kinds
+    assert "tools.web_search" in asked.headers["x-ignored-params"]
+    (output,) = outputs(answered)
+    assert SECRET in json.dumps(output["output"]) and last == f"It is {SECRET}."
+
+
+@check("exec resume: a second turn goes on with the first one's items")
+def second_turn() -> None:
+    last, exchanges = turn("Again?", READ, f"Still {SECRET}.", resume=True)
+    assert len(outputs(exchanges[-1])) == 2 and last == f"Still {SECRET}."
+
+
+@check("a call that is no JSON gets the agent's own error, and the session goes on")
+def broken_call() -> None:
+    broken = called("exec_command", '{"cmd": "cat note.txt",}')
+    last, exchanges = turn("Once more?", broken, READ, f"Yes, {SECRET}.", resume=True)
+    assert len(outputs(exchanges[-1])) == 4 and last == f"Yes, {SECRET}."
+
+
+@check("a tool of a namespace is called by its own name")
+def namespaced_call() -> None:
+    wait = called("multi_agent_v1__close_agent", '{"target": "none"}')
+    last, exchanges = turn("Close it.", wait, "There is none.", resume=True)
+    (call,) = (e["item"] for e in exchanges[0].events if e["type"] == "response.output_item.done")
+    assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
+    assert "unsupported" not in json.dumps(outputs(exchanges[-1])[-1]) and last == "There is none."
+
+
+main()

@@ -1,0 +1,242 @@
+"""What the server says, it takes back: answers with calls, whole and broken, as histories on each API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manta.actors.batch.rows import Layout, read_request
+from manta.actors.chat.call_arguments import parse_arguments
+from manta.actors.chat.formats import CALLS, REASONING
+from manta.actors.chat.parts import Piece, together
+from manta.actors.chat.reading import Reading
+from manta.actors.chat.splitter import Splitter
+from manta.actors.chat.template import ChatTemplate
+from manta.actors.http.chat import ChatShape
+from manta.actors.http.chat_request import ChatRequest, conversation
+from manta.actors.http.conversing import Heeds
+from manta.actors.http.defaults import GenerationDefaults
+from manta.actors.http.messages.request import MessagesRequest
+from manta.actors.http.messages.writer import MessageWriter
+from manta.actors.http.responses.request import ResponsesRequest
+from manta.actors.http.responses.tools import ClientTools
+from manta.actors.http.responses.writer import ResponseWriter
+
+FOLDER = Path(__file__).parent / "data" / "chat"
+TOOLS: dict[str, Any] = json.loads((FOLDER / "tools.json").read_text())
+FORMATS: dict[str, Any] = {
+    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if path.stem != "tools"
+}
+# How published templates write a call's arguments.
+WRITTEN = {
+    "json": "{{ f.arguments | tojson }}",  # Llama 3, Mistral
+    "json unless text": "{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}"
+    "{% endif %}",  # Qwen3, Kimi
+    "items": "{% for k, v in f.arguments | items %}<{{ k }}>{{ v | string }}{% endfor %}",
+    "items of a mapping": "{% for k, v in f.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}",  # GLM, MiniMax
+    "joined": "{{ '```json\\n' + f.arguments + '\\n```' }}",  # DeepSeek-V3
+    "sorted or text": "{% if f.arguments is mapping %}{% for k, v in f.arguments | dictsort %}{{ k }}:{{ v }}"
+    "{% endfor %}{% elif f.arguments is string %}{{ f.arguments }}{% endif %}",  # Gemma 4
+    "mappings alone": "{% if f.arguments is mapping %}{{ f.arguments | tojson }}{% endif %}",
+}
+TEMPLATES = {
+    name: ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}|{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}[{{ f.name }} " + written + "]{% endfor %}"
+        "{% endfor %}",
+        {},
+    )
+    for name, written in WRITTEN.items()
+}
+SLIPS = {
+    "cut": '{"city": "Os',
+    "cut in a key": '{"ci',
+    "newline": '{"text": "a\nb"}',
+    "NaN": '{"days": NaN}',
+    "half a character": '{"text": "\\ud800"}',
+    "trailing comma": '{"city": "Oslo",}',
+    "single quotes": "{'city': 'Oslo'}",
+    "escape": '{"pattern": "\\d+"}',
+    "comment": '{"city": "Oslo"} // there',
+    "two objects": '{"a": 1}{"b": 2}',
+    "list": '["Oslo"]',
+    "text": '"Oslo"',
+    "number": "5",
+    "true": "true",
+    "nothing": "",
+    "blanks": " \n",
+    "markdown": '```json\n{"city": "Oslo"}\n```',
+    "deep": '{"a":' * 500 + "1" + "}" * 500,
+    "long number": '{"n": ' + "9" * 400 + "}",
+    "zero": '{"text": "\x00"}',
+    "template": "{{ 1 / 0 }} {% raw %}",
+}
+RESULT, NEXT = "rain", {"role": "user", "content": "So?"}
+HEEDS = Heeds(effort=False, switch=False, thinks=True)
+USAGE: dict[str, Any] = {
+    **{"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
+
+def through_json(value: Any) -> Any:
+    """As a client holds it that was sent it: half a character comes through no JSON."""
+    return orjson.loads(orjson.dumps(value))
+
+
+def by_chat(piece: Piece, cut: bool) -> list[Any]:
+    shape = ChatShape(Reading())
+    message = shape.whole(0, piece, "length" if cut else "tool_calls")["message"]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in piece.calls]
+    return [NEXT, through_json(message), *results, NEXT]
+
+
+def chat(piece: Piece, cut: bool) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": by_chat(piece, cut)})
+
+
+def batch_row(piece: Piece, cut: bool) -> ChatRequest:
+    line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": by_chat(piece, cut)}}
+    body = read_request(line, Layout(kind="openai"), GenerationDefaults()).body
+    assert isinstance(body, ChatRequest)
+    return body
+
+
+def responses(piece: Piece, cut: bool) -> ChatRequest:
+    """With items out of the events of a stream, as Codex collects them."""
+    writer = ResponseWriter({"id": "resp_1"}, ClientTools([]))
+    events = [*writer.feed(piece), *writer.finish("length" if cut else "stop", None, USAGE)]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert items == writer.whole()["output"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": RESULT}
+        for item in items
+        if item["type"] == "function_call"
+    ]
+    request = ResponsesRequest.model_validate({"input": [NEXT, *through_json(items), *results, NEXT]})
+    return request.for_chat(request.conversation(), HEEDS)
+
+
+def messages(piece: Piece, cut: bool) -> ChatRequest:
+    writer = MessageWriter("msg_1", "m", 9)
+    writer.feed(piece)
+    writer.finish("length" if cut else "stop", None, USAGE)
+    content = through_json(writer.whole()["content"])
+    assert all(isinstance(block["input"], dict) for block in content if block["type"] == "tool_use")
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": RESULT}
+        for block in content
+        if block["type"] == "tool_use"
+    ]
+    return of_blocks(content, [*results, {"type": "text", "text": "So?"}])
+
+
+def of_blocks(*turns: list[Any]) -> ChatRequest:
+    roles = ("assistant", "user")
+    talk = [{"role": role, "content": content} for role, content in zip(roles, turns, strict=True)]
+    request = MessagesRequest.model_validate({"max_tokens": 9, "messages": [NEXT, *talk]})
+    return request.for_chat(request.conversation(), HEEDS)
+
+
+DOORS: dict[str, Callable[[Piece, bool], ChatRequest]] = {
+    "chat": chat,
+    "batch": batch_row,
+    "responses": responses,
+    "messages": messages,
+}
+
+
+def rendered(request: ChatRequest, template: ChatTemplate) -> str:
+    given = conversation(request, request.messages, None)
+    return template.render(parse_arguments(given.messages))
+
+
+def said(name: str, text: str) -> Piece:
+    thinking, calls = FORMATS[name]["thinking"], FORMATS[name]["calls"]
+    splitter = Splitter(
+        None if thinking is None else REASONING[thinking], CALLS[calls], schemas=TOOLS, id_seed="x"
+    )
+    return together([splitter.feed(text), splitter.finish()])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[Piece, bool]:
+    """A recorded answer that was cut, or in which a stretch was replaced; and whether it was cut."""
+    name = draw(st.sampled_from(sorted(FORMATS)))
+    text = draw(st.sampled_from([answer["text"] for answer in FORMATS[name]["answers"]]))
+    at = draw(st.integers(0, len(text)))
+    if draw(st.booleans()):
+        return said(name, text[:at]), True
+    inserted = draw(
+        st.sampled_from(sorted(SLIPS.values())) | st.text(st.characters(codec="utf-8"), max_size=9)
+    )
+    return said(name, text[:at] + inserted + text[at + draw(st.integers(0, 9)) :]), False
+
+
+@given(answers())
+def test_every_answer_is_taken_back_by_each_api_with_each_template(answer: tuple[Piece, bool]) -> None:
+    piece, cut = answer
+    for open_door in DOORS.values():
+        request = open_door(piece, cut)
+        called = [call for message in request.messages for call in message.tool_calls or ()]
+        assert [call.function.name for call in called] == [call.name for call in piece.calls]
+        for template in TEMPLATES.values():
+            assert rendered(request, template).endswith("<user>|So?")
+
+
+@pytest.mark.parametrize("arguments", SLIPS.values(), ids=SLIPS.keys())
+def test_a_slip_reads_the_same_by_each_api_and_is_shown_by_each_template(arguments: str) -> None:
+    piece = together([open_call(arguments)])
+    requests = [open_door(piece, False) for open_door in DOORS.values()]
+    for name, template in TEMPLATES.items():
+        first, *others = (rendered(request, template) for request in requests)
+        assert others == [first] * 3, name
+        written = first.partition("[f ")[2].partition("]<tool>")[0]
+        shown = arguments in written or json.dumps(arguments, ensure_ascii=False)[1:-1] in written
+        assert shown or arguments == SLIPS["long number"], name
+
+
+def open_call(arguments: str) -> Piece:
+    splitter = Splitter(None, CALLS["kimi_k2"], schemas=TOOLS)
+    splitter.open("f", "call1")
+    splitter.add(arguments)
+    return splitter.finish()
+
+
+def test_arguments_that_are_an_object_reach_templates_as_one() -> None:
+    request = chat(open_call('{"city": "Oslo", "days": [1, null]}'), False)
+    wanted = {
+        "json": '{"city": "Oslo", "days": [1, null]}',
+        "items": "<city>Oslo<days>[1, None]",
+        "joined": '```json\n{"city": "Oslo", "days": [1, null]}\n```',
+        "sorted or text": "city:Oslodays:[1, None]",
+    }
+    assert {
+        name: rendered(request, TEMPLATES[name]).split("[f ")[1].split("]<tool>")[0] for name in wanted
+    } == wanted
+
+
+@pytest.mark.parametrize("given", [None, {}, "", '{"city": "Os', ["Oslo"], 5])
+def test_arguments_of_any_json_type_are_taken(given: Any) -> None:
+    """Clients hold what they could not read in their own ways, Claude Code as an empty object."""
+    function = {"name": "f", "arguments": given}
+    told = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    by_chat = ChatRequest.model_validate({"messages": [NEXT, told, NEXT]})
+    block = {"type": "tool_use", "id": "a", "name": "f", "input": given}
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": given}
+    body = ResponsesRequest.model_validate({"input": [NEXT, item, NEXT]})
+    by_responses = body.for_chat(body.conversation(), HEEDS)
+    by_messages = of_blocks([block], [{"type": "text", "text": "So?"}])
+    for template in TEMPLATES.values():
+        texts = {rendered(request, template) for request in (by_chat, by_responses, by_messages)}
+        assert len(texts) == 1

@@ -1,0 +1,67 @@
+"""Prompts beside decoding requests: how long they delay them, by steps of simulated seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cluster_checker import make_info, make_request
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine
+from manta.cluster.plan import SchedulerOutput, StepTimings
+from manta.cluster.simulator import SimulatedExecutor
+
+PROMPT = 900  # tokens
+CPU, LARGE_ON_CPU, GPU = (3e-3, 5e-4), (0.4, 1e-2), (8e-3, 2e-5)  # seconds of a step, and of each of its rows
+
+
+def cost_of(machine: tuple[float, float]) -> Callable[[SchedulerOutput], StepTimings]:
+    step_s, row_s = machine
+    noise = np.random.default_rng(0)
+    return lambda plan: StepTimings(
+        verify_s=(step_s + row_s * plan.num_batched_tokens) * noise.lognormal(0, 0.05)
+    )
+
+
+def delays(machine: tuple[float, float], num_prompts: int) -> tuple[list[float], list[int]]:
+    """Seconds and rows of prompts, of each step in which one request decodes and prompts are computed."""
+    info = make_info(num_pages=(4096,), page_size=16, max_model_len=2048, vocab_size=1000)
+    cost, step_s = cost_of(machine), list[float]()
+    config = EngineConfig(model="simulated", max_num_seqs=8)
+    engine = Engine(config, SimulatedExecutor(info, (), cost, step_s.append))
+    engine.add_request(make_request("decodes", (2,), max_tokens=1000, ignore_eos=True))
+    for _ in range(20):
+        engine.step()
+    step_s.clear()
+    for i in range(num_prompts):
+        engine.add_request(make_request(f"prompt {i}", [2 + i] * PROMPT, max_tokens=1))
+    rows, num_left = list[int](), num_prompts
+    while num_left:
+        plan = engine.plan()
+        assert plan is not None and plan.samples[0], "the decoding request is in every step"
+        engine._executor.submit(plan)
+        updates = engine.commit(engine._executor.collect())
+        engine.check_invariants()
+        rows.append(plan.num_batched_tokens - plan.num_draft_tokens - 1)
+        num_left -= sum(update.finish_reason is not None for update in updates)
+    return step_s, rows
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_prompts_delay_a_decoding_request_by_little(num_prompts: int) -> None:
+    step_s, rows = delays(CPU, num_prompts)
+    assert sum(rows) == num_prompts * PROMPT, "no row is computed twice"
+    assert max(step_s) < 0.11
+    assert sum(step_s) < 1.15 * (3e-3 + 5e-4 * sum(rows)), "nearly as fast as all at once"
+
+
+def test_where_a_step_is_long_a_prompt_still_gets_most_of_the_time() -> None:
+    step_s, _ = delays(LARGE_ON_CPU, 1)
+    assert sum(step_s) < 1.4 * (0.4 + 1e-2 * PROMPT), "all at once, and a third more"
+    assert max(step_s) < 6 * 0.4
+
+
+def test_where_rows_are_cheap_a_prompt_is_computed_in_one_step() -> None:
+    _, rows = delays(GPU, 2)
+    assert max(rows) > PROMPT and len(rows) <= 3

@@ -1,0 +1,112 @@
+"""Logits that are not numbers end their own request with an error, and change no other's answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from manta import LLM, SamplingParams
+from manta.drafter.step import choice
+from safetensors.torch import load_file, save_file
+from test_device_runner import PLACE
+from tiny import make_tiny_drafter, make_tiny_target
+
+BROKEN, GOOD = 77, [[5, 6, 7, 8, 9, 10, 11], [21, 22, 23], list(range(40, 60))]
+BAD = [[1, 2, BROKEN, 3], [BROKEN], [9] * 20 + [BROKEN]]
+SIZES = {"head_dim": 32, "intermediate_size": 128}  # such as compiled loops take
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+HOT = SamplingParams(temperature=1.0, seed=3, top_k=20, top_p=0.9, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The sound one; one that computes NaN after a token, and one that has a NaN in its head."""
+    found = {}
+    for name, tensor in (
+        ("sound", None),
+        ("embedding", "model.embed_tokens.weight"),
+        ("head", "lm_head.weight"),
+    ):
+        folder = make_tiny_target(tmp_path_factory.mktemp(name), "llama", seed=5, **SIZES)
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"][BROKEN] = 0.0  # it is in prompts alone
+        if tensor is not None:
+            weights[tensor][BROKEN] = math.nan
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        found[name] = folder
+    return found
+
+
+def opened(target: Path, backend: str, drafter: Path | None, **changes: object) -> LLM:
+    spec = None
+    if drafter is not None:
+        spec = {"model": str(drafter), "num_speculative_tokens": 3, "adaptive": False}
+    place = PLACE if backend == "triton" else {"device": "cpu"}
+    return LLM(
+        str(target),
+        skip_tokenizer_init=True,
+        dtype="bfloat16" if backend == "compiled" else "float32",
+        num_threads=1,
+        attention_backend=backend,
+        **{
+            "speculative_config": spec,
+            "max_num_seqs": 4,
+            "max_model_len": 48,
+            "num_pages": 16,
+            **place,
+            **changes,
+        },
+    )
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[str | None, list[int]]]:
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [(each.outputs[0].finish_reason, each.outputs[0].token_ids) for each in found]
+
+
+@pytest.mark.parametrize("backend", ["torch", "compiled", "triton"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_request_with_nan_ends_and_others_are_as_without_it(
+    targets: dict[str, Path], tmp_path: Path, backend: str, drafts: bool
+) -> None:
+    """Its pages are used by others afterwards, which read nothing of what it left there."""
+    drafter = make_tiny_drafter(tmp_path, head_dim=32) if drafts else None
+    expected: dict[bool, list] = {}
+    for name in ("sound", "embedding"):
+        with opened(targets[name], backend, drafter) as llm:
+            for is_hot, params in ((False, GREEDY), (True, HOT)):
+                if name == "sound":
+                    expected[is_hot] = answers(llm, GOOD, params)
+                    continue
+                mixed = [prompt for pair in zip(GOOD, BAD, strict=True) for prompt in pair]
+                for _ in range(2):
+                    found = answers(llm, mixed, params)
+                    assert found[::2] == expected[is_hot]
+                    assert found[1::2] == [("error", [])] * len(BAD)
+                assert answers(llm, GOOD, params) == expected[is_hot]
+            llm._engine.check_invariants()
+
+
+@pytest.mark.parametrize("backend", ["torch", "compiled", "triton"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, HOT, replace(GREEDY, logprobs=2), replace(GREEDY, prompt_logprobs=1)]
+)
+def test_a_nan_in_the_head_never_becomes_a_token(
+    targets: dict[str, Path], backend: str, params: SamplingParams
+) -> None:
+    with opened(targets["head"], backend, None) as llm:
+        assert answers(llm, GOOD, params) == [("error", [])] * len(GOOD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loops_know_numbers_as_their_definition_does(dtype: torch.dtype) -> None:
+    loops = pytest.importorskip("manta.drafter.step.loops.choice")
+    z = torch.randn(9, 1003, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for row, value in enumerate((math.nan, -math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0)):
+        z[row, 500 + row] = value
+    z[7] = -math.inf
+    assert loops.are_numbers(z).tolist() == choice.are_numbers(z).tolist()
+    assert choice.are_numbers(z).tolist() == [False] * 3 + [True] * 6

@@ -1,0 +1,67 @@
+"""Published files load, or a sentence refuses them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from corpus import CORPUS, ENTRIES, config_of, plan_of, settings, tokenizer_of, with_table
+from manta import LLM, SamplingParams
+from manta.actors.targets.families import FAMILIES
+from published import GUIDE
+
+SERVED = [name for name, entry in ENTRIES.items() if "refused" not in entry]
+
+
+def _one_of_each(names: list[str]) -> list[str]:
+    """The first entry of each class, and of each method of drafting."""
+    found: dict[object, str] = {}
+    for name in names:
+        found.setdefault((config_of(name)["architectures"][0], ENTRIES[name].get("method")), name)
+    return list(found.values())
+
+
+# Loops of these shapes are compiled for none of the others.
+COMPILED = {"XiaomiMiMo/MiMo-V2-Flash", "MiniMaxAI/MiniMax-M2.5"}
+QUICK = {*_one_of_each(SERVED)} - COMPILED
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_published_configuration_is_planned_or_refused_by_a_sentence(name: str) -> None:
+    entry, planned = ENTRIES[name], plan_of(name)
+    if isinstance(planned, str):
+        assert "refused" in entry, planned
+        assert re.search(entry["refused"], planned), planned
+        assert planned.endswith(".") and "\n" not in planned
+        return
+    assert "refused" not in entry
+    assert planned.target.architecture in FAMILIES and planned.doubts == ()
+    own = config_of(entry.get("target", name))
+    own = {**own, **own.get("text_config", {})}.get("eos_token_id", [])
+    ends = {*own} if isinstance(own, list) else {own}
+    tokenizer = tokenizer_of(entry.get("target", name))
+    assert {*planned.target.eos_token_ids} == ends | ({tokenizer["end"]} if tokenizer else set())
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_published_configuration_runs_with_random_weights_and_sizes_cut_down(
+    name: str, tmp_path: Path
+) -> None:
+    config = settings(name, tmp_path, small=True)
+    with LLM(**{field: getattr(config, field) for field in config.__dataclass_fields__}) as llm:
+        prompt = {"prompt_token_ids": [1, 2, 3]}
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_the_corpus_is_large_and_every_fact_has_a_source() -> None:
+    assert len(ENTRIES) >= 60 and len(CORPUS["drafters"]) >= 10
+    assert {entry["source"] for entry in ENTRIES.values()} == {*CORPUS["sources"]}
+    assert all(tokenizer["source"] for tokenizer in CORPUS["tokenizers"].values())
+
+
+def test_the_guide_says_what_becomes_of_each() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    assert with_table(text) == text, "write it anew: python tests/corpus.py"

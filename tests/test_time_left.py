@@ -1,0 +1,38 @@
+"""Progress of long commands: when a line is written, and what it estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manta.jobs.simulate.node import NodeOptions, run_node
+from manta.jobs.time_left import TimeLeft
+
+PAIR = Path(__file__).parent.parent / "docs" / "benchmarks" / "qwen3-8b"
+
+
+def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:
+    now_s, lines = [0.0], list[str]()
+    with TimeLeft("answers", 40, "requests", report=lines.append, clock=lambda: now_s[0]) as progress:
+        for second, done in enumerate([0, 0, 0, 4, 0, 0, 6, 0, 0, 0, 10, 90]):
+            now_s[0] = float(second)
+            progress.update(done)
+    assert lines == [
+        "answers: 0 of 40 requests (2 s)",
+        "answers: 10 of 40 requests (25 %), about 18 s left",
+        "answers: 20 of 40 requests (50 %), about 10 s left",
+    ]
+
+
+@pytest.mark.parametrize("load", [{"concurrency": (1, 8)}, {"rate_per_s": (4.0,), "num_requests": 24}])
+def test_a_simulated_node_counts_all_that_it_plays(
+    load: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("manta.jobs.time_left.FIRST_S", 0.0)
+    monkeypatch.setattr("manta.jobs.time_left.INTERVAL_S", 0.0)
+    run_node(
+        NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(1, 8), max_model_len=4096, **load)
+    )
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("simulating ")]
+    assert lines[0].startswith("simulating 2 methods and layouts: ")
+    assert lines[-1].endswith(" 100 %, about 0 s left")

@@ -1,0 +1,152 @@
+"""Special tokens' names and chat templates, as transformers reads them from the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from manta.actors.tokenizer import Tokenizer
+from manta.actors.tokenizer_config import read_special_tokens
+from manta.cluster.errors import CheckpointError, RequestError
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>", "<bos>", "<eos>"]
+SAID = [{"role": "user", "content": "Go"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+DECLARED = {"added_tokens_decoder": {}}  # as transformers has written since 4.34
+TOKEN = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": True, "rstrip": False}
+OLD = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token", "boi_token")
+TELLS = "".join(f"[{{{{ {name} }}}}{{{{ {name} is defined }}}}]" for name in NAMES)
+
+# What tokenizer_config.json, special_tokens_map.json and config.json hold.
+FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "named in the settings": ({"bos_token": "<s>", "eos_token": TOKEN}, {}, {}),
+    "null": ({"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>"}, {}, {}),
+    "null against a default": ({"tokenizer_class": "LlamaTokenizer", "bos_token": None}, {}, {}),
+    "only in the old file": ({}, {"bos_token": "<s>", "eos_token": OLD}, {}),
+    "the old file comes first": ({"eos_token": "</s>"}, {"eos_token": OLD}, {}),
+    "the old file is stale": ({"eos_token": "</s>", **DECLARED}, {"eos_token": OLD, "bos_token": "<s>"}, {}),
+    "names of the publisher's own": (
+        {"image_token": "<bos>", "extra_special_tokens": {"boi_token": "<eos>"}, "add_bos_token": True},
+        *({}, {}),
+    ),
+    "a list has no names": ({"additional_special_tokens": ["<|im_start|>"], "eos_token": "</s>"}, {}, {}),
+    "no file names any": ({}, {}, {}),
+}
+CLASSES = (None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer")
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_5", "gemma3_text", "mistral", "gpt_oss", "deepseek_v3", "glm4_moe")
+for kind in KINDS:
+    for name in CLASSES:
+        given = {} if name is None else {"tokenizer_class": name}
+        FOLDERS[f"{name} of {kind}"] = (given, {}, {"model_type": kind})
+FOLDERS["a class in config.json"] = ({}, {}, {"model_type": "llama", "tokenizer_class": "GemmaTokenizer"})
+FOLDERS["Gemma's"] = ({"tokenizer_class": "GemmaTokenizer"}, {}, {"model_type": "gemma3_text"})
+
+
+def make_backend(byte_level: bool) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel() if byte_level else pre_tokenizers.Metaspace()
+    made.decoder = decoders.ByteLevel() if byte_level else decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+    made.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    return made
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["bytes", "words"])
+def tokenizer_json(request: pytest.FixtureRequest) -> tuple[bool, str]:
+    return request.param, make_backend(request.param).to_str()
+
+
+def write(folder: Path, tokenizer: str, *, template: object = TELLS, **files: dict[str, Any]) -> Path:
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    files["tokenizer_config"] = {"chat_template": template, **files.get("tokenizer_config", {})}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_special_tokens_have_the_names_that_transformers_gives_them(
+    tokenizer_json: tuple[bool, str], tmp_path: Path, case: str
+) -> None:
+    byte_level, written = tokenizer_json
+    settings, old, config = FOLDERS[case]
+    write(tmp_path, written, tokenizer_config=settings, special_tokens_map=old, config=config)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = read_special_tokens(tmp_path, byte_level=byte_level)
+    assert ours == theirs.special_tokens_map
+    said = Tokenizer.load(tmp_path).apply_chat_template(SAID)
+    assert said == theirs.apply_chat_template(SAID, tokenize=False)
+
+
+# Templates in tokenizer_config.json, in chat_template.jinja, and in additional_chat_templates/.
+LAYOUTS: dict[str, tuple[object, str | None, dict[str, str]]] = {
+    "one": ("one", None, {}),
+    "a list": ([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}], None, {}),
+    "a list of three": (
+        [{"name": n, "template": f"{n} {{{{ bos_token }}}}"} for n in ("rag", "default", "tool_use")],
+        *(None, {}),
+    ),
+    "a list without tool_use": ([{"name": "default", "template": "d"}], None, {}),
+    "a list without a default": ([{"name": n, "template": n} for n in ("tool_use", "rag")], None, {}),
+    "a file comes first": ("settings", "file", {}),
+    "a file comes before a list": ([{"name": "tool_use", "template": "t"}], "file", {}),
+    "a file and a folder": ("settings", "file", {"tool_use": "of the folder", "rag": "r"}),
+    "a folder alone": ("settings", None, {"tool_use": "of the folder"}),
+    "a default in the folder": (None, "file", {"default": "of the folder"}),
+}
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("named", [None, "rag"], ids=["unnamed", "named"])
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_template_is_the_one_that_transformers_takes(
+    tmp_path: Path, case: str, named: str | None, tools: list[dict[str, Any]] | None
+) -> None:
+    template, file, others = LAYOUTS[case]
+    write(tmp_path, make_backend(True).to_str(), template=template, tokenizer_config={"bos_token": "<s>"})
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in others.items():
+        (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
+    several = theirs.chat_template if isinstance(theirs.chat_template, dict) else {}
+    if named is not None and named not in several:
+        with pytest.raises(RequestError, match="takes no templates from requests"):  # to them it is Jinja
+            ours.apply_chat_template(SAID, tools=tools, source=named)
+        return
+    try:
+        expected = theirs.apply_chat_template(SAID, tools=tools, chat_template=named, tokenize=False)
+    except ValueError:
+        with pytest.raises(RequestError, match="none is the default; name one of "):
+            ours.apply_chat_template(SAID, tools=tools, source=named)
+    else:
+        assert ours.apply_chat_template(SAID, tools=tools, source=named) == expected
+
+
+def test_a_variable_of_any_template_counts(tmp_path: Path) -> None:
+    template = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools }}{{ x }}"}]
+    tokenizer = Tokenizer.load(write(tmp_path, make_backend(True).to_str(), template=template))
+    assert tokenizer.template_uses("tools") and not tokenizer.template_uses("documents")
+
+
+@pytest.mark.parametrize(
+    "template", [5, ["d"], [{"name": "default"}], [{"name": 1, "template": "d"}], [{"template": "d"}]]
+)
+def test_templates_of_another_form_are_refused_by_file(tmp_path: Path, template: object) -> None:
+    write(tmp_path, make_backend(True).to_str(), template=template)
+    with pytest.raises(CheckpointError, match=r"config\.json: chat_template must be Jinja, or a list"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_template_for_tools_is_found_at_the_start(tmp_path: Path) -> None:
+    template = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{% if %}"}]
+    write(tmp_path, make_backend(True).to_str(), template=template)
+    with pytest.raises(CheckpointError, match="it is no Jinja template"):
+        Tokenizer.load(tmp_path)

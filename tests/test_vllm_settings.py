@@ -1,0 +1,240 @@
+"""vLLM's users: every argument of `vllm serve` and key of its speculative_config is taken or answered.
+
+Their names are in data/vllm_arguments.txt, written down from vLLM 0.33's `EngineArgs`, `AsyncEngineArgs`,
+`FrontendArgs` and `SpeculativeConfig`, without fields that no user sets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer.main
+from conftest import ROOT
+from hub_standin import REVISION, hub_with_model
+from manta.actors.checkpoints import target_folder, with_drafter
+from manta.actors.http.defaults import GenerationDefaults
+from manta.actors.http.settings import ServerSettings, split_settings
+from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.errors import ConfigError
+from manta.cluster.vllm_settings import ANSWERS, RENAMED, SETTINGS, SPECULATION, accept, accept_speculation
+from manta.jobs.cli import app, main
+from manta.jobs.settings import merge_settings, read_settings
+from manta.jobs.vllm_flags import without_vllm_flags
+
+TOLD = (ROOT / "tests/data/vllm_arguments.txt").read_text().split("[")[1:]
+NAMES = {part.partition("]")[0]: part.partition("]")[2].split() for part in TOLD}
+OWN = {f.name for kind in (EngineConfig, ServerSettings) for f in fields(kind)}
+PYTHON_ONLY = {"skip_tokenizer_init", "per_request_spec_decode_metrics"}  # settings here, without a flag
+
+
+def options(command: str) -> set[str]:
+    """Every spelling of a command's options, as settings are spelled."""
+    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {
+        name.strip("-").replace("-", "_")
+        for each in parameters
+        for name in (*each.opts, *each.secondary_opts)
+    }
+
+
+def test_every_argument_of_vllm_is_a_flag_here_or_is_answered() -> None:
+    known = options("serve") | ANSWERS.keys() | PYTHON_ONLY
+    assert len(NAMES["engine_args"]) > 180 and not {*NAMES["engine_args"], *NAMES["frontend_args"]} - known
+    assert not ANSWERS.keys() & (OWN | RENAMED.keys())
+
+
+def test_every_key_of_vllms_speculative_config_is_taken_or_answered() -> None:
+    plain = {
+        "num_speculative_tokens_per_batch_size": [[1, 4, 7], [5, 64, 3]],
+        "enable_adaptive_verification": True,
+    }
+    own = {f.name for f in fields(SpeculativeConfig)}
+    for key in NAMES["speculative_config"]:
+        try:
+            kept = accept_speculation({key: plain.get(key, "x")})
+        except ConfigError as refused:
+            assert key in str(refused)
+        else:
+            assert kept.keys() <= own, key
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch", "audit"])
+def test_no_flag_of_ours_is_taken_for_one_of_vllms(command: str) -> None:
+    assert not options(command) & ANSWERS.keys()
+
+
+def test_no_setting_is_answered_twice_and_sentences_end_open() -> None:
+    for table in (SETTINGS, SPECULATION):
+        names = [name for answer in table for name in answer.kinds()]
+        assert len(names) == len(set(names))
+        assert all(answer.says and not answer.says.endswith(".") for answer in table)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "said"),
+    [
+        (["--max_num_seqs", "4"], ["--max_num_seqs", "4"], ""),
+        (["--trust-remote-code", "m"], ["m"], "--trust-remote-code has no effect"),
+        (["--no-trust-remote-code", "m"], ["m"], ""),
+        (["--enforce_eager"], [], "--enforce_eager has no effect"),
+        (["--disable-log-requests"], [], ""),
+        (["--pipeline-parallel-size", "1", "m"], ["m"], ""),
+        (["--kv-cache-dtype=auto", "m"], ["m"], ""),
+        (["-O3", "m"], ["m"], "-O has no effect"),
+        (["--compilation-config.mode", "3", "m"], ["m"], "--compilation-config.mode has no effect"),
+        (["--limit-mm-per-prompt", '{"image": 0}'], [], "Manta serves text"),
+        (["--cudagraph-capture-sizes", "1", "2", "4", "--port", "1"], ["--port", "1"], "CUDA graphs"),
+        (["--dtype", "half"], ["--dtype", "float16"], ""),
+        (["--dtype=float"], ["--dtype=float32"], ""),
+        (["--load-format", "safetensors"], ["--load-format", "auto"], ""),
+        (["x", "--", "--trust-remote-code"], ["x", "--", "--trust-remote-code"], ""),
+    ],
+)
+def test_flags_without_effect_leave_the_command_line(
+    given: list[str], kept: list[str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert without_vllm_flags(given) == kept
+    assert (said in caplog.text) if said else not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--pipeline-parallel-size", "2"], "tensor_parallel_size"),
+        (["-pp", "2"], "tensor_parallel_size"),
+        (["--lora-modules", "a=b", "c=d"], "Merge the adapter"),
+        (["--kv-cache-dtype", "fp8"], "target's dtype"),
+        (["--cpu-offload-gb", "4"], "manta plan"),
+        (["--ssl-keyfile", "k"], "proxy"),
+        (["--hf-token", "secret"], "HF_TOKEN"),
+        (["--num-speculative-tokens", "5"], "--spec-tokens"),
+        (["--runner", "pooling"], "generates text"),
+    ],
+)
+def test_flags_whose_loss_would_be_noticed_are_refused_with_what_to_do(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "m", *flags])
+    said = capsys.readouterr().err
+    assert sentence in said and flags[0] in said and "secret" not in said
+
+
+def test_settings_in_yaml_and_python_are_answered_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("model: m\ntrust-remote-code: true\nblock-size: 32\ndtype: half\nenforce_eager: false\n")
+    settings = read_settings(path)
+    assert settings == {"model": "m", "page_size": 32, "dtype": "float16", "speculative_config": None}
+    assert caplog.text.count("has no effect") == 1
+    config, _ = split_settings({"model": "m", "trust_remote_code": True, "num_gpu_blocks_override": 9})
+    assert config.num_pages == 9
+    assert split_settings({"model": "m", "data_parallel_size": 2})[1].replicas == 2
+    with pytest.raises(ConfigError, match="enable_lora is not served"):
+        EngineConfig.from_dict({"model": "m", "enable_lora": True})
+    with pytest.raises(ConfigError, match="vLLM's name of page_size"):
+        accept({"block_size": 16, "page_size": 32})
+    with pytest.raises(ConfigError, match="Did you mean max_num_seqs"):
+        split_settings({"model": "m", "max_num_seq": 4})
+
+
+def test_a_schedule_of_drafts_by_batch_size_is_its_most_and_true_is_not_one() -> None:
+    schedule = [[1, 4, 7], [5, 64, 3]]
+    config = accept_speculation({"model": "d", "num_speculative_tokens_per_batch_size": schedule})
+    assert config == {"model": "d", "num_speculative_tokens": 7}
+    assert accept_speculation({"enable_adaptive_verification": False}) == {"adaptive": False}
+    assert merge_settings({"model": "m", "speculative_config": '{"method": "ngram_gpu"}'})[
+        "speculative_config"
+    ] == {"method": "ngram"}
+    with pytest.raises(ConfigError, match="must be a list like"):
+        accept_speculation({"num_speculative_tokens_per_batch_size": 7})
+
+
+def test_true_is_not_the_default_1(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        accept({"scheduler_reserve_full_isl": True})
+    assert "has no effect" in caplog.text
+
+
+def test_defaults_of_sampling_come_from_a_folder_and_are_overridden(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20, "max_new_tokens": 9}')
+    settings = split_settings(
+        {
+            "model": "m",
+            "generation_config": str(tmp_path),
+            "override_generation_config": {"temperature": 0.1, "max_new_tokens": 5},
+        }
+    )[1]
+    found = GenerationDefaults.load(Path(settings.generation_config))
+    assert found == GenerationDefaults(temperature=0.7, top_k=20, max_tokens=9)
+    found = found.overridden(settings.override_generation_config)
+    assert found == GenerationDefaults(temperature=0.1, top_k=20, max_tokens=5)
+    assert split_settings({"model": "m", "generation_config": "vllm"})[1].generation_config == "openai"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"override_generation_config": {"temprature": 1}},
+        {"override_generation_config": {"temperature": -1}},
+        {"override_generation_config": {"top_p": "high"}},
+        {"override_generation_config": 3},
+        {"generation_config": "/nowhere"},
+    ],
+)
+def test_wrong_defaults_of_sampling_are_refused_before_anything_starts(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="generation_config"):
+        split_settings({"model": "m", **settings})
+
+
+SNAPSHOT = """
+import sys
+from manta.actors.checkpoints import drafter_folder, drafter_commit, target_folder
+from manta.cluster.config import EngineConfig
+config = EngineConfig.from_dict({
+    "model": "me/small", "revision": "v2", "download_dir": sys.argv[1],
+    "speculative_config": {"model": "me/small", "revision": "v3"},
+})
+print(target_folder(config), drafter_folder(config, "me/small"), drafter_commit(config, "me/small"))
+"""
+
+
+def test_the_hub_is_asked_for_the_revision_and_snapshots_lie_where_they_are_to(tmp_path: Path) -> None:
+    kept, asked = tmp_path / "kept", dict[str, int]()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    with hub_with_model("me/small", tmp_path / "model", asked) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", SNAPSHOT, kept],
+            env={
+                **os.environ,
+                "HF_ENDPOINT": address,
+                "HF_HOME": str(tmp_path / "hf"),
+                "HF_HUB_OFFLINE": "0",
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    snapshot = str(kept / "models--me--small/snapshots" / REVISION)
+    assert done.stdout.split() == [snapshot, snapshot, REVISION]
+    assert {"@v2", "@v3"} <= asked.keys() and "@main" not in asked
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder, and has no revision"):
+        target_folder(EngineConfig(model=str(tmp_path), revision="v2"))
+    config = EngineConfig.from_dict(
+        {"model": "m", "speculative_config": {"model": "me/small", "revision": "v3"}}
+    )
+    other = with_drafter(config, "me/other").speculative_config
+    assert other is not None and (other.model, other.revision) == ("me/other", None)
