@@ -68,7 +68,7 @@ class Chat:
     @property
     def num_chars(self) -> int:
         """Of all messages, tools and documents: what rendering and encoding take time for."""
-        values = (value for message in self.messages for value in message.values() if value)
+        values = (value for each in self.messages for key, value in each.items() if value and key != "role")
         lengths = (len(value) if isinstance(value, str) else len(repr(value)) for value in values)
         return sum(lengths) + sum(len(repr(given)) for given in (self.tools, self.documents) if given)
 

@@ -131,6 +131,8 @@ def cut(pair: Path) -> None:
 
 
 def missing_shard(pair: Path) -> None:
+    whole = pair / "drafter/model.safetensors"  # which goes before shards
+    whole.rename(whole.with_name("model-00001-of-00002.safetensors"))
     index = {"weight_map": {"fc.weight": "model-00002-of-00002.safetensors"}}
     write(pair / "drafter/model.safetensors.index.json", json.dumps(index).encode())
 
@@ -175,8 +177,8 @@ BROKEN = [
     Broken(
         "a tap twice",
         dflash(target_layer_ids=[1, 4, 8, 12, 12]),
-        "layer ids",
-        "names a block twice",
+        "dflash_config.target_layer_ids",
+        "all different",
         fatal=False,
     ),
     Broken(
@@ -237,7 +239,7 @@ BROKEN = [
         "FP8 without scales",
         tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})),
         GATE,
-        "without a scale",
+        "config.json does not name",
     ),
     Broken("a tensor missing", tensors(lambda t: t.pop(GATE)), GATE, "is missing"),
     Broken(
@@ -280,8 +282,8 @@ BROKEN = [
     Broken(
         "called an EAGLE-3 head",
         config(architectures=["LlamaForCausalLMEagle3"]),
-        "num_hidden_layers",
-        "drafters of more layers",
+        "block_size",
+        "must be absent",
     ),
     Broken(
         "no word of DFlash",
@@ -319,8 +321,8 @@ BROKEN = [
     Broken("another template", with_template, "chat template", "thinking on or off", fatal=False),
     Broken(
         "a tokenizer larger than the embedding",
-        both(target(vocab_size=4000), config(vocab_size=4000)),
+        both(target(vocab_size=4095), config(vocab_size=4095)),
         "tokenizer",
-        "4096 tokens, its embedding 4000 rows",
+        "4096 tokens, its embedding 4095 rows",
     ),
 ]

@@ -170,6 +170,7 @@ def step_between(before: int, behind: int) -> StepOutcome:
         num_computed=np.array([behind], np.int32),
         stopped=ends,
         full=ends,
+        failed=ends,
         logprobs={},
         prompt_logprobs={},
     )

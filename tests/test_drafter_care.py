@@ -154,7 +154,12 @@ def target_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from .drafter_checkpoints import HIDDEN, TARGET_LAYERS, VOCAB
 
     raw = json.loads((TARGET / "config.json").read_text())
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": TARGET_LAYERS, "vocab_size": VOCAB}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": TARGET_LAYERS,
+        "vocab_size": VOCAB,
+        "eos_token_id": 1,
+    }
     folder = tmp_path_factory.mktemp("target")
     raw |= {**sizes, "layer_types": ["full_attention"] * TARGET_LAYERS, "max_window_layers": TARGET_LAYERS}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -209,7 +214,7 @@ def test_convert_writes_over_nothing(tmp_path: Path):
 def target_of_eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json of a target that the checkpoints of `eagle3_checkpoints` are for."""
     raw = json.loads((TARGET / "config.json").read_text())
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": TINY_VOCAB}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": TINY_VOCAB, "eos_token_id": 1}
     folder = tmp_path_factory.mktemp("target")
     raw |= {**sizes, "layer_types": ["full_attention"] * 4, "max_window_layers": 4}
     (folder / "config.json").write_text(json.dumps(raw))

@@ -121,7 +121,8 @@ def z_lab_drafter(target: Json) -> Json:
         "block_size": BLOCK_SIZE,
         "dflash_config": {
             "mask_token_id": target["vocab_size"] - 1,
-            "target_layer_ids": [min(max(tap, 0), num_layers - 1) for tap in taps],  # of small targets too
+            # A small target has fewer layers than taps; no layer is tapped twice.
+            "target_layer_ids": sorted({min(max(tap, 0), num_layers - 1) for tap in taps}),
         },
     }
 
