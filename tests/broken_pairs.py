@@ -179,7 +179,6 @@ BROKEN = [
         dflash(target_layer_ids=[1, 4, 8, 12, 12]),
         "dflash_config.target_layer_ids",
         "all different",
-        fatal=False,
     ),
     Broken(
         "taps out of order",
