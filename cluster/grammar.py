@@ -7,7 +7,7 @@ workers, by `plan.SlotSampling`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,7 +93,8 @@ class StructuredOutputsParams:
                     f"structured_outputs.{name}={shown(value)} must be {wanted}.",
                     param=f"structured_outputs.{name}",
                 )
-        if self.choice is not None and not all(isinstance(text, str) for text in self.choice):
+        texts: Iterable[object] = self.choice or ()
+        if not all(isinstance(text, str) for text in texts):
             raise RequestError(
                 f"structured_outputs.choice={shown(self.choice)} must be a list of strings.",
                 param="structured_outputs.choice",
