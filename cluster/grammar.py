@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import RequestError, shown
 
@@ -93,7 +93,7 @@ class StructuredOutputsParams:
                     f"structured_outputs.{name}={shown(value)} must be {wanted}.",
                     param=f"structured_outputs.{name}",
                 )
-        texts: Iterable[object] = self.choice or ()
+        texts = cast(Iterable[object], self.choice or ())
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(
                 f"structured_outputs.choice={shown(self.choice)} must be a list of strings.",
