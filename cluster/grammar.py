@@ -7,11 +7,11 @@ workers, by `plan.SlotSampling`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from .errors import RequestError
+from .errors import RequestError, shown
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 WAYS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -46,6 +46,17 @@ class SlotGrammar:
     prompt_length: int
 
 
+_SCHEMA = (str, Mapping, bool)
+_FORMS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "json": (_SCHEMA, "a JSON schema: an object, true or false, or the text of one"),
+    "regex": ((str,), "a string"),
+    "choice": ((list, tuple), "a list of strings"),
+    "grammar": ((str,), "a string"),
+    "json_object": ((bool,), "true or false"),
+    "structural_tag": ((str, Mapping), "an object, or the text of one"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """What an answer must be, in vLLM's names; exactly one is set.
@@ -75,6 +86,19 @@ class StructuredOutputsParams:
     sent_as: str | None = None
 
     def __post_init__(self) -> None:
+        for name, (types, wanted) in _FORMS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, types):
+                raise RequestError(
+                    f"structured_outputs.{name}={shown(value)} must be {wanted}.",
+                    param=f"structured_outputs.{name}",
+                )
+        texts = cast(Iterable[object], self.choice or ())
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(
+                f"structured_outputs.choice={shown(self.choice)} must be a list of strings.",
+                param="structured_outputs.choice",
+            )
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
         if self.json_object is False:

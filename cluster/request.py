@@ -98,6 +98,9 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+        for name, form in (("structured_outputs", StructuredOutputsParams), ("grammar", Grammar)):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, form), name, value, f"a {form.__name__}, or None")
         _require(1 <= self.n <= 128, "n", self.n, "an integer from 1 to 128")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "a number from 0 to 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "a number in (0, 1]")

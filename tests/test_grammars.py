@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,26 @@ def test_one_way_is_asked_for_and_an_engine_without_a_tokenizer_refuses_all(pair
         pytest.raises(RequestError, match="tokenizer"),
     ):
         llm.generate([[5, 6]], asked)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SamplingParams(structured_outputs={"json": {}}), "structured_outputs="),
+        (lambda: SamplingParams(structured_outputs="json"), "structured_outputs="),
+        (lambda: SamplingParams(grammar={"kind": "regex"}), "grammar="),
+        (lambda: StructuredOutputsParams(json=3), r"structured_outputs\.json=3 must be a JSON schema"),
+        (lambda: StructuredOutputsParams(regex=5), r"structured_outputs\.regex=5 must be a string"),
+        (lambda: StructuredOutputsParams(choice="abc"), r"choice=\"abc\" must be a list of strings"),
+        (lambda: StructuredOutputsParams(choice=["a", 1]), "choice=.* must be a list of strings"),
+        (lambda: StructuredOutputsParams(grammar={}), "grammar={} must be a string"),
+        (lambda: StructuredOutputsParams(json_object="yes"), "json_object=.* must be true or false"),
+        (lambda: StructuredOutputsParams(structural_tag=[1]), "structural_tag=.* must be an object"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_name(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        make()
 
 
 # That they are held.

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ....cluster.logprobs import StepLogprobs
-from ....cluster.plan import NOT_A_NUMBER, IntArray, SchedulerOutput, StepResult, StepTimings
+from ....cluster.plan import NOT_A_NUMBER, SchedulerOutput, StepResult, StepTimings
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.step.logprobs import AskedRows, raw_logprobs, read_told, tell, tell_in_chunks
 from ....drafter.step.operators import StepOperators
 from ....drafter.step.proposals import Proposals
-from ....drafter.step.rows import StepRows
+from ....drafter.step.rows import Ints, StepRows
 from ....drafter.step.sampling import sample_rows
 from ....drafter.step.states import RequestStates
 from ..model.decoder import Decoder
@@ -133,7 +133,8 @@ class StepRunner:
         prompt_logprobs = self._tell_prompts(plan, hidden_NH)
         chosen_X, logprobs = self._choose(hidden_XH, rows, self.states.asked_rows(plan))
         token_ids_RW, num_tokens_R = self._operators.accept(chosen_X, rows.counts_R, drafts_RK)
-        token_ids_RW[self._broken(plan, hidden_NH), 0] = NOT_A_NUMBER
+        if len(broken_N := self._broken_rows(hidden_NH)):
+            token_ids_RW[torch.from_numpy(_requests_of(broken_N, plan)), 0] = NOT_A_NUMBER
         self.states.advance(plan, token_ids_RW, num_tokens_R)
         clock.mark()
         if self.drafts is not None and plan.writes_context:
@@ -151,16 +152,9 @@ class StepRunner:
             expert_reads=self._expert_reads.take(),
         )
 
-    def _broken(self, plan: SchedulerOutput, hidden_NH: Tensor) -> IntArray:
-        """Places of requests whose known tokens' states are not numbers. Caches keep 0 in their place, so
-        rows behind them may look sound. Drafts' states are judged by their logits."""
-        broken_N = ~self._operators.are_numbers(hidden_NH)
-        if not bool(broken_N.any()):
-            return np.empty(0, dtype=np.int64)
-        ends_R = np.cumsum(plan.num_rows)
-        rows_N = np.flatnonzero(broken_N.cpu().numpy())
-        places_N = np.searchsorted(ends_R, rows_N, side="right")
-        return np.unique(places_N[rows_N < (ends_R - plan.num_drafts)[places_N]])
+    def _broken_rows(self, values: Tensor) -> Ints:
+        """Rows of a matrix that hold NaN or infinity; none in all but broken models."""
+        return np.flatnonzero(~self._operators.are_numbers(values).cpu().numpy())
 
     def _propose(self, plan: SchedulerOutput) -> Proposals:
         """Ask for drafts, and let grammars see them."""
@@ -194,9 +188,11 @@ class StepRunner:
             return rows.sampled_X, None  # as many
         logits_XV = self.model.logits(hidden_XH)
         logprobs_YV = None if asked is None else raw_logprobs(logits_XV, asked)
-        are_numbers_X = self._operators.are_numbers(logits_XV)  # before rules and masks hide some
+        broken_X = self._broken_rows(logits_XV)  # before rules and masks hide some
         chosen_X = sample_rows(logits_XV, rows.sampling, self._operators)
-        chosen_X = self._communicator.broadcast(torch.where(are_numbers_X, chosen_X, NOT_A_NUMBER))
+        if len(broken_X):
+            chosen_X[torch.from_numpy(broken_X).to(chosen_X.device)] = NOT_A_NUMBER
+        chosen_X = self._communicator.broadcast(chosen_X)
         if asked is None or logprobs_YV is None:
             return chosen_X, None
         chosen_Y = chosen_X[torch.from_numpy(asked.rows()).to(chosen_X.device)]
@@ -213,3 +209,14 @@ class StepRunner:
         next_ids_Y = self.states.tokens_behind(plan, asked)
         told_YE = tell_in_chunks(hidden_YH, next_ids_Y, self.model.logits, asked.num_top)
         return read_told(told_YE.cpu().numpy(), asked)
+
+
+def _requests_of(broken_N: Ints, plan: SchedulerOutput) -> Ints:
+    """Places of the requests whose known tokens are in these rows.
+
+    Caches keep 0 for what is no number, so rows behind such a token may look sound. Drafts are judged by
+    their logits.
+    """
+    ends_R = np.cumsum(plan.num_rows)
+    places_N = np.searchsorted(ends_R, broken_N, side="right")
+    return np.unique(places_N[broken_N < (ends_R - plan.num_drafts)[places_N]])
