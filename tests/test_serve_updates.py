@@ -1,7 +1,4 @@
-"""Two replicas behind HAProxy, changed and killed under load: what clients see, and Prometheus.
-
-`test_serve_gateway.py` has shorter forms, and the swap of a drafter, on a cluster that is made here.
-"""
+"""Two replicas behind HAProxy, changed and killed under load: what clients see, and Prometheus."""
 
 from __future__ import annotations
 
@@ -26,18 +23,12 @@ from tiny import make_tiny_drafter
 
 BODY = {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
 WAIT_S = 150.0
-REPLICAS = "ServeReplica:manta:manta"
 
 
 class Cluster:
-    """Two replicas; `deploy` is what `serve deploy` does.
+    """Two replicas; `deploy` is what `serve deploy` does."""
 
-    Args:
-        settings: of the engine, besides those of `deploy`.
-    """
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, folder: Path) -> None:
         self.target, self.drafter = make_text_pair(folder)
         self.other_drafter = make_tiny_drafter(folder / "other", vocab_size=VOCAB, seed=2)
         self.port = free_port()
@@ -57,7 +48,6 @@ class Cluster:
             "max_num_seqs": 8,
             "num_pages": 256,
             "num_threads": 1,
-            **self._settings,
             **changed,
         }
         deployment = {"name": "manta", "num_replicas": num_replicas, "user_config": user_config or {}}
@@ -133,18 +123,17 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-@contextmanager
-def deployed(folder: Path, **settings: Any) -> Iterator[Cluster]:
-    """A cluster whose two replicas answer; `settings` change those of the engine."""
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     from ray import serve
 
-    cluster = Cluster(folder, settings)
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     environment = ServeEnvironment(plain_proxy=False)
     try:
         with small_ray(6, namespace="serve"):
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": cluster.port})
             cluster.deploy()
-            until(lambda: len(cluster.pids(REPLICAS)) == 2)
+            until(lambda: len(cluster.pids("ServeReplica")) == 2)
             until(lambda: httpx.get(f"{cluster.url}/health", timeout=10).status_code == 200)
             until(lambda: len(cluster.replicas()) == 2)
             yield cluster
@@ -153,44 +142,59 @@ def deployed(folder: Path, **settings: Any) -> Iterator[Cluster]:
         environment.restore()
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with deployed(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
+def test_a_drafter_is_swapped_under_load_and_a_wrong_one_refused(cluster: Cluster) -> None:
+    text, pids = cluster.ask(), cluster.pids("ServeReplica")
+    before = cluster.replicas()
+    with cluster.load() as answers:
+        cluster.deploy({"drafter": str(cluster.other_drafter)})
+        until(lambda: cluster.logged(f"drafting with {cluster.other_drafter} from now on") == 2)
+        cluster.deploy({"drafter": "/nowhere/at/all"})
+        until(lambda: cluster.logged("user_config is refused, and all stays as it was") == 2)
+    assert set(answers) == {text}
+    assert cluster.pids("ServeReplica") == pids, "no replica was replaced"
+    after: dict[str, float] = {}
+
+    def all_answer() -> bool:  # one that is busy may miss a scrape
+        after.clear()
+        after.update(cluster.replicas())
+        return after.keys() == before.keys()
+
+    until(all_answer)
+    assert all(after[replica] >= before[replica] for replica in after)
 
 
 @pytest.mark.slow
 def test_a_rolling_update_fails_no_request(cluster: Cluster) -> None:
-    text, before = cluster.ask(), cluster.pids(REPLICAS)
+    text, before = cluster.ask(), cluster.pids("ServeReplica")
     with cluster.load() as answers:
         cluster.deploy(shutdown_timeout=60)
-        until(lambda: len(cluster.pids(REPLICAS) - before) == 2)
-        until(lambda: not cluster.pids(REPLICAS) & before)
+        until(lambda: len(cluster.pids("ServeReplica") - before) == 2)
+        until(lambda: not cluster.pids("ServeReplica") & before)
     assert set(answers) == {text}
 
 
 @pytest.mark.slow
 def test_replicas_go_and_come_by_a_number_that_is_changed(cluster: Cluster) -> None:
-    text, before = cluster.ask(), cluster.pids(REPLICAS)
+    text, before = cluster.ask(), cluster.pids("ServeReplica")
     with cluster.load() as answers:
         cluster.deploy(num_replicas=1, shutdown_timeout=60)
-        until(lambda: len(cluster.pids(REPLICAS)) == 1)
-        (stays,) = cluster.pids(REPLICAS)
+        until(lambda: len(cluster.pids("ServeReplica")) == 1)
+        (stays,) = cluster.pids("ServeReplica")
         cluster.deploy(num_replicas=2, shutdown_timeout=60)
         until(lambda: len(cluster.replicas()) == 2)
     assert set(answers) == {text}
-    assert stays in before and stays in cluster.pids(REPLICAS), "it was not replaced"
+    assert stays in before and stays in cluster.pids("ServeReplica"), "it was not replaced"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # `test_serve_gateway.py` has a shorter form
 def test_of_a_dead_engine_only_its_own_streams_are_told(cluster: Cluster) -> None:
     cluster.deploy({"drafter": "/nowhere/at/all"})  # is refused, and keeps no replica from starting
-    text, before = cluster.ask(), cluster.pids(REPLICAS)
+    text, before = cluster.ask(), cluster.pids("ServeReplica")
     until(lambda: len(cluster.replicas()) == 2)
     with cluster.load() as answers:
         until(lambda: len(answers) > 3)
         os.kill(min(cluster.pids("TargetWorker")), signal.SIGKILL)
-        until(lambda: bool(cluster.pids(REPLICAS) - before))
+        until(lambda: bool(cluster.pids("ServeReplica") - before))
         until(lambda: len(cluster.replicas()) == 2)
     assert set(answers) <= {text, "error event"}
     assert answers.count("error event") <= 3, "each client had one stream there"
