@@ -88,7 +88,6 @@ class Pace:
         self._share = BackgroundShare(config.max_rows, chunks=config.enable_chunked_prefill)
         # None: a prompt is computed in one step.
         self._prefill = PrefillBudget(config.max_rows) if config.enable_chunked_prefill else None
-        self._max_rows = config.max_rows
         self._halves = Halves() if config.halves else None
         self._ended_s = -math.inf  # the last step
         self._num_learned = self._num_plain = 0  # steps that ended; of these the last ones without drafts
@@ -185,7 +184,7 @@ class Pace:
 
     def prefill_rows(self) -> int:
         """Return the most rows of prompts in a step in which other online requests decode."""
-        return self._max_rows if self._prefill is None else self._prefill.rows()
+        return self._config.max_rows if self._prefill is None else self._prefill.rows()
 
     def beside(self, online: tuple[int, int], num_decoding: int) -> Portion:
         """Background work of a step in which so many online requests decode, with blocks of so many drafts.

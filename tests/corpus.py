@@ -21,7 +21,7 @@ from manta.actors.targets.families import FAMILIES
 from manta.actors.targets.loading.plan import LoadPlan, plan_load
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError
-from published import CONFIGS, GUIDE
+from published import CONFIGS, GUIDE, replace_between
 
 CORPUS = json.loads((Path(__file__).parent / "data" / "published_corpus.json").read_text(encoding="utf-8"))
 ENTRIES: dict[str, dict[str, Any]] = {**CORPUS["targets"], **CORPUS["drafters"]}
@@ -174,9 +174,7 @@ BEGIN, END = "<!-- written by tests/corpus.py -->", "<!-- to here: tests/corpus.
 
 def with_table(text: str) -> str:
     """The guide with this table made anew."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return "\n".join([f"{head}{BEGIN}", "", *table(), "", f"{END}{tail}"])
+    return replace_between(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -282,9 +282,14 @@ def _drafter(target: Target, pair: Pair) -> tuple[str, str]:
 
 def with_table(text: str) -> str:
     """The guide with its table made anew."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return "\n".join([f"{head}{BEGIN}", "", *table(), "", f"{END}{tail}"])
+    return replace_between(text, BEGIN, END, table())
+
+
+def replace_between(text: str, begin: str, end: str, lines: Iterable[str]) -> str:
+    """Return a text with other lines between two marks."""
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return "\n".join([f"{head}{begin}", "", *lines, "", f"{end}{tail}"])
 
 
 if __name__ == "__main__":
