@@ -303,7 +303,6 @@ def _deploy(
     report: Report,
 ) -> None:
     from ray import serve
-    from ray.exceptions import RayError
 
     from ..actors.replica import build_application
 
@@ -317,22 +316,13 @@ def _deploy(
             logging_config=QUIET,
         )
     )
-    try:
-        with counting("starting Ray Serve", report):
-            _await_controller(proxies)
-        server.deploy(app)
-        deadline_s = time.monotonic() + options.ready_timeout_s
-        with counting("loading the models", report) as wait:
-            _await_running(options, deadline_s, wait, proxies)
-            proxies.result()
-    except RayError as error:
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise ConfigError(
-            f"Ray Serve's proxy did not start ({_last_line(error)}). Its log lies in Ray's session folder. "
-            f"It may open {files} files (ulimit -n): where that is too few for HAProxy, raise the limit, or "
-            "use --plain-proxy.",
-            param="plain_proxy",
-        ) from error
+    with counting("starting Ray Serve", report):
+        _await_controller(proxies)
+    server.deploy(app)
+    deadline_s = time.monotonic() + options.ready_timeout_s
+    with counting("loading the models", report) as wait:
+        _await_running(options, deadline_s, wait, proxies)
+        _check_proxies(proxies)
     # The proxy learns of the replica a moment after Serve calls it running.
     await_ready(options.url, deadline_s - time.monotonic())
 
@@ -349,7 +339,23 @@ def _await_controller(start: Future[None]) -> None:
             time.sleep(POLL_S)
         else:
             return
-    start.result()
+    _check_proxies(start)
+
+
+def _check_proxies(start: Future[None]) -> None:
+    """Wait for Serve's proxies. Raises ConfigError if they did not start."""
+    from ray.exceptions import RayError
+
+    try:
+        start.result()
+    except RayError as error:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise ConfigError(
+            f"Ray Serve's proxy did not start ({_last_line(error)}). Its log lies in Ray's session folder. "
+            f"It may open {files} files (ulimit -n): where that is too few for HAProxy, raise the limit, or "
+            "use --plain-proxy.",
+            param="plain_proxy",
+        ) from error
 
 
 def _await_running(options: ServeOptions, deadline_s: float, wait: Wait, proxies: Future[None]) -> None:
@@ -372,7 +378,7 @@ def _await_running(options: ServeOptions, deadline_s: float, wait: Wait, proxies
                 param="ready_timeout_s",
             )
         if proxies.done():
-            proxies.result()
+            _check_proxies(proxies)
         if now_s - looked_s >= TELL_S:
             looked_s = now_s
             wait.what = _what_it_does(options, now_s - begin_s)
