@@ -25,6 +25,7 @@ class ScriptedExecutor(PassingExecutor):
         self.script: Sequence[int] = ()
         self._plans: deque[SchedulerOutput] = deque()
         self._said: dict[int, int] = {}  # tokens per slot
+        self._prompts: dict[str, int] = {}  # tokens per request; one that enters again brings what it was told
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._plans.append(plan)
@@ -35,7 +36,8 @@ class ScriptedExecutor(PassingExecutor):
         if not self.script:
             return result
         for admitted in plan.admitted:
-            self._said[admitted.slot] = 0
+            known = len(admitted.token_ids)
+            self._said[admitted.slot] = known - self._prompts.setdefault(admitted.request_id, known)
         token_ids = result.token_ids.copy()
         for row, slot in enumerate(plan.slots.tolist()):
             begin = self._said[slot]

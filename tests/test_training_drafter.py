@@ -97,6 +97,7 @@ def test_parameter_names_are_those_of_the_z_lab_checkpoints(drafter: TrainableDr
 def test_taps_follow_the_published_default():
     assert usual_layer_ids(36, 5) == (1, 9, 17, 25, 33)
     assert usual_layer_ids(8, 1) == (4,)
+    assert (usual_layer_ids(2, 5), usual_layer_ids(4, 5), usual_layer_ids(6, 5)) == ((0, 1), (1,), (1, 2, 3))
 
 
 def test_slots_predict_the_token_at_their_own_position_and_stop_at_the_end():

@@ -82,7 +82,11 @@ class LentWeights:
 
 
 def usual_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """z-lab's default taps: evenly from layer 1 to the third last, by output of 0-based layer."""
+    """z-lab's default taps: evenly from layer 1 to the third last, by output of 0-based layer.
+
+    A target of few layers gets fewer than `num_taps`, because no layer is tapped twice.
+    """
     if num_taps == 1:
         return (num_layers // 2,)
-    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    even = (round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    return tuple(sorted({min(max(layer, 0), num_layers - 1) for layer in even}))

@@ -110,7 +110,6 @@ class PairShape:
 def z_lab_drafter(target: Json) -> Json:
     """config.json of a drafter as z-lab makes them: five layers and five taps at the target's width."""
     num_layers: int = target["num_hidden_layers"]
-    taps = usual_layer_ids(num_layers, DRAFT_TAPS)
     kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     same = {key: target[key] for key in (*kept, "vocab_size", "rms_norm_eps", "rope_theta") if key in target}
     return {
@@ -121,8 +120,7 @@ def z_lab_drafter(target: Json) -> Json:
         "block_size": BLOCK_SIZE,
         "dflash_config": {
             "mask_token_id": target["vocab_size"] - 1,
-            # A small target has fewer layers than taps; no layer is tapped twice.
-            "target_layer_ids": sorted({min(max(tap, 0), num_layers - 1) for tap in taps}),
+            "target_layer_ids": list(usual_layer_ids(num_layers, DRAFT_TAPS)),
         },
     }
 
