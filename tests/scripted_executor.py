@@ -25,7 +25,7 @@ class ScriptedExecutor(PassingExecutor):
         self.script: Sequence[int] = ()
         self._plans: deque[SchedulerOutput] = deque()
         self._said: dict[int, int] = {}  # tokens per slot
-        self._prompts: dict[str, int] = {}  # tokens per request; one that enters again brings what it was told
+        self._prompts: dict[str, int] = {}  # tokens per request; one entering again has more
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._plans.append(plan)
