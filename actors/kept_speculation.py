@@ -7,7 +7,8 @@
 Read when an engine is made, written when it is closed and every few minutes in between. What is kept is
 where an engine begins, no more: what it measures itself takes its place. What says that drafts do not pay was
 measured while the machine was busy, or of other text, as likely as it is true; so it is not believed, and the
-engine tries drafts in its first steps as one that knows nothing. Where it lies and what becomes of a broken
+engine tries drafts in its first steps as one that knows nothing. Where nothing is kept, it begins with the
+acceptance lengths on the drafter's card. Where it lies and what becomes of a broken
 file says `cluster/kept.py`. Called by `llm.py` and `engine.py`.
 """
 
@@ -17,6 +18,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from statistics import mean
 
 from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine
@@ -24,6 +26,7 @@ from ..cluster.executor import ExecutorInfo
 from ..cluster.kept import Kept
 from ..cluster.speculation.costs import Costs
 from ..cluster.speculation.survival import Survival
+from ..drafter.card import card_lengths
 from ..version import __version__
 from .machine import cpu_name, owned_cores
 
@@ -44,6 +47,8 @@ class KeptSpeculation:
         self._costs, self._kept_costs = engine.costs, Kept("step-costs", _runs(config, info) | pair)
         self._survival = engine.survival
         self._kept_survival = Kept("survivals", pair | _written_s(config))
+        spec = config.speculative_config
+        self._card_lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
         self._due_s = time.monotonic() + _EVERY_S
         for learned, kept in ((self._costs, self._kept_costs), (self._survival, self._kept_survival)):
             if learned is not None:
@@ -61,7 +66,10 @@ class KeptSpeculation:
         if not self._engine.speculation_pays:
             logger.info("What was kept says that drafts do not pay; it is measured anew.")
             self._engine.forget_speculation()
-        self._drafter = None if self._survival is None else self._survival.num_drafters
+        survival = self._survival
+        self._drafter = None if survival is None else survival.num_drafters
+        if survival is not None and self._card_lengths:
+            survival.expect(mean(self._card_lengths))
 
     def keep_if_due(self) -> None:
         """Between two steps."""

@@ -61,10 +61,13 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        # Compiled code that the exception passes through wraps it.
+        if isinstance(error, SystemError) and isinstance(error.__cause__, Stopped):
+            raise error.__cause__ from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

@@ -221,6 +221,14 @@ def test_margins_are_learned_and_chances_come_true():
     assert survival.means(slots)[0, 0] == pytest.approx(0.75), "another drafter, another curve"
 
 
+def test_a_new_drafter_begins_with_the_length_of_its_card():
+    survival, slots = Survival(7, 16), np.arange(16, dtype=np.int32)
+    survival.enter(slots, [0.0] * 16)
+    for length in (1.0, 2.3, 5.0, 8.0, 99.0):
+        survival.expect(length)
+        assert 1 + survival.means(slots)[0].sum() == pytest.approx(min(length, 8.0), abs=1e-3)
+
+
 def test_a_margin_means_less_at_a_higher_temperature_and_new_requests_know_it():
     random, survival = np.random.default_rng(2), Survival(3, 16)
     slots = np.arange(16, dtype=np.int32)

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from manta import LLM, SamplingParams
 from manta.cluster.kept import cache_folder
@@ -64,6 +65,19 @@ def test_which_drafts_stood_is_there_at_the_next_start_and_another_drafters_is_n
     os.utime(next(drafter.glob("*.safetensors")), (1.0, 1.0))  # trained anew
     with make((tiny_qwen3, drafter)) as llm:
         assert learned(llm) == (True, False)
+
+
+def test_a_drafter_that_nothing_is_known_of_begins_with_its_card(
+    tiny_qwen3: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(tiny_drafter, drafter)
+    lines = ["| category | length, T=0 | length, T=1 |", "|---|---|---|", "| overall | 1.9 | 1.3 |"]
+    (drafter / "README.md").write_text("\n".join(lines))
+    with make((tiny_qwen3, drafter)) as llm:
+        survival = llm._engine.survival
+        assert survival is not None
+        assert 1 + survival.means(np.zeros(1, np.int32))[0].sum() == pytest.approx(1.6, abs=1e-3)
 
 
 def test_kept_beliefs_that_drafts_do_not_pay_are_not_believed(tiny_qwen3: Path, tiny_drafter: Path) -> None:

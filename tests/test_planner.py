@@ -26,8 +26,9 @@ from manta.cluster.planner.playing import Arrival, Played, Slo, play
 from manta.cluster.planner.room import PAGE_SIZE, find_room, page_bytes, page_plan
 from manta.cluster.planner.step_time import StepTimes
 from manta.cluster.roofline import Roofline, survival_of_length
+from manta.drafter.card import least_card_length
 from manta.drafter.dflash.config import DrafterConfig
-from manta.jobs.plan.models import ReadPair, card_length, read_pair
+from manta.jobs.plan.models import ReadPair, read_pair
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 SERVED = [name for name, config in PUBLISHED.items() if config["architectures"][0] in FAMILIES]
@@ -234,8 +235,8 @@ def test_an_acceptance_that_cannot_be_is_refused(folders: Path, text: str) -> No
 def test_acceptance_comes_from_the_flag_else_the_card_else_an_assumption(
     folders: Path, shipped_pair: tuple[Path, Path]
 ) -> None:
-    assert card_length(shipped_pair[1]) == 2.30, "the least of its line of totals"
-    assert card_length(folders / "Qwen3-8B") is None
+    assert least_card_length(shipped_pair[1]) == 2.30, "the least of its line of totals"
+    assert least_card_length(folders / "Qwen3-8B") is None
     assumed = read(folders, "Qwen3-8B", "Qwen3-8B-DFlash-b16")
     assert 1 + sum(assumed.pair.survival) == pytest.approx(4.0) and "assumption" in assumed.acceptance
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from manta.actors.targets.families import read_model
+from manta.drafter.card import least_card_length
 from manta.drafter.compute.layers import Linear
 from manta.drafter.dflash.checkpoint import check_drafter, load_drafter
 from manta.drafter.dflash.config import ConvolutionSize, DraftLayer, SelectorSize
 from manta.drafter.dflash.features import LentWeights, TargetFacts
 from manta.drafter.eagle3.checkpoint import load_eagle3
 from manta.drafter.step.noise import negative_gumbel_of
-from manta.jobs.plan.models import card_length
 from manta.jobs.training.begin import (
     continued,
     drafter_config,
@@ -318,4 +318,4 @@ def test_a_card_says_what_was_trained_and_how_good_it_is(tmp_path: Path):
     write_drafter_card(tmp_path, facts)
     card = (tmp_path / "README.md").read_text()
     assert "EAGLE-3 head for owner/target" in card and "9 steps" in card
-    assert card_length(tmp_path) == 2.5, "as `manta plan` reads it"
+    assert least_card_length(tmp_path) == 2.5, "as `manta plan` reads it"

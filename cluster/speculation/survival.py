@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import BoolArray, FloatArray, IntArray
+from ..roofline import survival_of_length
 
 Doubles = NDArray[np.float64]
 
@@ -51,7 +52,7 @@ _HEAT_HELD, _HEAT_STEP = 8.0, 0.5  # of what a temperature adds; part of a step,
 _MOST_STEP = 1.5  # of a Newton step
 _MOST_MARGIN = 50.0  # as sure as that is sure: without a bound a forced token would outweigh all others
 _ERROR_BINS, _ERROR_FADE = 10, 0.999
-_FIRST_CHANCE = 0.75
+_FIRST_CHANCE = 0.75  # that a draft stands, of a drafter of which nothing is known
 _FEW_THERE = 4.0
 _KEPT_SEEN, _KEPT_THERE = 12.0, 16.0  # what is kept counts as so much was seen, at most: texts differ
 
@@ -70,6 +71,7 @@ class Survival:
 
     def __init__(self, most: int, num_slots: int) -> None:
         self.version = self.num_drafters = 0
+        self._first_chance = _FIRST_CHANCE
         self._most, self.num_slots = most, num_slots
         self._nobody = num_slots  # a slot more, of those that have left
         self._turn = 0
@@ -83,6 +85,7 @@ class Survival:
     def renew(self) -> None:
         """Another drafter: all that is known is of the last one."""
         self.num_drafters += 1
+        self._first_chance = _FIRST_CHANCE
         most, slots = self._most, self.num_slots + 1
         self._common, self._common_seen = _GUESS.copy(), np.zeros((2, 2))
         self._curve_K2, self._seen_K22 = np.tile(_GUESS, (most, 1)), np.zeros((most, 2, 2))
@@ -107,6 +110,13 @@ class Survival:
     def knows_drafts(self) -> bool:
         """Whether any have been judged."""
         return self._num_updates > 0
+
+    def expect(self, length: float) -> None:
+        """Begin with this mean acceptance length (bonus token included) where no drafts were judged yet."""
+        length = min(max(length, 1.0), self._most + 1.0)
+        self._first_chance = survival_of_length(length, self._most)[0]
+        self._guesses_K = self._guesses()
+        self.version += 1
 
     def enter(self, slots_R: IntArray, temperatures_R: Sequence[float]) -> None:
         """These slots have new requests."""
@@ -291,7 +301,7 @@ class Survival:
     def _guesses(self) -> Doubles:
         """Of drafts whose margins are not known, if those before them stand [K]: as others at the same place,
         and as far as few were there, as those one place before."""
-        chance, guesses = _FIRST_CHANCE, list[float]()
+        chance, guesses = self._first_chance, list[float]()
         for reached, stood in zip(self._reached_K.tolist(), self._stood_K.tolist(), strict=True):
             chance = (stood + _FEW_THERE * chance) / (reached + _FEW_THERE)
             guesses.append(chance)

@@ -198,7 +198,7 @@ def _metadata(figures: Figures) -> ModelCardData:
 
 
 def _acceptance_table(figures: Figures) -> str:
-    """`card_length` of jobs/plan/models.py reads it."""
+    """`card_lengths` of drafter/card.py reads it."""
     columns = ["category", "prompts"]
     rows: dict[str, list[str]] = {}
     for at in figures["acceptance"]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ...drafter.card import least_card_length
 from ...drafter.compute.tensors import TensorHeaders
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.eagle3.config import DEFAULT_DRAFTS
-from ..plan.models import card_length
 from ..tables import NO_FIGURE, print_table
 from .files import AnyConfig, DrafterFiles
 
@@ -100,7 +100,7 @@ def portrait_of(files: DrafterFiles[AnyConfig]) -> Portrait:
         weight_bytes=sum(_num_bytes(tensors, name) for name in tensors.shapes),
         kv_bytes_per_token=2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim,
         num_speculative_tokens=DEFAULT_DRAFTS if blocks is None else blocks.max_drafts,
-        mean_acceptance_length=card_length(files.folder),
+        mean_acceptance_length=least_card_length(files.folder),
     )
 
 

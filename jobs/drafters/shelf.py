@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...cluster.errors import CheckpointError
+from ...drafter.card import least_card_length
 from ...drafter.dflash.config import DrafterConfig
-from ..plan.models import card_length
 from ..tables import NO_FIGURE, decimals, print_table
 from .files import AnyConfig, read_config
 
@@ -40,7 +40,7 @@ def print_shelf(drafters: dict[str, AnyConfig]) -> None:
             str(config.num_layers),
             str(config.block_size) if isinstance(config, DrafterConfig) else NO_FIGURE,
             ", ".join(map(str, config.target_layer_ids)) or NO_FIGURE,
-            decimals(card_length(Path(config.file).parent)),
+            decimals(least_card_length(Path(config.file).parent)),
         ]
         for name, config in drafters.items()
     ]

@@ -5,7 +5,6 @@ From the hub only small files come (`SHAPE_FILES`); where a folder has weights t
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +20,7 @@ from ...cluster.errors import ConfigError
 from ...cluster.planner.layouts import TP_SIZES
 from ...cluster.planner.pair import Pair
 from ...cluster.roofline import check_survival, survival_of_length
+from ...drafter.card import least_card_length
 from ...drafter.dflash.checkpoint import check_drafter
 from ...drafter.dflash.config import DrafterConfig
 from ...drafter.dflash.features import TargetFacts
@@ -115,7 +115,7 @@ def _dtype(config: EngineConfig, target: ModelSpec) -> HalfDType:
 def _acceptance(text: str | None, num_drafts: int, folder: Path) -> tuple[tuple[float, ...], str]:
     if text is not None:
         return _stated(text, num_drafts), "as stated"
-    if (length := card_length(folder)) is not None:
+    if (length := least_card_length(folder)) is not None:
         return survival_of_length(min(length, num_drafts + 1), num_drafts), "the least of the drafter's card"
     length = min(DEFAULT_LENGTH, 1 + num_drafts / 2)
     return survival_of_length(length, num_drafts), "an assumption; give --acceptance"
@@ -134,24 +134,3 @@ def _stated(text: str, num_drafts: int) -> tuple[float, ...]:
         return survival_of_length(numbers[0], num_drafts)
     check_survival(numbers, num_drafts, param="acceptance")
     return numbers
-
-
-def card_length(folder: Path) -> float | None:
-    """The least mean acceptance length in the line of totals of a card's table; None if it has none.
-
-    That is the table of `manta train-pair` (`jobs/training/cards.py`): columns "length, ..", a row "overall".
-    """
-    try:
-        card = (folder / "README.md").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    columns: list[str] = []
-    for line in card.splitlines():
-        cells = [cell.strip().lower() for cell in line.strip().strip("|").split("|")]
-        if len(cells) > 1 and any("length" in cell for cell in cells):
-            columns = cells
-        elif columns and cells[0] == "overall":
-            pairs = zip(columns, cells, strict=False)
-            lengths = [float(v) for name, v in pairs if "length" in name and re.fullmatch(r"\d+(\.\d+)?", v)]
-            return min((length for length in lengths if length >= 1.0), default=None)
-    return None
