@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from ..cluster.vllm_settings import ANSWERS, VALUES, Kind, answer
 
 _KINDS: dict[str, Kind] = {name: kind for found in ANSWERS.values() for name, kind in found.kinds().items()}
+_NAMES = "served_model_name"  # vLLM takes several names behind one flag, typer one
 _SHORT = {
     "-O": "optimization_level",
     "-pp": "pipeline_parallel_size",
@@ -53,7 +55,16 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
             if not equals and words and rest:
                 rest[0] = words.get(rest[0], rest[0])
             kept.append(f"{flag}={words.get(text, text)}" if equals else argument)
+            if name == _NAMES and not equals and _names_model(kept):
+                names = list(takewhile(lambda word: not word.startswith("-"), rest))
+                del rest[: len(names)]
+                kept[-1:] = [f"{flag}={each}" for each in names] or [argument]
     return kept
+
+
+def _names_model(arguments: Sequence[str]) -> bool:
+    """Whether the model stands behind the command, so that no other word without a flag is one."""
+    return len(arguments) > 2 and not arguments[1].startswith("-")
 
 
 def _name(flag: str) -> str | None:

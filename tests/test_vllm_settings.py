@@ -93,6 +93,12 @@ def test_no_setting_is_answered_twice_and_sentences_end_open() -> None:
         (["--dtype", "half"], ["--dtype", "float16"], ""),
         (["--dtype=float"], ["--dtype=float32"], ""),
         (["--load-format", "safetensors"], ["--load-format", "auto"], ""),
+        (
+            ["serve", "m", "--served-model-name", "a", "b", "-tp", "2"],
+            ["serve", "m", "--served-model-name=a", "--served-model-name=b", "-tp", "2"],
+            "",
+        ),
+        (["serve", "--served-model-name", "a", "m"], ["serve", "--served-model-name", "a", "m"], ""),
         (["x", "--", "--trust-remote-code"], ["x", "--", "--trust-remote-code"], ""),
     ],
 )
