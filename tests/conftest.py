@@ -13,6 +13,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray's workers are nice (15): beside other tests that compute they would take three times as long.
+os.environ.setdefault("RAY_worker_niceness", "0")
 if "MANTA_CACHE_DIR" not in os.environ:  # what was measured here before is none of a test's business
     os.environ["MANTA_CACHE_DIR"] = _cache = mkdtemp(prefix="manta-cache-")
     atexit.register(rmtree, _cache, ignore_errors=True)

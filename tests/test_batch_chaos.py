@@ -166,7 +166,7 @@ def point(name: str, number: int) -> int:
 
 
 @pytest.mark.parametrize("number", range(POINTS))
-@pytest.mark.parametrize("victim", ["driver", "raylet"])
+@pytest.mark.parametrize("victim", ["driver", pytest.param("raylet", marks=pytest.mark.slow)])
 def test_a_job_whose_driver_or_ray_is_killed_goes_on_where_it_was(
     victim: str,
     number: int,

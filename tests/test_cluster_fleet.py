@@ -183,6 +183,7 @@ def options(**known: Any) -> SimulateOptions:
     return SimulateOptions(day=day, replicas=(1, 30), targets=(2.0, 9.0), **known)
 
 
+@pytest.mark.slow
 def test_a_day_is_the_same_every_time_and_ours_takes_fewer_replica_hours() -> None:
     first, again = run_simulate(options()), run_simulate(replace(options(), targets=()))
     for figures in (first, again):

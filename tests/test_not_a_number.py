@@ -73,16 +73,20 @@ def test_a_request_with_nan_ends_and_others_are_as_without_it(
     targets: dict[str, Path], tmp_path: Path, backend: str, drafts: bool
 ) -> None:
     """Its pages are used by others afterwards, which read nothing of what it left there."""
+    slow = backend == "triton"  # in its interpreter
+    if slow and not drafts:
+        pytest.skip("with drafts it computes all that it does without, and more")
+    rounds = ((True, HOT),) if slow else ((False, GREEDY), (True, HOT))
     drafter = make_tiny_drafter(tmp_path, head_dim=32) if drafts else None
     expected: dict[bool, list] = {}
     for name in ("sound", "embedding"):
         with opened(targets[name], backend, drafter) as llm:
-            for is_hot, params in ((False, GREEDY), (True, HOT)):
+            for is_hot, params in rounds:
                 if name == "sound":
                     expected[is_hot] = answers(llm, GOOD, params)
                     continue
                 mixed = [prompt for pair in zip(GOOD, BAD, strict=True) for prompt in pair]
-                for _ in range(2):
+                for _ in range(1 if slow else 2):
                     found = answers(llm, mixed, params)
                     assert found[::2] == expected[is_hot]
                     assert found[1::2] == [("error", [])] * len(BAD)

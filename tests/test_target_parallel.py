@@ -94,6 +94,8 @@ PROMPTS = [np.random.default_rng(5).integers(0, TINY_VOCAB - 1, n).tolist() for 
 
 @pytest.mark.parametrize("world_size", [2, 4])  # 4 ranks share 2 kv heads
 def test_split_ranks_agree_with_each_other_and_with_the_whole(target: Path, world_size: int) -> None:
+    if world_size == 4 and FAMILIES[target.name[:-1]].lean:
+        pytest.skip("split as others are")
     whole, _ = load_runner(settings(target, num_pages=80))
     expected = tokens_by_steps(whole, PROMPTS, 6)
     config = settings(target, num_pages=80, tensor_parallel_size=world_size)

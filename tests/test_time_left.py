@@ -24,14 +24,14 @@ def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:
     ]
 
 
-@pytest.mark.parametrize("load", [{"concurrency": (1, 8)}, {"rate_per_s": (4.0,), "num_requests": 24}])
+@pytest.mark.parametrize("load", [{"concurrency": (2,)}, {"rate_per_s": (4.0,), "num_requests": 6}])
 def test_a_simulated_node_counts_all_that_it_plays(
     load: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("manta.jobs.time_left.FIRST_S", 0.0)
     monkeypatch.setattr("manta.jobs.time_left.INTERVAL_S", 0.0)
     run_node(
-        NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(1, 8), max_model_len=4096, **load)
+        NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(4, 8), max_model_len=2048, **load)
     )
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("simulating ")]
     assert lines[0].startswith("simulating 2 methods and layouts: ")

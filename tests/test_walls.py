@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,18 +90,23 @@ def test_every_wall_falls_when_it_is_breached(tmp_path: Path) -> None:
         assert f"{name} BROKEN" in done.stdout
 
 
-def imported(path: Path, root: Path = ROOT) -> set[str]:
+def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
     """All that a file names, late imports and those for types included; `from a import b` names a.b."""
     package = module_name(path, root).split(".")[: None if path.name == "__init__.py" else -1]
+    return named_in(path.read_text(encoding="utf-8"), tuple(package))
+
+
+@cache  # copies of the package differ in a file or two
+def named_in(text: str, package: tuple[str, ...]) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
             names |= {f"{source}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def test_torch_distributed_is_named_by_workers_alone() -> None:
