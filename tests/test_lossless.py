@@ -31,7 +31,7 @@ from test_lossless_policy import MadPolicy
 from tiny import TINY_VOCAB, make_tiny_drafter, make_tiny_target, transformers_model
 
 WHOLE = os.environ.get("MANTA_GRID") == "whole"
-NUM_TOKENS = 24 if WHOLE else 16
+NUM_TOKENS = 24 if WHOLE else 18
 KNOBS = {
     "greedy": SamplingParams(temperature=0.0),
     "warm": SamplingParams(temperature=0.7),
@@ -225,7 +225,8 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
             rope_scaling=GPT_OSS_YARN if family == "gpt_oss" else None,  # its drafters turn as it does
         )
         if in_bf16:  # pages of 16 tokens, too
-            return Pair(target, drafter, BF16, {"num_pages": 10 if drafter_window is None else 22})
+            few = 10 if WHOLE else 9
+            return Pair(target, drafter, BF16, {"num_pages": few if drafter_window is None else 22})
         geometries = {(mixer.num_kv_heads, mixer.head_dim) for mixer in spec.attentions}
         groups = "two groups" if len(geometries) == 1 else "three groups"
         few = FEW_PAGES["one group" if drafter_window is None else groups]
