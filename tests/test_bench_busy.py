@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import busy_processes as owner
+from benchmarks.busy import BusyOptions, Company, run_busy
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench import busy_processes as owner
-from manta.jobs.bench.busy import BusyOptions, Company, run_busy
 from manta.jobs.bench.passes import EngineRun
 from text_pair import make_text_pair
 

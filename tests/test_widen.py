@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.widen import Width, widen_pair
 from conftest import ROOT
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
@@ -15,7 +16,6 @@ from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.tensors import TensorFolder
 from manta.drafter.step.proposals import Proposals
-from manta.jobs.bench.widen import Width, widen_pair
 from safetensors.torch import load_file, save_file
 from steps import Steps, open_runner
 

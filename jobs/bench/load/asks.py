@@ -2,7 +2,7 @@
 
 A request's number decides its prompt, sampling, seed and length, so that whoever asks for number 17 asks
 for the same. Lengths differ by up to half, so that requests which began together do not end together, as in
-any service. Not when they come (`arrivals.py`), nor who answers (`sweep/`, `served/`).
+any service. Not when they come (`arrivals.py`), nor who answers (`sweep/`).
 """
 
 from __future__ import annotations
