@@ -3,7 +3,7 @@
 On Python's `http.client` alone: openai and httpx only the tests install, and a command must run where nothing
 but Manta is. No proxies from the environment. One connection, which is kept; threads that ask at once have a
 client each. Used by `serve.py` and the demo while a server starts, by the demo for its requests, by
-`bench/contender_server.py`, by `logs/` and by `receipts.py`.
+`logs/`, by `receipts.py` and by `tests/benchmarks/`.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@ from typing import Any
 from manta.actors.batch.file_store import FileStore
 from manta.actors.batch.storage import Storage
 from manta.actors.checkpoints import with_absolute_paths
+from manta.actors.prompts import Chat
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, MantaError
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Ask, Asks, is_chat
+from manta.jobs.bench.load.asks import Ask, Asks
 from manta.jobs.bench.load.latencies import describe
 from manta.jobs.bench.passes import Figures, RunOptions, read_rows, record, say
 from manta.jobs.bench.turns import begin_with
@@ -107,7 +108,7 @@ def batch_lines(target: Target, asks: Sequence[Ask]) -> bytes:
 
 
 def _endpoint(ask: Ask) -> str:
-    return "/v1/chat/completions" if is_chat(ask.prompt) else "/v1/completions"
+    return "/v1/chat/completions" if isinstance(ask.prompt, Chat) else "/v1/completions"
 
 
 def _measure(

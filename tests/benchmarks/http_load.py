@@ -14,9 +14,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from manta.actors.prompts import Chat
 from manta.cluster.errors import MantaError
 from manta.jobs.bench.load.arrivals import Arrivals
-from manta.jobs.bench.load.asks import Ask, is_chat
+from manta.jobs.bench.load.asks import Ask
 from manta.jobs.bench.load.latencies import Waits, describe
 from manta.jobs.bench.passes import Figures
 from manta.jobs.client import HEALTH_TIMEOUT_S, ServerClient
@@ -33,7 +34,8 @@ class Target:
 
     def body(self, ask: Ask) -> dict[str, Any]:  # Any: JSON
         """Return the body of a request."""
-        prompt = {"messages": list(ask.prompt.messages)} if is_chat(ask.prompt) else {"prompt": ask.prompt}
+        chat = isinstance(ask.prompt, Chat)
+        prompt = {"messages": list(ask.prompt.messages)} if chat else {"prompt": ask.prompt}
         return {
             "model": self.model,
             **prompt,

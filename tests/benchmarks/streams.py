@@ -1,7 +1,7 @@
 """Streams of completions and chats as a client sees them: many at once, at little cost, and how each ended.
 
 A few lines of HTTP/1.1 over asyncio's sockets, since the client must not be what is measured, and since how
-a stream ends (properly, with an error event, cut) is what trials of deaths ask. Used by `served/`,
+a stream ends (properly, with an error event, cut) is what trials of deaths ask. Used by `http_load.py`,
 `serve_tax.py`, `soak_serve.py` and the tests that kill servers. Not for questions without a stream:
 `jobs/client.py`.
 """

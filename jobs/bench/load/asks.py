@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....actors.batch.rows import row_seed
-from ....actors.prompts import Chat, encode_prompt
+from ....actors.prompts import encode_prompt
 from ....actors.tokenizer import Tokenizer
 from ....cluster.request import SamplingParams
 from ..passes import PromptRow
@@ -93,8 +93,3 @@ class Asks:
 def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> list[PromptRow]:
     """The same prompts as token ids."""
     return [row._replace(prompt=encode_prompt(row.prompt, tokenizer).token_ids) for row in rows]
-
-
-def is_chat(prompt: Any) -> bool:
-    """Whether it is a conversation."""
-    return isinstance(prompt, Chat)
