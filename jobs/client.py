@@ -78,12 +78,6 @@ class ServerClient:
         self._accept(path, answer)
         return answer.body
 
-    def complete(self, body: Json) -> str:
-        """The text of a completion."""
-        answer = self.ask("/v1/completions", body)
-        self._accept("/v1/completions", answer)
-        return answer.body["choices"][0]["text"]
-
     def stream_chat(self, body: Json) -> Iterator[Json]:
         """The chunks of a streamed chat answer, as they come."""
         path = "/v1/chat/completions"

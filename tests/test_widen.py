@@ -61,6 +61,7 @@ def test_drafts_and_tokens_are_those_of_the_narrow_pair(
     assert all(torch.equal(wide, narrow) for wide, narrow in zip(wide_drafts, drafts, strict=True))
 
 
+@pytest.mark.slow
 def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
     shipped_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
