@@ -3,7 +3,7 @@
 On Python's `http.client` alone: openai and httpx only the tests install, and a command must run where nothing
 but Manta is. No proxies from the environment. One connection, which is kept; threads that ask at once have a
 client each. Used by `serve.py` and the demo while a server starts, by the demo for its requests, by
-`bench/contender_server.py`, by `logs/` and by `receipts.py`.
+`logs/`, by `receipts.py` and by `tests/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -77,12 +77,6 @@ class ServerClient:
         answer = self.ask(path)
         self._accept(path, answer)
         return answer.body
-
-    def complete(self, body: Json) -> str:
-        """The text of a completion."""
-        answer = self.ask("/v1/completions", body)
-        self._accept("/v1/completions", answer)
-        return answer.body["choices"][0]["text"]
 
     def stream_chat(self, body: Json) -> Iterator[Json]:
         """The chunks of a streamed chat answer, as they come."""

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.streams import Stream
 from manta.jobs.bench.provenance import provenance
-from manta.jobs.bench.streams import Stream
 from served import Served, forgotten_since, shared_memory, wait_for
 from serving_load import Load, Probe, Prober
 from serving_log import Return, read_return

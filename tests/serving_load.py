@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from manta.jobs.bench.streams import Stream, StreamClient
+from benchmarks.streams import Stream, StreamClient
 from manta.jobs.client import ServerClient
 from served import wait_for
 

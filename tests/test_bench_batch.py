@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from benchmarks.batch import BatchBenchOptions, run_batch_bench
+from benchmarks.soak_batch import ENGINE_BYTES, check_rows, run_soak
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError, MantaError
-from manta.jobs.bench.batch import BatchBenchOptions, run_batch_bench
-from manta.jobs.bench.soak_batch import ENGINE_BYTES, check_rows, run_soak
 from text_pair import make_text_pair
 
 

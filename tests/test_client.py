@@ -75,12 +75,11 @@ def test_answers_of_any_status_come_over_one_connection() -> None:
         assert {path for path, _ in server.asked} == {"/v1/completions"}
 
 
-def test_a_completion_is_its_text_or_an_error_that_names_the_path() -> None:
-    good = json.dumps({"choices": [{"text": "x"}]}).encode()
-    with serving((200, good), (503, b"")) as server, ServerClient(server.url) as client:
-        assert client.complete({"prompt": "a"}) == "x"
-        with pytest.raises(MantaError, match="/v1/completions answered 503"):
-            client.complete({"prompt": "a"})
+def test_what_is_not_found_is_an_error_that_names_the_path() -> None:
+    with serving((200, b'{"x": 1}'), (503, b"")) as server, ServerClient(server.url) as client:
+        assert client.found("/v1/models") == {"x": 1}
+        with pytest.raises(MantaError, match="/v1/models answered 503"):
+            client.found("/v1/models")
 
 
 def test_a_stream_yields_its_chunks_and_must_end_as_it_should() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import drafter_checkpoints as checkpoints
 import pytest
 import torch
+from benchmarks.contenders import TransformersTarget
+from benchmarks.dflash_loop import LoopDrafter, dflash_loop
 from drafter_checkpoints import HIDDEN, TARGET_LAYERS, VARIANTS, VOCAB
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.contenders import TransformersTarget
-from manta.jobs.bench.dflash_loop import LoopDrafter, dflash_loop
 from oracle_dflash import Oracle, decode
 from safetensors.torch import load_file
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM

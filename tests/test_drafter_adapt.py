@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.json_logs import log_prompts
 from manta.actors.capture.records import CapturedRecord, segment_path
 from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import ConfigError, DatasetError
@@ -16,7 +17,6 @@ from manta.jobs.cli import app
 from manta.jobs.drafters import adapt
 from manta.jobs.drafters.adapt_text import Asked, prepare_text, read_examples
 from manta.jobs.drafters.gate import Measured, judge
-from manta.jobs.drafters.json_logs import log_prompts
 from manta.jobs.training.budget import Length
 from manta.jobs.training.train import Trained, train
 from text_pair import VOCAB, make_text_pair

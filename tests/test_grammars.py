@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from benchmarks.grammars import GrammarOptions, run_grammars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -24,7 +25,6 @@ from manta.cluster.grammar import Grammar, SlotGrammar
 from manta.drafter.grammars import compiler as compiler_module
 from manta.drafter.grammars.compiler import GrammarCompiler, lark_of
 from manta.drafter.grammars.states import GrammarStates
-from manta.jobs.bench.grammars import GrammarOptions, run_grammars
 from schemas import HELD, REFUSED
 from text_pair import VOCAB, make_text_pair
 

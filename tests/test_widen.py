@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.widen import Width, widen_pair
 from conftest import ROOT
 from manta import LLM, SamplingParams
 from manta.actors.targets.families import read_model
@@ -15,7 +16,6 @@ from manta.actors.tokenizer import Tokenizer
 from manta.cluster.errors import CheckpointError, ConfigError
 from manta.drafter.compute.tensors import TensorFolder
 from manta.drafter.step.proposals import Proposals
-from manta.jobs.bench.widen import Width, widen_pair
 from safetensors.torch import load_file, save_file
 from steps import Steps, open_runner
 
@@ -61,6 +61,7 @@ def test_drafts_and_tokens_are_those_of_the_narrow_pair(
     assert all(torch.equal(wide, narrow) for wide, narrow in zip(wide_drafts, drafts, strict=True))
 
 
+@pytest.mark.slow
 def test_the_pair_that_ships_keeps_its_answers_and_its_acceptance(
     shipped_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

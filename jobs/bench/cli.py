@@ -1,18 +1,18 @@
-"""`manta bench ...`: the benchmarks' commands, as `cli.py` has the others."""
+"""`manta bench ...`: what users measure on models of their own. `tests/benchmarks/` measures Manta itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..flags import Model, engine_options
-from ..settings import engine_config
+from ...cluster.config import AttentionBackend, DeviceKind, DType, one_of
+from ..flags import ENGINE_OPTIONS, Model, engine_options, parse_size, with_options
+from ..settings import engine_config, merge_settings
 from ..stop import StopSignals
-from .load_cli import pareto, prepare, serve, sweep
-from .shape_cli import step, widen
 
 # Any: settings are plain data, checked where they become dataclasses; contexts are typer's own.
 
@@ -35,16 +35,23 @@ def _stoppable(context: typer.Context) -> None:
     context.with_resource(StopSignals())
 
 
-# Flags that the commands of `bench` share.
 PromptsFile = Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")]
-NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")]
 MaxConcurrency = Annotated[
     list[int] | None,
-    typer.Option("--max-concurrency", help="Requests at once; may be repeated (1 and 8)."),
+    typer.Option("--max-concurrency", help="Requests at once; may be repeated (1, 2, 4, ..., 64)."),
 ]
-Rounds = Annotated[int, typer.Option("--rounds", help="Of each side; the median counts.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Of every request.")]
+AverageTokens = Annotated[
+    int, typer.Option("--max-tokens", help="Of a request on average: from half of it to half more.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 FiguresFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")]
+PageFile = Annotated[Path | None, typer.Option("--html", help="A page with pictures: one file, no network.")]
+SvgFolder = Annotated[Path | None, typer.Option("--svg", help="Folder that gets each picture as a file.")]
+Method = Annotated[
+    list[str] | None,
+    typer.Option("--method", help="Another method: ngram, eagle3=FOLDER or JSON; may be repeated."),
+]
+Minutes = Annotated[float, typer.Option("--minutes", help="How long it may take, about.")]
 SHIPPED_PROMPTS = Path("models/prompts.jsonl")
 
 
@@ -54,11 +61,14 @@ def speculation(
     settings: dict[str, Any],
     model_: Model = None,
     prompts: PromptsFile = SHIPPED_PROMPTS,
-    num_prompts: NumPrompts = 20,
-    concurrency: MaxConcurrency = None,
-    rounds: Rounds = 5,
-    max_tokens: MaxTokens = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Of the file, spread evenly.")] = 20,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option("--max-concurrency", help="Requests at once; may be repeated (1 and 8)."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Of each side; the median counts.")] = 5,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every request.")] = 128,
+    temperature: Temperature = 0.0,
     trial: Annotated[
         bool,
         typer.Option("--trial/--no-trial", help="Try dtypes for each mode; without, the engine chooses."),
@@ -88,314 +98,238 @@ def speculation(
 
 @bench.command()
 @engine_options
-def compare(
+def sweep(
     settings: dict[str, Any],
     model_: Model = None,
     prompts: PromptsFile = SHIPPED_PROMPTS,
-    num_prompts: NumPrompts = 16,
     concurrency: MaxConcurrency = None,
-    rounds: Rounds = 3,
-    max_tokens: MaxTokens = 128,
-    server: Annotated[
+    arrivals: Annotated[
+        list[str] | None,
+        typer.Option("--arrivals", help="closed, or poisson:RATE (requests/s); may be repeated (closed)."),
+    ] = None,
+    method: Method = None,
+    max_tokens: AverageTokens = 128,
+    temperature: Temperature = 0.0,
+    minutes: Minutes = 15.0,
+    output: FiguresFile = None,
+    html: PageFile = None,
+    svg: SvgFolder = None,
+) -> None:
+    """Measure plain decoding, adaptive and every fixed speculation at 1 to 64 requests; a verdict per bar.
+
+    Also a drafter of shuffled weights, mixed traffic, and the first seconds after starts and changes of load.
+    """
+    config = engine_config(settings)
+    from .load.arrivals import Arrivals
+    from .sweep.run import CONCURRENCY, MIXED, SweepOptions, run_sweep
+    from .sweep.sides import parse_methods
+
+    loops = [Arrivals.parse(text) for text in arrivals or ("closed",)]
+    loads = tuple(concurrency or CONCURRENCY) if None in loops else ()
+    figures = run_sweep(
+        config,
+        SweepOptions(
+            prompts=prompts,
+            concurrency=loads,
+            mixed=tuple(load for load in MIXED if load in loads),
+            open_loops=tuple(loop for loop in loops if loop is not None),
+            methods=parse_methods(method or ()),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            minutes=minutes,
+            output=output,
+        ),
+    )
+    if html is not None or svg is not None:
+        from .load_page import write_svgs, write_sweep_page
+        from .load_pictures import sweep_pictures
+
+        if html is not None:
+            write_sweep_page(figures, html)
+        if svg is not None:
+            write_svgs(sweep_pictures(figures), svg, "sweep-")
+
+
+def _engine_options_unless_files(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the engine's flags; with `--of` no engine starts, so that flags are refused."""
+
+    def gather(flags: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any] | None:
+        if not arguments["files"]:
+            return merge_settings(flags, flags.pop("config"))
+        named = [name for name, value in flags.items() if value is not None]
+        if named:
+            raise typer.BadParameter(f"No engine is started: leave out {', '.join(named)}.")
+        return None
+
+    return with_options(command, ENGINE_OPTIONS, "settings", gather)  # type: ignore[arg-type]
+
+
+@bench.command()
+@_engine_options_unless_files
+def pareto(
+    settings: dict[str, Any] | None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option("--of", metavar="FILE", help="Written by sweep -o; may be repeated. None: measure."),
+    ] = None,
+    prompts: PromptsFile = SHIPPED_PROMPTS,
+    concurrency: MaxConcurrency = None,
+    method: Method = None,
+    max_tokens: AverageTokens = 128,
+    temperature: Temperature = 0.0,
+    minutes: Minutes = 5.0,
+    output: FiguresFile = None,
+    html: PageFile = None,
+    svg: SvgFolder = None,
+) -> None:
+    """Throughput of a GPU (or machine) against tokens/s of one user, a curve per method."""
+    from .pareto import read_figures, run_pareto
+
+    if settings is None:
+        sources = [read_figures(path) for path in files or ()]
+    else:
+        config = engine_config(settings)
+        from .sweep.run import CONCURRENCY, SweepOptions, run_sweep
+        from .sweep.sides import parse_methods
+
+        options = SweepOptions(
+            prompts=prompts,
+            concurrency=tuple(concurrency or CONCURRENCY),
+            mixed=(),
+            methods=parse_methods(method or ()),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            minutes=minutes,
+            methods_only=True,
+        )
+        sources = [run_sweep(config, options)]
+    run_pareto(sources, output, html, svg)
+
+
+@bench.command()
+def step(
+    model: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="An OpenAI-compatible server of the same target."),
-    ] = None,
-    server_model: Annotated[
-        str | None, typer.Option("--server-model", help="Its name there; the first it lists if absent.")
-    ] = None,
-    output: FiguresFile = None,
-) -> None:
-    """Measure DFlash against plain decoding, Hugging Face generate, an unbatched DFlash loop and a server.
-
-    Greedy, the same tokens of the same prompts, each contender in its fastest dtype and setting.
-    """
-    config = engine_config(settings)
-    from .compare import CompareOptions, run_compare
-
-    run_compare(
-        config,
-        CompareOptions(
-            prompts=prompts,
-            num_prompts=num_prompts,
-            concurrency=tuple(concurrency or (1, 8)),
-            rounds=rounds,
-            max_tokens=max_tokens,
-            server=server,
-            server_model=server_model,
-            output=output,
-        ),
-    )
-
-
-@bench.command()
-@engine_options
-def busy(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: PromptsFile = SHIPPED_PROMPTS,
-    num_prompts: NumPrompts = 24,
-    concurrency: MaxConcurrency = None,
-    rounds: Rounds = 5,
-    max_tokens: MaxTokens = 128,
-    busy: Annotated[
-        list[int] | None,
-        typer.Option("--busy", help="Busy processes beside the engine; may be repeated (1, 2 and 4)."),
-    ] = None,
-    cpu_quota: Annotated[
-        list[float] | None,
         typer.Option(
-            "--cpu-quota",
-            metavar="CORES",
-            help="A CPU quota in place of busy processes, as 1.5; may be repeated. Needs root on Linux.",
+            "--model", "-m", show_default=False, help="Folder or config.json; on a GPU Qwen3-8B if absent."
         ),
     ] = None,
-    output: FiguresFile = None,
-) -> None:
-    """Measure what speed is left beside busy processes or below a CPU quota, against the fair share.
-
-    Speculation on and off; turns on an idle machine alternate with turns in company. The engine's own dtype.
-    """
-    config = engine_config(settings)
-    from .busy import BusyOptions, run_busy
-
-    run_busy(
-        config,
-        BusyOptions(
-            prompts=prompts,
-            num_prompts=num_prompts,
-            concurrency=tuple(concurrency or (1, 8)),
-            rounds=rounds,
-            max_tokens=max_tokens,
-            busy=tuple(busy or (() if cpu_quota else (1, 2, 4))),
-            cpu_quotas=tuple(cpu_quota or ()),
-            output=output,
+    spec_model: Annotated[
+        str | None,
+        typer.Option(
+            "--spec-model", show_default=False, help="Likewise; z-lab's b16 at the target's width if absent."
         ),
-    )
-
-
-@bench.command()
-@engine_options
-def batch(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: PromptsFile = SHIPPED_PROMPTS,
-    rows: Annotated[int, typer.Option("--rows", help="Of the dataset: the file's, repeated.")] = 2000,
-    rounds: Rounds = 3,
-    max_tokens: MaxTokens = 64,
-    side: Annotated[
-        list[str] | None,
-        typer.Option("--side", help="job, llm, http, generate or engines; may be repeated (all)."),
     ] = None,
-    engines: Annotated[int, typer.Option("--engines", help="Of the job that is to keep them busy.")] = 2,
-    output: FiguresFile = None,
-) -> None:
-    """Measure a batch job against manta.LLM, HTTP, and Ray Data over Hugging Face generate, on the same rows.
-
-    Each side runs alone, in turns. Besides: how soon a job answers its first row, how busy its engines are.
-    """
-    config = engine_config(settings)
-    from .batch import SIDES, BatchBenchOptions, run_batch_bench
-
-    run_batch_bench(
-        config,
-        BatchBenchOptions(
-            prompts=prompts,
-            rows=rows,
-            rounds=rounds,
-            max_tokens=max_tokens,
-            sides=tuple(side or SIDES),
-            engines=engines,
-            output=output,
-        ),
-    )
-
-
-@bench.command()
-@engine_options
-def background(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: PromptsFile = SHIPPED_PROMPTS,
-    request_rate: Annotated[
-        list[float] | None,
-        typer.Option("--request-rate", help="Online requests/s that come; may be repeated (2)."),
+    spec_tokens: Annotated[
+        int | None, typer.Option("--spec-tokens", help="Drafts per request; the drafter's most if absent.")
     ] = None,
-    num_requests: Annotated[
-        int, typer.Option("--num-requests", help="Online ones, of each side in a round.")
-    ] = 48,
-    lines: Annotated[int, typer.Option("--lines", help="Of the batch; more than are answered.")] = 5000,
-    rounds: Rounds = 3,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="Of a request on average: from half of it to half more.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="Of online requests; 0 is greedy.")
-    ] = 0.0,
-    output: FiguresFile = None,
-) -> None:
-    """Measure what online requests notice of a batch that runs beside them on a server of its own.
-
-    Requests come as a Poisson process, the same ones alone and beside the batch, in turns.
-    """
-    config = engine_config(settings)
-    from .background import BackgroundOptions, run_background_bench
-
-    run_background_bench(
-        config,
-        BackgroundOptions(
-            prompts=prompts,
-            rates=tuple(request_rate or (2.0,)),
-            num_requests=num_requests,
-            lines=lines,
-            rounds=rounds,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            output=output,
-        ),
-    )
-
-
-@bench.command("shared-drafter")
-@engine_options
-def shared_drafter(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: PromptsFile = SHIPPED_PROMPTS,
-    num_prompts: NumPrompts = 20,
-    concurrency: Annotated[
+    batch: Annotated[
         list[int] | None,
-        typer.Option("--max-concurrency", help="Requests at once at each engine; may be repeated (4)."),
+        typer.Option("--batch", help="Requests in a step; may be repeated (1, 8, 32, 64 and 128)."),
     ] = None,
-    engines: Annotated[
+    context: Annotated[
         list[int] | None,
-        typer.Option("--engines", help="At once, on this machine; may be repeated (1, 2 and 3)."),
-    ] = None,
-    rounds: Rounds = 5,
-    seconds: Annotated[float, typer.Option("--seconds", help="Of a side's turn in a round.")] = 3.0,
-    max_tokens: MaxTokens = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    output: FiguresFile = None,
-) -> None:
-    """Measure engines that share one drafter against engines with a drafter each: speed, queue, fairness.
-
-    The same closed load at each engine. A drafter for all, a split one each, a colocated one each: in turns.
-    """
-    config = engine_config(settings)
-    from .shared_drafter import SharedDrafterOptions, run_shared_drafter
-
-    run_shared_drafter(
-        config,
-        SharedDrafterOptions(
-            prompts=prompts,
-            num_prompts=num_prompts,
-            concurrency=tuple(concurrency or (4,)),
-            engines=tuple(engines or (1, 2, 3)),
-            rounds=rounds,
-            seconds=seconds,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            output=output,
+        typer.Option(
+            "--context",
+            parser=parse_size,
+            metavar="SIZE",
+            help="Tokens before a step; may be repeated (1K and 8K).",
         ),
-    )
-
-
-@bench.command("serve-tax")
-@engine_options
-def serve_tax(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: PromptsFile = SHIPPED_PROMPTS,
-    num_prompts: NumPrompts = 20,
-    concurrency: MaxConcurrency = None,
-    rounds: Rounds = 3,
-    max_tokens: MaxTokens = 128,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option("--temperature", "-t", help="0 is greedy; may be repeated (0 and 1)."),
     ] = None,
-    side: Annotated[
-        list[str] | None,
-        typer.Option("--side", help="engine, actor, asgi or serve; may be repeated (all)."),
-    ] = None,
-    output: FiguresFile = None,
-) -> None:
-    """Measure what Ray, HTTP, Serve and HAProxy take of the bare engine's speed, and CPU time by process.
-
-    Streams at 1, 8 and 32 at once unless --max-concurrency says otherwise. Each side runs alone, in turns.
-    """
-    config = engine_config(settings)
-    from .serve_tax import SIDES, ServeTaxOptions, run_serve_tax
-
-    run_serve_tax(
-        config,
-        ServeTaxOptions(
-            prompts=prompts,
-            num_prompts=num_prompts,
-            concurrency=tuple(concurrency or (1, 8, 32)),
-            rounds=rounds,
-            max_tokens=max_tokens,
-            temperatures=tuple([0.0, 1.0] if temperature is None else temperature),
-            sides=tuple(side or SIDES),
-            output=output,
+    steps: Annotated[int, typer.Option("--steps", help="Measured at each point; the median counts.")] = 20,
+    synthetic_acceptance_rates: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic-acceptance-rates",
+            show_default=False,
+            help="How likely each draft and all before it are accepted, as 0.9,0.8,... (vLLM's meaning); "
+            "0.86, 0.86^2, ... if absent.",
         ),
-    )
-
-
-@bench.command()
-@engine_options
-def scale(
-    settings: dict[str, Any],
-    model_: Model = None,
-    replicas: Annotated[
-        str, typer.Option("--replicas", metavar="LEAST:MOST", help="Between which the load drives them.")
-    ] = "1:3",
-    clients: Annotated[
+    ] = None,
+    dtype: Annotated[DType, typer.Option("--dtype", help="Of weights and K/V.")] = "auto",
+    device: Annotated[DeviceKind, typer.Option("--device", help="Where the models run.")] = "auto",
+    attention_backend: Annotated[
+        AttentionBackend,
+        typer.Option(
+            "--attention-backend",
+            help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
+        ),
+    ] = "auto",
+    page_size: Annotated[
         int | None,
-        typer.Option("--clients", help="At once, at the height of the load (enough for all replicas)."),
-    ] = None,
-    hold_s: Annotated[
-        float, typer.Option("--hold", help="Seconds that each load lasts at its number.")
-    ] = 20.0,
-    max_tokens: MaxTokens = 128,
-    output: FiguresFile = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of it over time.")] = None,
-) -> None:
-    """Drive a server's replicas up and down by load; no request may fail. Drawn over time."""
-    from ...actors.http.settings import parse_replicas
-    from .scale import ScaleOptions, run_scale
-
-    run_scale(
-        settings,
-        ScaleOptions(
-            replicas=parse_replicas(replicas),
-            many=clients,
-            hold_s=hold_s,
-            max_tokens=max_tokens,
-            output=output,
-            plot=plot,
+        typer.Option(
+            "--block-size",
+            "--page-size",
+            show_default=False,
+            help="Tokens per K/V page; if absent 64 on a GPU, 16 on a CPU.",
         ),
+    ] = None,
+    device_rates: Annotated[
+        str | None,
+        typer.Option(
+            "--device-rates",
+            show_default=False,
+            metavar="GB/s,TFLOP/s",
+            help="What the device sustains; known GPUs need none, others are measured.",
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
+) -> None:
+    """Measure a step's parts with random weights of any shape, beside the roofline.
+
+    The mean acceptance length comes from the acceptance curve, not from drafts that a model accepted.
+    """
+    from .step import StepOptions, bench_step, parse_rates
+
+    given = {"batches": tuple(batch or ()), "contexts": tuple(context or ())}
+    bench_step(
+        StepOptions(
+            model=model,
+            spec_model=spec_model,
+            num_drafts=spec_tokens,
+            steps=steps,
+            acceptance_rates=parse_rates(synthetic_acceptance_rates),
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            page_size=page_size,
+            device_rates=device_rates,
+            output=output,
+            **{name: values for name, values in given.items() if values},
+        )
     )
 
 
-@bench.command()
-@engine_options
-def grammars(
-    settings: dict[str, Any],
-    model_: Model = None,
-    requests: Annotated[int, typer.Option("--requests", help="At once, each with a schema.")] = 8,
-    max_tokens: MaxTokens = 128,
-    output: FiguresFile = None,
+prepare = typer.Typer(
+    rich_markup_mode=None, help="Fetch published prompts for --prompts.", no_args_is_help=True
+)
+
+
+@prepare.command("speed-bench")
+def speed_bench(
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file for the prompts.")] = Path(
+        "speed-bench.jsonl"
+    ),
+    subset: Annotated[
+        str, typer.Option("--subset", help="qualitative, or throughput_1k .. 32k.")
+    ] = "qualitative",
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A file of NVIDIA's own preparation, in place of the hub's.")
+    ] = None,
 ) -> None:
-    """Measure what holding answers to schemas costs of a step."""
-    config = engine_config(settings)
-    from .grammars import GrammarOptions, run_grammars
+    """SPEED-Bench, by your own access to the Hugging Face hub (HF_TOKEN); for evaluation only."""
+    from ..tables import print_table
+    from .prepare import SUBSETS, prepare_speed_bench
 
-    run_grammars(config, GrammarOptions(requests=requests, max_tokens=max_tokens, output=output))
+    one_of("subset", subset, SUBSETS)
+    done = prepare_speed_bench(subset, output, source)
+    rows = [[name, str(count)] for name, count in done.categories.items()]
+    print_table(f"{sum(done.categories.values())} prompts in {done.path}", ["category", "prompts"], rows)
+    if done.left_out:
+        print(
+            f"{done.left_out} rows hold no prompt on the hub: NVIDIA's specdec_bench (prepare_data.py) makes "
+            "the whole set; give its file with --from."
+        )
 
 
-bench.command()(sweep)
-bench.command()(serve)
-bench.command()(pareto)
-bench.command()(step)
-bench.command()(widen)
 bench.add_typer(prepare, name="prepare")

@@ -1,4 +1,4 @@
-"""Pages and files of a sweep's, a server's or a Pareto run's pictures.
+"""Pages and files of a sweep's or a Pareto run's pictures.
 
 A page is one file with nothing from a network (`jobs/pictures/page.py`): tiles, pictures with their tables,
 and where the figures come from.
@@ -25,7 +25,7 @@ from ..pictures.page import (
     tile_row,
     two_columns,
 )
-from .load_pictures import Picture, serve_pictures, sweep_pictures
+from .load_pictures import Picture, sweep_pictures
 
 Figures = Mapping[str, Any]  # Any: JSON
 _NUMBER = re.compile(r"^[-\d.,]+( %|%|x)?$")
@@ -54,17 +54,6 @@ def write_sweep_page(figures: Figures, path: Path) -> None:
             card("Refused", "Sides that this engine does not run.", two_columns(figures["refused"].items()))
         )
     _write(path, "Speculation by load", figures, tiles, sweep_pictures(figures), more)
-
-
-def write_serve_page(figures: Figures, path: Path) -> None:
-    """The page of a server under load."""
-    points = figures["points"]
-    tiles = [
-        Tile(f"{max(point['tokens_per_s'] for point in points):,.0f}", "tokens/s at most"),
-        Tile(f"{sum(point['completed'] for point in points):,}", "requests ended well"),
-        Tile(f"{sum(sum(point['failures'].values()) for point in points):,}", "failed"),
-    ]
-    _write(path, f"{figures['label']} under load", figures, tiles, serve_pictures(figures), [])
 
 
 def write_pareto_page(figures: Figures, picture: Picture, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a sweep's, a server's or a Pareto run's figures. How they are drawn: `jobs/pictures/lines.py`.
+"""Pictures of a sweep's or a Pareto run's figures. How they are drawn: `jobs/pictures/lines.py`.
 
 Each says what it shows in words and as a table, too. `load_page.py` puts them on a page or in files.
 """
@@ -72,19 +72,6 @@ def sweep_pictures(figures: Figures) -> Iterator[Picture]:
     if points:
         yield _parts(points[len(points) // 2])
         yield from _distributions(points[len(points) // 2])
-
-
-def serve_pictures(figures: Figures) -> Iterator[Picture]:
-    """Those of a server: goodput, and what clients waited for, a curve per load."""
-    points, label = figures["points"], figures["label"]
-    known = [point for point in points if point["user_tokens_per_s"] is not None]
-    if known:
-        yield pareto_picture({label: [operating(point) for point in known]}, _per(figures))
-    if any(point["goodput_per_s"] is not None for point in points):
-        yield _goodput(points, figures["options"]["goodput"])
-    curves = {_point_name(point): point["curves"] for point in points}
-    yield _cdf("ttft", "Time to the first token", "from asking to the first token", curves)
-    yield _cdf("itl", "Between tokens", "between one event with tokens and the next", curves)
 
 
 def sweep_curves(figures: Figures) -> dict[str, list[Operating]]:
@@ -212,34 +199,9 @@ def _cdf(kind: str, title: str, what: str, curves: Mapping[str, Figures]) -> Pic
     return Picture(kind, title, words, lines(series, words, "milliseconds", "per cent"), table)
 
 
-def _goodput(points: Sequence[Figures], goals: Mapping[str, float]) -> Picture:
-    rates = any(point["request_rate"] is not None for point in points)
-    key, x_title = ("request_rate", "requests/s that come") if rates else ("requests", "requests at once")
-    kept = [point for point in points if point[key] is not None]
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goals.items())
-    words = f"Requests per second that ended well, and those of them that kept every limit ({limits})."
-    series = [
-        Line(name, [Dot(p[key], p[of], f"{p[of]:.2f} requests/s at {p[key]:g}") for p in kept])
-        for name, of in (("within the limits", "goodput_per_s"), ("ended well", "requests_per_s"))
-    ]
-    table = [[x_title, "ended well, requests/s", "within the limits", "share"]]
-    table += [
-        [f"{p[key]:g}", f"{p['requests_per_s']:.2f}", f"{p['goodput_per_s']:.2f}", f"{p['good_share']:.0%}"]
-        for p in kept
-    ]
-    drawn = lines(series, words, x_title, "requests/s", log_x=not rates)
-    return Picture("goodput", "Goodput", words, drawn, table)
-
-
 def _operating_dot(point: Operating, per: str) -> Dot:
     tip = f"{point.user_tokens_per_s:.1f} tokens/s per user, {point.tokens_per_s:.1f} per {per}"
     return Dot(point.user_tokens_per_s, point.tokens_per_s, f"{tip}, {_load(point.requests)} at once")
-
-
-def _point_name(point: Figures) -> str:
-    if point["request_rate"] is not None:
-        return f"{point['request_rate']:g}/s"
-    return "all at once" if point["requests"] is None else f"{point['requests']} at once"
 
 
 def _load(requests: int | None) -> str:

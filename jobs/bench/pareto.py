@@ -1,6 +1,6 @@
 """`manta bench pareto`: throughput of a GPU (or machine) against the speed of one user, a curve per method.
 
-From files of `manta bench sweep` and `manta bench serve`, or measured anew. Whoever wants one user to have
+From files of `manta bench sweep`, or measured anew. Whoever wants one user to have
 more tokens/s pays with throughput; a method is better where its curve lies further up and to the right.
 """
 
@@ -15,7 +15,7 @@ from ...actors.files import write_json
 from ...cluster.errors import ConfigError
 from ..tables import print_table
 from .load_page import write_pareto_page, write_svgs
-from .load_pictures import Operating, operating, pareto_picture, sweep_curves
+from .load_pictures import Operating, pareto_picture, sweep_curves
 from .provenance import provenance
 
 Figures = dict[str, Any]  # Any: JSON
@@ -28,7 +28,7 @@ def run_pareto(
     """One picture of all those figures.
 
     Args:
-        sources: of sweeps, or of servers under load; of two curves with one name the later gets a number.
+        sources: of sweeps; of two curves with one name the later gets a number.
         svg: folder.
 
     Raises:
@@ -42,7 +42,7 @@ def run_pareto(
         )
     curves: Curves = {}
     for source in sources:
-        for name, points in _curves(source).items():
+        for name, points in sweep_curves(source).items():
             curves[_new_name(name, curves)] = list(points)
     picture = pareto_picture(curves, "GPU" if devices.pop() else "machine")
     head, *rows = picture.table
@@ -73,27 +73,21 @@ def run_pareto(
 
 
 def read_figures(path: Path) -> Figures:
-    """A file that a sweep or a run on a server wrote.
+    """A file that a sweep wrote.
 
     Raises:
         ConfigError: it is none.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if {"provenance", "points", "options"} <= found.keys() and ("label" in found or "verdicts" in found):
+        if {"provenance", "points", "options", "verdicts"} <= found.keys():
             return found
     except (OSError, ValueError, AttributeError):
         pass
     raise ConfigError(
-        f"files={str(path)!r} is no file that `manta bench sweep -o` or `manta bench serve -o` wrote.",
+        f"files={str(path)!r} is no file that `manta bench sweep -o` wrote.",
         param="files",
     )
-
-
-def _curves(source: Mapping[str, Any]) -> Mapping[str, Sequence[Operating]]:
-    if "verdicts" in source:
-        return sweep_curves(source)
-    return {source["label"]: [operating(p) for p in source["points"] if p["user_tokens_per_s"] is not None]}
 
 
 def _new_name(name: str, known: Mapping[str, object]) -> str:

@@ -1,7 +1,7 @@
 """What the benchmarks share: which prompts, through which engines, and what a pass over them measured.
 
 Not who runs when (`turns.py`), nor what is compared with what: `speculation.py` compares speculation on with
-off, `compare.py` Manta with others, `busy.py` an idle machine with a busy one.
+off, `sweep/` every way to speculate. Also used by `tests/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -246,12 +246,11 @@ def run_engine(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Sampling
 
 
 def record(
-    config: EngineConfig | None, options: RunOptions, points: list[Figures], more: Figures | None = None
+    config: EngineConfig, options: RunOptions, points: list[Figures], more: Figures | None = None
 ) -> Figures:
     """The figures of a run and where they come from; written if the options name a file.
 
     Args:
-        config: None where the engine is somebody else's.
         more: what is told beside points.
     """
     figures = {**subject(config, options), **(more or {}), "points": points}
@@ -261,11 +260,11 @@ def record(
     return figures
 
 
-def subject(config: EngineConfig | None, options: RunOptions) -> Figures:
+def subject(config: EngineConfig, options: RunOptions) -> Figures:
     """What is measured, and where."""
     return {
         "provenance": provenance(),
-        "engine": None if config is None else asdict(config),
+        "engine": asdict(config),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
     }
 

@@ -2,7 +2,7 @@
 
 Nothing of a model's size is read from a disk or passes through the host's memory. What comes out of such a
 pair is noise; who wants text, or drafts that are accepted, widens a trained pair
-(`jobs/bench/widen.py`). Called by `step.py`; the doctor takes shapes from here.
+(`tests/benchmarks/widen.py`). Called by `step.py`; the doctor takes shapes from here.
 """
 
 from __future__ import annotations

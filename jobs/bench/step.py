@@ -3,7 +3,7 @@
 A pair with random weights (`random_pair.py`) runs the engine's own steps over made-up contexts: the cost is
 real. What it writes is noise and no draft is accepted; how many tokens a step brings comes from an acceptance
 curve that is set. Not the engine around the steps: there is no scheduler, and every step has the same shape.
-In this process, without Ray. The steps: `step_times.py`; tables: `step_tables.py`.
+In this process, without Ray. The steps: `step_times.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from ...cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig,
 from ...cluster.errors import ConfigError
 from ...cluster.roofline import Roofline, check_survival, geometric_survival
 from ..shapes import drafter_shape, target_shape
+from ..tables import print_table
 from .device_rates import find_device
+from .idleness import print_warning
 from .provenance import provenance
 from .random_pair import PairShape
-from .step_tables import print_figures
 from .step_times import Measured, Memory, Point, Seen, measure_points
 
 ACCEPTANCE = 0.86  # of each draft, those before it being accepted: a length of 6.5 at 15 drafts
+DRAFTING, PLAIN = ("draft", "verify", "sample", "inject"), ("verify", "sample")  # parts of a step
 Figures = dict[str, Any]  # Any: JSON
 
 
@@ -187,3 +189,50 @@ def _beside(measured: Measured, floor_s: dict[str, float], step_floor_s: float) 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 4)
+
+
+def print_figures(figures: Figures) -> None:
+    """Three tables: steps with drafts, plain steps, and what follows from the acceptance curve."""
+    points, device = figures["points"], figures["device"]
+    tau = figures["acceptance"]["mean_acceptance_length"]
+    rates = f"{device['bytes_per_s'] / 1e9:.4g} GB/s, {device['flops'] / 1e12:.4g} TFLOP/s"
+    kernels = f"{figures['dtype']}, backend {figures['attention_backend']}"
+    print(f"{figures['model']} in {kernels} on {device['name']}: {rates}")
+    drafts = figures["num_drafts"]
+    print_table(
+        f"a step with {drafts} drafts, ms: measured (floor)", *_step_table(points, "drafting", DRAFTING)
+    )
+    print_table("a step of plain decoding, ms", *_step_table(points, "plain", PLAIN))
+    columns = ["batch", "context", "tokens/s", "plain tokens/s", "speed-up", "floor's speed-up", "best rows"]
+    names = ("tokens_per_s", "plain_tokens_per_s", "speedup", "floor_speedup", "floor_best_rows")
+    rows = [[str(point[name]) for name in ("batch", "context", *names)] for point in points]
+    print_table(f"what a mean acceptance length of {tau:.2f} makes of it", columns, rows)
+    print(
+        "Weights are random and no draft is accepted: the cost of a step is measured, the mean acceptance\n"
+        "length comes from the curve that was set. Floors and best rows (per request) are the roofline's."
+    )
+    print_warning([point["idleness"] for point in points])
+    for point in figures["does_not_fit"]:
+        print(f"not measured, does not fit into memory: batch {point['batch']}, context {point['context']}")
+
+
+def _step_table(
+    points: Sequence[Figures], kind: str, parts: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    columns = ["batch", "context", *parts, "host gap", "step", "of the floor"]
+    names = (*parts, "host_gap", "step")
+    rows = [
+        [
+            str(point["batch"]),
+            str(point["context"]),
+            *(_cell(point[kind][name]) for name in names),
+            f"{point[kind]['of_floor']:.0%}",
+        ]
+        for point in points
+    ]
+    return columns, rows
+
+
+def _cell(figure: Figures) -> str:
+    floor = f" ({figure['floor_ms']:.2f})" if "floor_ms" in figure else ""
+    return f"{figure['ms']:.2f}{floor}"

@@ -1,8 +1,6 @@
 """When requests come: in a closed loop, where each that ends makes room for the next, or in an open one.
 
-An open loop's requests come whether or not others have ended, as users do. Gaps between them are drawn from
-a gamma distribution, as `vllm bench serve --request-rate --burstiness` draws them: burstiness 1 is a
-Poisson process, below 1 they come in bursts, above 1 more evenly.
+An open loop's requests come whether or not others have ended, as users do: a Poisson process.
 """
 
 from __future__ import annotations
@@ -21,17 +19,13 @@ class Arrivals:
 
     Attributes:
         rate: requests per second on average; infinite: all at once.
-        burstiness: the gamma distribution's shape.
     """
 
     rate: float
-    burstiness: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
             raise ConfigError(f"request_rate={self.rate} must be above 0, or inf.", param="request_rate")
-        if not (self.burstiness > 0 and math.isfinite(self.burstiness)):
-            raise ConfigError(f"burstiness={self.burstiness} must be a number above 0.", param="burstiness")
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -55,7 +49,7 @@ class Arrivals:
             return [0.0] * count
         gaps, at_s, found = random.Random(seed), 0.0, []
         for _ in range(count):
-            at_s += gaps.gammavariate(self.burstiness, 1.0 / (self.rate * self.burstiness))
+            at_s += gaps.expovariate(self.rate)
             found.append(at_s)
         return found
 

@@ -2,7 +2,7 @@
 
 A request's number decides its prompt, sampling, seed and length, so that whoever asks for number 17 asks
 for the same. Lengths differ by up to half, so that requests which began together do not end together, as in
-any service. Not when they come (`arrivals.py`), nor who answers (`sweep/`, `served/`).
+any service. Not when they come (`arrivals.py`), nor who answers (`sweep/`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....actors.batch.rows import row_seed
-from ....actors.prompts import Chat, encode_prompt
+from ....actors.prompts import encode_prompt
 from ....actors.tokenizer import Tokenizer
 from ....cluster.request import SamplingParams
 from ..passes import PromptRow
@@ -93,8 +93,3 @@ class Asks:
 def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> list[PromptRow]:
     """The same prompts as token ids."""
     return [row._replace(prompt=encode_prompt(row.prompt, tokenizer).token_ids) for row in rows]
-
-
-def is_chat(prompt: Any) -> bool:
-    """Whether it is a conversation."""
-    return isinstance(prompt, Chat)

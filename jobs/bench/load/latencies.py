@@ -1,28 +1,26 @@
-"""What clients waited for: times to the first token, between tokens and in all; and goodput, by vLLM's words.
+"""What clients waited for: times to the first token, between tokens and in all.
 
 Definitions are those of `vllm bench serve`. A request that asked at a, whose n tokens came at t_1 <= .. <=
 t_m (several at once where a block of drafts was accepted):
 
     ttft = t_1 - a      e2el = t_m - a      tpot = (e2el - ttft) / (n - 1), n > 1      itl: t_(i+1) - t_i
 
-Goodput counts requests per second that keep every limit. Used by `sweep/` and `served/`.
+Used by `sweep/` and by `tests/benchmarks/http_load.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ....cluster.errors import ConfigError
-
 PERCENTILES = (50, 90, 95, 99)
 # Of a distribution that is kept to be drawn: per cent.
 CURVE_PERCENTILES = (*range(0, 95, 5), *range(95, 101))
-GOALS = ("ttft", "tpot", "e2el")
+KINDS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +40,9 @@ class Waits:
         return cls(ttft_s, e2el_s, tpot_s, tuple(later - sooner for sooner, later in pairwise(times_s)))
 
 
-def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """`ttft:200`, `tpot:20`, `e2el:3000` (milliseconds) by name; several may stand in one text."""
-    goals: dict[str, float] = {}
-    for text in " ".join(texts).split():
-        name, _, most = text.partition(":")
-        try:
-            limit_ms = float(most)
-        except ValueError:
-            limit_ms = -1.0
-        if name not in GOALS or not limit_ms > 0:
-            raise ConfigError(
-                f"goodput={text!r} must be one of {', '.join(GOALS)} and milliseconds, as ttft:200.",
-                param="goodput",
-            )
-        goals[name] = limit_ms
-    return goals
-
-
-def num_good(waits: Sequence[Waits], goals: Mapping[str, float]) -> int:
-    """Requests that kept every limit (ms); one without a tpot keeps that."""
-    return sum(
-        all(value is None or 1e3 * value <= goals[name] for name, value in _named(one) if name in goals)
-        for one in waits
-    )
-
-
 def describe(waits: Sequence[Waits]) -> dict[str, Any]:  # Any: JSON
     """Mean and percentiles of each kind in milliseconds; None where there is none of a kind."""
-    values = {name: [value for one in waits for kind, value in _named(one) if kind == name] for name in GOALS}
+    values = {name: [value for one in waits for kind, value in _named(one) if kind == name] for name in KINDS}
     values["itl"] = [gap for one in waits for gap in one.itl_s]
     return {f"{name}_ms": _describe([v for v in found if v is not None]) for name, found in values.items()}
 

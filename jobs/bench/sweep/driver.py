@@ -1,7 +1,8 @@
 """Load on one engine in this process: it is stepped, and every update is kept with its time.
 
 Three ways: a closed loop over some requests (`closed`), an open one (`open`), and a closed one for some time
-(`hold`). No text is made and nothing stands between; what HTTP adds is measured by `manta bench serve`.
+(`hold`). No text is made and nothing stands between; `tests/benchmarks/serve_tax.py` measures
+what HTTP adds.
 """
 
 from __future__ import annotations

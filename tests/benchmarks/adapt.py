@@ -1,0 +1,91 @@
+"""The bar of `manta drafter adapt`: the shipped drafter, a new kind of text, twenty minutes on a CPU.
+
+    python tests/benchmarks adapt -o docs/benchmarks/adapt-cpu.json
+
+JSON logs are the new text (`drafters/json_logs.py`); replayed are prompts from the files that the pair was
+trained on. Neither holds a prompt of models/prompts.jsonl, on which the shipped categories are measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from manta.actors.files import write_json
+from manta.actors.tokenizer import Tokenizer
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.drafters.adapt import AdaptOptions, measure, print_figures, run_adapt
+from manta.jobs.drafters.adapt_text import read_examples
+from manta.jobs.drafters.gate import MAX_LOSS, judge
+from manta.jobs.tables import print_table
+
+from .json_logs import write_logs
+
+LEAST_GAIN = 0.2
+_TARGET, _DRAFTER, _SHIPPED = Path("models/target"), Path("models/drafter"), Path("models/prompts.jsonl")
+_NUM_LOGS, _HELD_OUT_LOGS, _REPLAYED_OF_EACH = 3000, 64, 400
+_SEED, _HELD_OUT_SEED, _REPLAY_SEED = 1, 2, 3
+
+
+def write_replay(path: Path) -> None:
+    """Prompts of the shipped categories, from files that are not held out."""
+    from manta.jobs.training import corpus
+    from manta.jobs.training.prompts import all_prompts, select_prompts, write_prompts
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(_TARGET / "tokenizer.json"))
+    learned = [file for file in corpus.library_files() if not file.is_held_out]
+    prompts = all_prompts(learned, backend, _REPLAY_SEED)
+    write_prompts(select_prompts(prompts, _REPLAYED_OF_EACH, _REPLAY_SEED), path)
+
+
+def run(minutes: float, work: Path) -> dict[str, Any]:
+    """Adapt, and measure what the gate has not seen. The figures, `met` among them."""
+    options = AdaptOptions(
+        drafter=str(_DRAFTER),
+        target=str(_TARGET),
+        data=work / "logs.jsonl",
+        replay=work / "replay.jsonl",
+        output=work / "drafter",
+        minutes=minutes,
+    )
+    for path, write in (
+        (options.data, lambda path: write_logs(path, _NUM_LOGS, _SEED)),
+        (options.replay, write_replay),
+    ):
+        if not path.exists():
+            write(path)
+    adapted = run_adapt(options)
+    print_figures(adapted, options)
+    unseen = work / "unseen.jsonl"
+    write_logs(unseen, _HELD_OUT_LOGS, _HELD_OUT_SEED)
+    tokenizer = Tokenizer.load(_TARGET)
+    logs, shipped = (read_examples(path, tokenizer, "data") for path in (unseen, _SHIPPED))
+    before, after = (measure(drafter, _TARGET, logs, shipped) for drafter in (_DRAFTER, options.candidate))
+    verdict = judge(before, after, LEAST_GAIN)
+    return {
+        "bar": {"least_gain": LEAST_GAIN, "most_loss": MAX_LOSS, "minutes": minutes},
+        "met": verdict.passed and adapted["passed"],
+        "unseen": verdict.as_json(),
+        "adapt": adapted,
+    }
+
+
+def main(
+    minutes: Annotated[float, typer.Option("--minutes", help="For answers and training.")] = 20.0,
+    work: Annotated[Path, typer.Option("--work-dir", help="The same one again resumes.")] = Path("out/adapt"),
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file for the figures.")] = None,
+) -> None:
+    """Adapt the shipped drafter to JSON logs; end with 1 if the bar is missed."""
+    work.mkdir(parents=True, exist_ok=True)
+    figures = {"provenance": provenance(), **run(minutes, work)}
+    if output is not None:
+        write_json(output, figures)
+    rows = [
+        [name, f"{found['before']:.2f}", f"{found['after']:.2f}", f"{found['gain']:+.1%}"]
+        for name, found in figures["unseen"]["tokens_per_step"].items()
+    ]
+    print_table("tokens per step on text that nobody has seen", ["text", "before", "after", "gain"], rows)
+    if not figures["met"]:
+        raise typer.Exit(1)

@@ -1,0 +1,246 @@
+"""`benchmarks background`: what online requests notice of a batch that runs beside them.
+
+A server's requests come as users do, in an open loop (a Poisson process), once alone and once while a batch
+of `/v1/batches` takes what they leave; both in turns, the same requests at the same moments. The bar is a p95
+time per token of at most 1.1 times what it is alone (`docs/decisions/background.md`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manta.actors.batch.file_store import FileStore
+from manta.actors.batch.storage import Storage
+from manta.actors.checkpoints import with_absolute_paths
+from manta.actors.prompts import Chat
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError, MantaError
+from manta.jobs.bench.idleness import Watch, print_warning
+from manta.jobs.bench.load.arrivals import Arrivals
+from manta.jobs.bench.load.asks import Ask, Asks
+from manta.jobs.bench.load.latencies import describe
+from manta.jobs.bench.passes import Figures, RunOptions, read_rows, record, say
+from manta.jobs.bench.turns import begin_with
+from manta.jobs.client import ServerClient
+from manta.jobs.tables import print_table
+
+from .http_load import ServedPass, Target, find_server, pass_figures, send
+from .own_server import manta_serve
+
+BAR = 1.1
+COMPARED = (("tpot", "p50"), ("tpot", "p95"), ("ttft", "p50"), ("ttft", "p95"))
+POLL_S, START_TIMEOUT_S, END_TIMEOUT_S, STREAM_TIMEOUT_S = 0.2, 120.0, 60.0, 600.0
+LOOK_EVERY_S = 1.0
+WARM_UP = 8  # requests
+ENDED = ("completed", "cancelled", "expired", "failed")
+
+SIDES = ("alone", "beside")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundOptions(RunOptions):
+    """What is asked.
+
+    Attributes:
+        rates: online requests per second, a point each.
+        num_requests: online requests of a side in a round.
+        lines: of the batch; it must not end before the requests do.
+        temperature: of online requests; the batch is greedy.
+    """
+
+    num_prompts: int = 240
+    rates: tuple[float, ...] = (2.0,)
+    num_requests: int = 48
+    lines: int = 5000
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        for name in ("num_requests", "lines"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        for rate in self.rates:
+            Arrivals(rate)
+
+
+def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Figures:
+    """Measure on a server of that config, print a table, and write the figures if asked. Returns them."""
+    config = replace(with_absolute_paths(config), enable_prefix_caching=False)
+    with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
+        storage = Path(scratch) / "batches"
+        say("starting manta serve")
+        with manta_serve(config, Path(scratch), "--batch-storage", str(storage)) as url:
+            points = measure(url, storage, options, Watch(look_every_s=LOOK_EVERY_S))
+    print_points(points)
+    return record(config, options, points)
+
+
+def measure(url: str, storage: Path, options: BackgroundOptions, watch: Watch | None) -> list[Figures]:
+    """Both sides at each rate, on a server whose batches are kept in `storage`."""
+    target = find_server(url)
+    rows = read_rows(options.prompts, options.num_prompts)
+    asks = Asks(rows, options.max_tokens, options.temperature)
+    greedy = Asks(rows, options.max_tokens, 0.0)
+    content = batch_lines(target, [greedy[number] for number in range(options.lines)])
+    file = FileStore(Storage.open(str(storage), field="storage")).upload("lines.jsonl", "batch", content)
+    asyncio.run(send(target, [asks[i] for i in range(WARM_UP)], Arrivals(1e3), WARM_UP, STREAM_TIMEOUT_S))
+    batches = _Batches(url, file.id, _endpoint(greedy[0]))
+    return [_measure(target, asks, batches, rate, options, watch) for rate in options.rates]
+
+
+def batch_lines(target: Target, asks: Sequence[Ask]) -> bytes:
+    """A batch's input that asks for these; those of the first one's endpoint."""
+    url, lines = _endpoint(asks[0]), []
+    for ask in asks:
+        if _endpoint(ask) == url:
+            body = {name: value for name, value in target.body(ask).items() if name != "stream_options"}
+            lines.append({"custom_id": str(ask.number), "method": "POST", "url": url, "body": body})
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def _endpoint(ask: Ask) -> str:
+    return "/v1/chat/completions" if isinstance(ask.prompt, Chat) else "/v1/completions"
+
+
+def _measure(
+    target: Target,
+    asks: Asks,
+    batches: _Batches,
+    rate: float,
+    options: BackgroundOptions,
+    watch: Watch | None,
+) -> Figures:
+    done: dict[str, list[_SidePass]] = {name: [] for name in SIDES}
+    for number in range(options.rounds):
+        first = number * options.num_requests
+        chosen = [asks[first + i] for i in range(options.num_requests)]
+        for name in begin_with(SIDES, number):
+            say(f"{rate:g} requests/s, round {number + 1}/{options.rounds}: {name}")
+            with batches.running() if name == "beside" else nullcontext():
+                before = batches.tokens_of_engine()
+                with nullcontext() if watch is None else watch.open():
+                    load = asyncio.run(send(target, chosen, Arrivals(rate), None, STREAM_TIMEOUT_S))
+                done[name].append(_SidePass(load, batches.tokens_of_engine() - before))
+    return {
+        "request_rate": rate,
+        "requests": options.rounds * options.num_requests,
+        "sides": [_side_figures(name, done[name]) for name in SIDES],
+        "ratios": _ratios(*(done[name] for name in SIDES)),
+        "idleness": None if watch is None else watch.found.as_json(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _SidePass:
+    """A side's turn: what clients saw, and all tokens that the engine brought out meanwhile."""
+
+    load: ServedPass
+    tokens: float
+
+    @property
+    def batch_tokens_per_s(self) -> float:
+        return (self.tokens - sum(reply.num_tokens for reply in self.load.replies)) / self.load.seconds
+
+
+def _side_figures(name: str, passes: Sequence[_SidePass]) -> Figures:
+    """Of all rounds together."""
+    replies = [reply for each in passes for reply in each.load.replies]
+    together = ServedPass(sum(each.load.seconds for each in passes), replies)
+    batch = statistics.median(each.batch_tokens_per_s for each in passes)
+    return {"side": name, "batch_tokens_per_s": round(batch, 2), **pass_figures(together)}
+
+
+def _ratios(alone: Sequence[_SidePass], beside: Sequence[_SidePass]) -> Figures:
+    """Beside a batch by alone: medians over rounds; None where a round has no such time."""
+    rounds = [
+        tuple(describe([reply.waits for reply in side.load.replies if reply.whole]) for side in both)
+        for both in zip(alone, beside, strict=True)
+    ]
+    found: Figures = {}
+    for kind, quantile in COMPARED:
+        times = [(before[f"{kind}_ms"], after[f"{kind}_ms"]) for before, after in rounds]
+        known = all(before and after for before, after in times)
+        ratios = [after[quantile] / before[quantile] for before, after in times] if known else []
+        found[f"{kind}_{quantile}"] = round(statistics.median(ratios), 4) if ratios else None
+    return found
+
+
+def print_points(points: Sequence[Figures]) -> None:
+    """A table per rate; below it the ratio that the bar is for."""
+    for point in points:
+        rows = [
+            [
+                side["side"],
+                str(side["completed"]),
+                f"{side['tokens_per_s']:.1f}",
+                *("-" if (ms := side[f"{k}_ms"]) is None else f"{ms[q]:.2f}" for k, q in COMPARED),
+                f"{side['batch_tokens_per_s']:.1f}",
+            ]
+            for side in point["sides"]
+        ]
+        columns = ["", "done", "tok/s", *(f"{k} {q}" for k, q in COMPARED), "batch tok/s"]
+        print_table(f"{point['request_rate']:g} requests/s; times in ms", columns, rows)
+        ratio = point["ratios"]["tpot_p95"]
+        if ratio is not None:
+            print(f"p95 time per token beside a batch: {ratio:.2f} x what it is alone (bar {BAR})")
+        for side in point["sides"]:
+            for kind, number in side["failures"].items():
+                print(f"{side['side']}: {number} failed: {kind}")
+    print_warning([point["idleness"] for point in points if point["idleness"] is not None])
+
+
+class _Batches:
+    """Batches of one input file, one after the other.
+
+    Each question has its own connection: the server closes one that is idle while a side is measured.
+    """
+
+    def __init__(self, url: str, file_id: str, endpoint: str) -> None:
+        self._url = url
+        self._body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A batch that answers lines, cancelled at the end. Raises MantaError if it had ended before."""
+        path = f"/v1/batches/{self._ask('/v1/batches', self._body)['id']}"
+        self._wait(path, START_TIMEOUT_S, lambda batch: batch["request_counts"]["completed"] > 0)
+        try:
+            yield
+            if (status := self._ask(path)["status"]) in ENDED:
+                raise MantaError(
+                    f"The batch was {status} before the online requests had ended: give it more --lines."
+                )
+        finally:
+            if self._ask(path)["status"] not in ENDED:
+                self._ask(f"{path}/cancel", {})
+                self._wait(path, END_TIMEOUT_S, lambda batch: batch["status"] in ENDED)
+
+    def tokens_of_engine(self) -> float:
+        """That have come out since the server's start."""
+        with ServerClient(self._url) as client:
+            lines = client.text("/metrics").splitlines()
+        wanted = ("vllm:generation_tokens_total ", "vllm:generation_tokens_total{")
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(wanted))
+
+    def _ask(self, path: str, body: Mapping[str, object] | None = None) -> Mapping[str, Any]:
+        with ServerClient(self._url) as client:
+            answer = client.ask(path, body)
+        if answer.status != 200:
+            raise MantaError(f"{path} answered {answer.status}: {answer.error}")
+        return answer.body
+
+    def _wait(self, path: str, timeout_s: float, reached: Callable[[Mapping[str, Any]], bool]) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not reached(batch := self._ask(path)):
+            if time.monotonic() > deadline_s:
+                raise MantaError(f"The batch is {batch['status']} after {timeout_s:g} s: {batch['errors']}")
+            time.sleep(POLL_S)

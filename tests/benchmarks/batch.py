@@ -1,0 +1,178 @@
+"""`benchmarks batch`: what a batch job costs over the bare engine, and what others take for the same rows.
+
+A job, `manta.LLM`, HTTP against a server of ours, and Ray Data with an actor of Hugging Face `generate`, in
+turns: each round every side runs alone over the same rows, and who begins moves on. Greedy, the same number
+of tokens of every row, no prefix reused. Besides, a job of two engines, for how busy it keeps them. Medians
+over rounds count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from manta.actors.checkpoints import with_absolute_paths
+from manta.actors.files import rounded
+from manta.actors.prompts import load_tokenizer
+from manta.cluster.config import EngineConfig, one_of
+from manta.cluster.errors import ConfigError
+from manta.jobs.bench.idleness import Watch, print_warning
+from manta.jobs.bench.passes import (
+    Figures,
+    Pass,
+    Prompt,
+    RunOptions,
+    encode_prompts,
+    read_prompts,
+    record,
+    say,
+)
+from manta.jobs.bench.turns import begin_with, ratios
+from manta.jobs.tables import NO_FIGURE, decimals, print_table
+
+from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
+
+SIDES = ("job", "llm", "http", "generate", "engines")
+GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on how many follow
+LEAST_GENERATED = 16
+LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchBenchOptions(RunOptions):
+    """What is compared.
+
+    Attributes:
+        rows: of the dataset; the file's prompts, repeated.
+        sides: who takes part, of SIDES.
+        engines: of the job whose engines are to be busy.
+    """
+
+    rows: int = 2000
+    max_tokens: int = 64
+    sides: Sequence[str] = SIDES
+    engines: int = 2
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        for name in ("rows", "engines"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+        for name in self.sides:
+            one_of("side", name, SIDES)
+
+
+class Side(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def run(self, work: Work) -> Pass: ...
+
+
+def run_batch_bench(config: EngineConfig, options: BatchBenchOptions) -> Figures:
+    """Measure, print a table, and write the figures if asked. Returns them."""
+    config = replace(with_absolute_paths(config), enable_prefix_caching=False)
+    prompts = _prompts(config, options)
+    sides = _sides(config, options)
+    passes: dict[str, list[Pass]] = {name: [] for name in sides}
+    watch = Watch(look_every_s=LOOK_EVERY_S)
+    with tempfile.TemporaryDirectory(prefix="manta-bench-") as scratch:
+        for number in range(options.rounds):
+            for name in begin_with(list(sides), number):
+                say(f"round {number + 1}/{options.rounds}: {sides[name].name}")
+                work = Work(_share(prompts, name), options.max_tokens, Path(scratch))
+                with watch.open():
+                    passes[name].append(sides[name].run(work))
+    point = _figures(sides, passes, prompts, watch)
+    print_point(point)
+    return record(config, options, [point])
+
+
+def print_point(point: Figures) -> None:
+    """The table; below it what disturbed."""
+    columns = ["side", "rows", "tok/s", "the job is", "identical", "first row after s", "engines busy"]
+    table = [
+        [
+            side["name"],
+            str(side["rows"]),
+            f"{side['tokens_per_s']:.1f}",
+            NO_FIGURE if side["ratio"] is None else f"{side['ratio']:.2f}x",
+            {None: NO_FIGURE, True: "yes", False: "no"}[side["identical"]],
+            decimals(side["first_row_s"]),
+            NO_FIGURE if side["busy_share"] is None else f"{100 * side['busy_share']:.1f} %",
+        ]
+        for side in point["sides"]
+    ]
+    print_table(f"{point['rows']} rows", columns, table)
+    print_warning([point["idleness"]])
+
+
+def _sides(config: EngineConfig, options: BatchBenchOptions) -> Mapping[str, Side]:
+    made: dict[str, Side] = {
+        "job": JobSide(config),
+        "llm": LlmSide(config),
+        "http": HttpSide(config),
+        "generate": GenerateSide(config),
+        "engines": JobSide(config, options.engines),
+    }
+    return {name: side for name, side in made.items() if name in options.sides}
+
+
+def _prompts(config: EngineConfig, options: BatchBenchOptions) -> list[Prompt]:
+    """The file's prompts, as often as it takes; ids of their own."""
+    distinct = encode_prompts(read_prompts(options.prompts, options.rows), load_tokenizer(config))
+    return [(f"{i:07d}", distinct[i % len(distinct)][1]) for i in range(options.rows)]
+
+
+def _share(prompts: Sequence[Prompt], name: str) -> Sequence[Prompt]:
+    """What a side runs over: all, but for the slow one, whose rows are spread over all."""
+    if name != "generate":
+        return prompts
+    count = min(len(prompts), max(LEAST_GENERATED, round(GENERATE_SHARE * len(prompts))))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def _figures(
+    sides: Mapping[str, Side],
+    passes: Mapping[str, list[Pass]],
+    prompts: Sequence[Prompt],
+    watch: Watch,
+) -> Figures:
+    return {
+        "rows": len(prompts),
+        "sides": [
+            _side_figures(name, sides[name], found, passes, len(_share(prompts, name)))
+            for name, found in passes.items()
+        ],
+        "idleness": watch.found.as_json(),
+    }
+
+
+def _side_figures(
+    name: str, side: Side, found: Sequence[Pass], passes: Mapping[str, list[Pass]], rows: int
+) -> Figures:
+    jobs = [one for one in found if isinstance(one, JobPass)]
+    busy = [one.busy_share for one in jobs if one.busy_share is not None]
+    return {
+        "side": name,
+        "name": side.name,
+        "rows": rows,
+        "tokens": found[-1].tokens,
+        "tokens_per_s": round(statistics.median(one.tokens_per_s for one in found), 2),
+        "rounds_tokens_per_s": [round(one.tokens_per_s, 2) for one in found],
+        "ratio": round(statistics.median(ratios(passes["job"], found)), 3) if "job" in passes else None,
+        "identical": _same(found[-1], passes.get("llm")) if name != "generate" else None,
+        "first_row_s": rounded(statistics.median(one.first_row_s for one in jobs) if jobs else None),
+        "busy_share": rounded(statistics.median(busy) if busy else None),
+    }
+
+
+def _same(found: Pass, reference: Sequence[Pass] | None) -> bool | None:
+    """Whether the answers are those of `manta.LLM`; None where one of both does not tell."""
+    if reference is None or found.token_ids is None:
+        return None
+    return found.token_ids == reference[-1].token_ids

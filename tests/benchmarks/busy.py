@@ -1,0 +1,231 @@
+"""`benchmarks busy`: how much of its speed the engine keeps beside busy processes, or below a CPU quota.
+
+For each mode, turns on an idle machine alternate with turns in *company*: processes that compute without
+end, started for the turn, or a quota. So idle and busy speeds are of the same prompts and the same minutes.
+What is kept is held against the fair share, which a scheduler that treats all threads alike leaves to the
+engine's. In this process, without Ray.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+
+from manta.actors.files import rounded
+from manta.actors.machine import owned_cores
+from manta.actors.prompts import load_tokenizer
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from manta.jobs.bench.idleness import Watch, print_warning
+from manta.jobs.bench.passes import (
+    MODES,
+    EngineRun,
+    Figures,
+    Prompt,
+    RunOptions,
+    SteppedPass,
+    encode_prompts,
+    joined,
+    open_engines,
+    read_prompts,
+    record,
+    say,
+)
+from manta.jobs.bench.turns import LEAST_GROUPS, begin_with, prompts_per_turn, ratios, split_evenly
+from manta.jobs.tables import print_table
+
+from .busy_processes import busy_processes
+from .cpu_quota import QuotaGroup, quota_group
+
+NAMES = {"on": "DFlash", "off": "plain"}
+STATES = ("idle", "busy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyOptions(RunOptions):
+    """What is measured.
+
+    Attributes:
+        busy: numbers of busy processes, each of which wants one core.
+        cpu_quotas: quotas, in cores.
+    """
+
+    num_prompts: int = 24
+    rounds: int = 5
+    busy: tuple[int, ...] = (1, 2, 4)
+    cpu_quotas: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        if min(self.busy, default=1) < 1:
+            raise ConfigError(f"busy={self.busy} must be numbers of at least 1.", param="busy")
+        if min(self.cpu_quotas, default=1) <= 0:
+            raise ConfigError(f"cpu_quotas={self.cpu_quotas} must be above 0.", param="cpu_quotas")
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What the engine shares the machine with in its busy turns: processes, or a quota."""
+
+    processes: int = 0
+    quota: float | None = None
+    group: QuotaGroup | None = None
+
+    def __str__(self) -> str:
+        if self.quota is not None:
+            return f"quota of {self.quota:g} cores"
+        return f"{self.processes} busy process{'es' if self.processes > 1 else ''}"
+
+    def present(self) -> AbstractContextManager[object]:
+        return busy_processes(self.processes) if self.group is None else self.group.entered()
+
+    def fair_share(self, threads: int, cores: int) -> float:
+        """Of its idle speed, what is left to the engine where all threads that want to run get alike."""
+        alone = min(1.0, cores / threads)  # what each of its threads has of a core
+        if self.quota is not None:
+            return min(1.0, self.quota / (threads * alone))
+        return min(1.0, cores / (threads + self.processes)) / alone
+
+
+def run_busy(config: EngineConfig, options: BusyOptions) -> Figures:
+    """Measure, print a table, and write the figures if asked. Returns them."""
+    if config.speculative_config is None:
+        raise ConfigError(
+            "speculative_config is missing: bench busy runs with a drafter and without. Give --spec-model.",
+            param="speculative_config",
+        )
+    rows = read_prompts(options.prompts, options.num_prompts)
+    points: list[Figures] = []
+    with ExitStack() as stack:
+        quotas = [Company(quota=q, group=stack.enter_context(quota_group(q))) for q in options.cpu_quotas]
+        companies = [*(Company(processes=count) for count in options.busy), *quotas]
+        prompts = encode_prompts(rows, load_tokenizer(config))
+        for requests in options.concurrency:
+            points += _measure(config, options, prompts, requests, companies)
+    print_points(points)
+    return record(config, options, points)
+
+
+def _measure(
+    config: EngineConfig,
+    options: BusyOptions,
+    prompts: Sequence[Prompt],
+    requests: int,
+    companies: Sequence[Company],
+) -> list[Figures]:
+    """Both modes at one concurrency, in every company."""
+    points: list[Figures] = []
+    with open_engines(config, requests, [config.dtype]) as engines:
+        runs = {mode: EngineRun(llm, prompts, options.max_tokens) for (mode, _), llm in engines.items()}
+        dtypes = {mode: llm.info.dtype for (mode, _), llm in engines.items()}
+        turns = _turns(runs, len(prompts), requests, options.max_tokens)
+        for company in companies:
+            say(f"{requests} request(s), {company}")
+            watch = Watch()
+            with watch.open():
+                passes = _take_turns(runs, turns, company, options.rounds)
+            facts = {"requests": requests, "prompts_per_turn": turns[0].stop}
+            points.append({**facts, **_figures(config, company, passes, dtypes, watch.found.as_json())})
+    return points
+
+
+def _turns(runs: Mapping[str, EngineRun], count: int, requests: int, max_tokens: int) -> list[slice]:
+    """As long as the slower mode's idle speed makes them."""
+    least = slice(requests * LEAST_GROUPS)
+    for run in runs.values():
+        run(least)  # what happens once does not count
+    slowest = min(run(least).tokens_per_s for run in runs.values())
+    return split_evenly(count, prompts_per_turn(requests, slowest, max_tokens), requests)
+
+
+def _take_turns(
+    runs: Mapping[str, EngineRun], turns: Sequence[slice], company: Company, rounds: int
+) -> dict[tuple[str, str], list[SteppedPass]]:
+    """By mode and state, a turn per round, the second of two; all of a round are over the same prompts."""
+    passes: dict[tuple[str, str], list[SteppedPass]] = {(m, state): [] for m in MODES for state in STATES}
+    for number in range(rounds):
+        for mode in begin_with(MODES, number):
+            for state in begin_with(STATES, number // len(MODES)):
+                run, turn = runs[mode], turns[number % len(turns)]
+                with company.present() if state == "busy" else nullcontext():
+                    run(turn)  # how many threads find a core is learned anew
+                    passes[mode, state].append(run(turn))
+    return passes
+
+
+def _figures(
+    config: EngineConfig,
+    company: Company,
+    passes: Mapping[tuple[str, str], list[SteppedPass]],
+    dtypes: Mapping[str, str],
+    idleness: Figures,
+) -> Figures:
+    cores = owned_cores()
+    threads = config.num_threads or cores
+    fair_share = company.fair_share(threads, cores)
+    expected = [done.token_ids for done in passes["on", "idle"]]
+    return {
+        "busy_processes": company.processes,
+        "cpu_quota": company.quota,
+        "threads": threads,
+        "cores": cores,
+        "fair_share": round(fair_share, 4),
+        **{
+            mode: {"dtype": dtypes[mode]} | _side(passes[mode, "idle"], passes[mode, "busy"], fair_share)
+            for mode in MODES
+        },
+        "idle_speedup": round(statistics.median(ratios(passes["on", "idle"], passes["off", "idle"])), 3),
+        "busy_speedup": round(statistics.median(ratios(passes["on", "busy"], passes["off", "busy"])), 3),
+        "identical": all([done.token_ids for done in side] == expected for side in passes.values()),
+        "idleness": idleness,
+    }
+
+
+def _side(idle: Sequence[SteppedPass], busy: Sequence[SteppedPass], fair_share: float) -> Figures:
+    kept = ratios(busy, idle)
+    share = statistics.median(kept)
+    return {
+        "idle_tokens_per_s": round(statistics.median(done.tokens_per_s for done in idle), 2),
+        "busy_tokens_per_s": round(statistics.median(done.tokens_per_s for done in busy), 2),
+        "rounds_idle_tokens_per_s": [round(done.tokens_per_s, 2) for done in idle],
+        "rounds_busy_tokens_per_s": [round(done.tokens_per_s, 2) for done in busy],
+        "rounds_share_of_idle": [round(of_round, 4) for of_round in kept],
+        "share_of_idle": round(share, 4),
+        "share_of_fair": round(share / fair_share, 4),
+        "idle_mean_acceptance_length": rounded(joined(idle).mean_acceptance_length),
+        "busy_mean_acceptance_length": rounded(joined(busy).mean_acceptance_length),
+    }
+
+
+def print_points(points: Sequence[Figures]) -> None:
+    """A line per mode and company, the fair share beside what was kept."""
+    columns = [
+        "requests",
+        "beside",
+        "mode",
+        "idle tok/s",
+        "busy tok/s",
+        "of idle",
+        "fair share",
+        "of fair",
+        "identical",
+    ]
+    rows = [
+        [
+            str(point["requests"]),
+            str(Company(point["busy_processes"], point["cpu_quota"])),
+            NAMES[mode],
+            f"{point[mode]['idle_tokens_per_s']:.1f}",
+            f"{point[mode]['busy_tokens_per_s']:.1f}",
+            f"{point[mode]['share_of_idle']:.0%}",
+            f"{point['fair_share']:.0%}",
+            f"{point[mode]['share_of_fair']:.0%}",
+            "yes" if point["identical"] else "no",
+        ]
+        for point in points
+        for mode in MODES
+    ]
+    print_table("speed beside others", columns, rows)
+    print_warning([point["idleness"] for point in points])

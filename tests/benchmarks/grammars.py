@@ -1,0 +1,141 @@
+"""`benchmarks grammars`: what holding answers to schemas costs of a step.
+
+Requests with schemas run to their end in this process, without Ray. The two doors through which grammars come
+into a step are clocked in these very steps: the walk with its masks (`GrammarStates.guide`), and the masks'
+application to logits (`StepOperators.mask_tokens`). What is told is their share of the steps' time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manta.actors.files import write_json
+from manta.actors.targets.loading.grammars import make_grammars
+from manta.actors.targets.loading.operators import make_step_operators
+from manta.actors.targets.loading.plan import plan_load
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import ConfigError
+from manta.cluster.grammar import StructuredOutputsParams
+from manta.cluster.request import SamplingParams
+from manta.drafter.grammars.states import GrammarStates
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.generate import open_llm
+
+_TEXT = {"type": "string", "maxLength": 200}
+_PERSON = {
+    "type": "object",
+    "properties": {"name": _TEXT, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+SCHEMAS: tuple[dict[str, Any], ...] = (  # Any: JSON
+    _PERSON,
+    {"type": "array", "items": _PERSON, "minItems": 3},
+    {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}, "text": _TEXT}, "required": ["kind"]},
+    {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 4},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarOptions:
+    """What is measured: so many requests at once, and tokens of each; figures go to `output`, as JSON."""
+
+    requests: int = 8
+    max_tokens: int = 128
+    rounds: int = 5
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "max_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
+
+
+def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, float]:
+    """Measure, print, and write the figures."""
+    asked = [
+        StructuredOutputsParams(json=SCHEMAS[i % len(SCHEMAS)], disable_any_whitespace=True)
+        for i in range(options.requests)
+    ]
+    plan = plan_load(config)
+    if make_grammars(plan) is None:
+        raise ConfigError("model: it has no tokenizer, or names no end-of-sequence token.", param="model")
+    doors: list[tuple[type, str]] = [
+        (GrammarStates, "guide"),
+        (type(make_step_operators(plan)), "mask_tokens"),
+    ]
+    rounds = _rounds(config, asked, options, doors)
+    figures = {
+        "step_ms": statistics.median(each.step_s for each in rounds) * 1e3,
+        "grammars_ms": statistics.median(each.grammars_s for each in rounds) * 1e3,
+        "share": statistics.median(each.grammars_s / each.step_s for each in rounds),
+        "mean_acceptance_length": rounds[0].mean_acceptance_length,
+    }
+    print(
+        f"{options.requests} requests with schemas: a step takes {figures['step_ms']:.2f} ms, of which "
+        f"grammars {figures['grammars_ms']:.2f} ms ({figures['share']:.1%}); "
+        f"{figures['mean_acceptance_length']:.2f} tokens per verify"
+    )
+    if options.output is not None:
+        write_json(options.output, {"figures": figures, "provenance": provenance()})
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Of all requests once: means over its steps."""
+
+    step_s: float
+    grammars_s: float
+    mean_acceptance_length: float
+
+
+def _rounds(
+    config: EngineConfig,
+    asked: list[StructuredOutputsParams],
+    options: GrammarOptions,
+    doors: list[tuple[type, str]],
+) -> list[_Round]:
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, seed=i, structured_outputs=a)
+        for i, a in enumerate(asked)
+    ]
+    prompts = [f"Make up example {i} as JSON:" for i in range(len(asked))]
+    rounds: list[_Round] = []
+    with open_llm(config) as llm, ExitStack() as clocks:
+        llm.generate(prompts, params, use_tqdm=False)  # loops are compiled, states of the lexers made
+        clock = [clocks.enter_context(_clocked(kind, name)) for kind, name in doors]
+        for _ in range(options.rounds):
+            before, spent, begin_s = llm.stats().steps, sum(map(sum, clock)), time.perf_counter()
+            answers = llm.generate(prompts, params, use_tqdm=False)
+            seconds, steps = time.perf_counter() - begin_s, llm.stats().steps - before
+            length = statistics.mean(a.metrics.mean_acceptance_length or 1.0 for a in answers)
+            rounds.append(_Round(seconds / steps, (sum(map(sum, clock)) - spent) / steps, length))
+    return rounds
+
+
+@contextmanager
+def _clocked(kind: type, name: str) -> Iterator[list[float]]:
+    """Seconds of each call of a method, while this lasts."""
+    seconds: list[float] = []
+    as_it_was = inspect.getattr_static(kind, name)
+    call = getattr(kind, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:  # Any: whatever the method takes and gives
+        begin_s = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - begin_s)
+
+    setattr(kind, name, staticmethod(timed) if isinstance(as_it_was, staticmethod) else timed)
+    try:
+        yield seconds
+    finally:
+        setattr(kind, name, as_it_was)

@@ -1,0 +1,77 @@
+"""CPU time and memory of this process and of all below it, by what each process is: who pays for a token.
+
+Processes are known by their command, as Ray and HAProxy name them. Ray's own are its daemons, its agents and
+Serve's controller and proxy. Linux only: elsewhere nothing is found. Read by `serve_tax.py` and
+`soak_serve.py`; the machine's clocks are `cpu_clocks.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from manta.jobs.bench.cpu_clocks import descendants, read_processes, ticks_per_s
+
+ROLES = ("client", "worker", "replica", "haproxy", "ray")
+SERVER_MODULE = "serve_tax_server"  # the replica of the bare ASGI side
+_PROC = Path("/proc")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class RoleClocks:
+    """CPU seconds so far, by process id, of each with its role."""
+
+    seconds: Mapping[int, tuple[str, float]]
+
+    def since(self, before: RoleClocks) -> dict[str, float]:
+        """Seconds of CPU between the two, by role; all of ROLES."""
+        spent: dict[str, float] = dict.fromkeys(ROLES, 0.0)
+        for pid, (role, now_s) in self.seconds.items():
+            spent[role] += now_s - before.seconds.get(pid, (role, 0.0))[1]
+        return spent
+
+
+def read_role_clocks(proc: Path = _PROC) -> RoleClocks:
+    """Of this process and its descendants, now."""
+    if not (proc / "stat").exists():
+        return RoleClocks({})
+    processes = read_processes(proc)
+    return RoleClocks(
+        {
+            pid: (role_of(pid, _command(proc, pid)), processes[pid].own_ticks / ticks_per_s())
+            for pid in (os.getpid(), *descendants(processes))
+        }
+    )
+
+
+def resident_bytes(proc: Path = _PROC) -> dict[str, int]:
+    """Resident memory now, by role; all of ROLES."""
+    found: dict[str, int] = dict.fromkeys(ROLES, 0)
+    for pid, (role, _) in read_role_clocks(proc).seconds.items():
+        try:
+            found[role] += int((proc / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def role_of(pid: int, command: str) -> str:
+    """One of ROLES."""
+    if pid == os.getpid():
+        return "client"
+    program = command.split(" ", 1)[0]
+    if "TargetWorker" in program or "DrafterWorker" in program:
+        return "worker"
+    if program.startswith("ray::ServeReplica") or SERVER_MODULE in command:
+        return "replica"
+    return "haproxy" if Path(program).name == "haproxy" else "ray"
+
+
+def _command(proc: Path, pid: int) -> str:
+    try:
+        return (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it has ended
+        return ""

@@ -1,0 +1,318 @@
+"""`benchmarks scale`: the number of replicas follows the load on real Serve, and no request fails for it.
+
+Clients that ask one request after the other, streamed: few, many until the most replicas serve, few again
+until the fewest do; where that may be none, nobody until there is none, and few again. Drawn over time:
+replicas that serve, start and end, and how long the first token took. Replicas share this machine's cores, so
+that a second one need not make anything faster here: this is about life and death of replicas, not about
+speed. Not the policy (`cluster/autoscaling.py`), nor a fleet (`manta simulate`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from manta.actors.files import write_json
+from manta.actors.http.settings import parse_replicas, split_settings
+from manta.cluster.autoscaling import ScalingRules
+from manta.cluster.errors import ConfigError, MantaError
+from manta.cluster.placement import Topology
+from manta.jobs.bench.idleness import Watch
+from manta.jobs.bench.passes import Figures, say
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.client import ServerClient, await_ready
+from manta.jobs.serve import ServeOptions, Server, start_server
+from manta.jobs.serve_checks import free_port
+from manta.jobs.tables import print_table
+
+LOOK_S = 0.5
+WINDOW_S = 5.0  # over which first tokens are summed up
+SPARE_CPUS = 2  # for what Serve may need besides replicas; entries in Ray's book, not cores
+QUICK_RULES = ScalingRules(up_after_s=1.0, down_after_s=10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleOptions:
+    """What is run.
+
+    Attributes:
+        replicas: the fewest and the most.
+        rules: of the policy; quicker than those that save money.
+        few, many: clients at once; None is a quarter more than it takes to want the most replicas.
+        hold_s: that a number of clients lasts after the replicas are as many as they should be.
+        timeout_s: for them to become as many.
+        max_tokens: of every request.
+        output, plot: JSON and SVG files.
+    """
+
+    replicas: tuple[int, int] = (1, 3)
+    rules: ScalingRules = QUICK_RULES
+    few: int = 1
+    many: int | None = None
+    hold_s: float = 20.0
+    timeout_s: float = 300.0
+    max_tokens: int = 128
+    output: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replicas[0] < self.replicas[1]:
+            raise ConfigError(
+                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3 or 0:3.",
+                param="replicas",
+            )
+        if self.few < 1 or (self.many is not None and self.many <= self.few):
+            raise ConfigError(f"many={self.many} must be more than few={self.few}.", param="many")
+
+    def height(self, slots: int) -> int:
+        """Clients at the height of the load, for replicas of so many slots.
+
+        Raises:
+            ConfigError: the policy would not want the most replicas for the clients that were asked for.
+        """
+        enough = math.floor((self.replicas[1] - 1) * slots * self.rules.load_high) + 1
+        if self.many is None:
+            return max(math.ceil(1.25 * enough), self.few + 1)
+        if self.many < enough:
+            raise ConfigError(
+                f"many={self.many} clients do not fill {self.replicas[1]} replicas of max_num_seqs={slots}: "
+                f"send {enough} at least (--clients), or fewer slots (--max-num-seqs).",
+                param="many",
+            )
+        return self.many
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, seconds since the beginning. `first_s`: None where no token came; `error`: why not all."""
+
+    begin_s: float
+    first_s: float | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Replicas that serve, that start and that end, and the clients at that time."""
+
+    at_s: float
+    serving: int
+    starting: int
+    ending: int
+    clients: int
+
+
+@dataclass
+class Seen:
+    """What the watchers wrote down."""
+
+    moments: list[Moment] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+
+
+class Clients:
+    """Threads that ask one request after the other. Their number may change while they do.
+
+    Args:
+        url: of the server.
+        body: of every request.
+    """
+
+    def __init__(self, url: str, body: Mapping[str, Any], begin_s: float, seen: Seen) -> None:
+        self._url = url
+        self._body = body
+        self._begin_s = begin_s
+        self._seen = seen
+        self._threads: list[tuple[threading.Thread, threading.Event]] = []
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def become(self, count: int) -> None:
+        """So many from now on; those too many end with the requests that they have."""
+        gone = self._threads[count:]
+        del self._threads[count:]
+        for _, stop in gone:
+            stop.set()
+        for thread, _ in gone:
+            thread.join()
+        for number in range(len(self._threads), count):
+            stop = threading.Event()
+            thread = threading.Thread(target=self._ask_on, args=(number, stop), daemon=True)
+            self._threads.append((thread, stop))
+            thread.start()
+
+    def _ask_on(self, number: int, stop: threading.Event) -> None:
+        with ServerClient(self._url) as client:
+            asked = 0
+            while not stop.is_set():
+                asked += 1
+                self._seen.asked.append(self._ask(client, f"Client {number} asks {asked} times."))
+
+    def _ask(self, client: ServerClient, text: str) -> Asked:
+        begin_s, first_s, error = time.monotonic(), None, None
+        try:
+            for _ in client.stream_chat({**self._body, "messages": [{"role": "user", "content": text}]}):
+                first_s = first_s or time.monotonic() - begin_s
+        except MantaError as failure:
+            error = failure.message
+        return Asked(begin_s - self._begin_s, first_s, error)
+
+
+def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  # Any: settings are plain data.
+    """Serve, load, watch; print a table, write what was asked for. Returns the figures.
+
+    Raises:
+        MantaError: the replicas did not become as many as they should in time, or a request failed.
+    """
+    least, most = options.replicas
+    args = {
+        "num_threads": 1,
+        **settings,
+        "replicas": f"{least}:{most}",
+        "scaling": asdict(options.rules),
+    }
+    config, server_settings = split_settings(args)
+    assert parse_replicas(server_settings.replicas) == options.replicas
+    options = replace(options, many=options.height(config.max_num_seqs))
+    bundles = Topology.of(config, {}).replica_bundles(1.0)
+    num_cpus = round(most * sum(bundle.get("CPU", 0.0) for bundle in bundles)) + SPARE_CPUS
+    where = ServeOptions(port=free_port(), num_cpus=num_cpus)
+    watch = Watch(look_every_s=LOOK_S)
+    with start_server(args, where) as server, watch.open():
+        seen = _load(server, where.name, server_settings.model_names(config.model)[0], options)
+    figures = {
+        "provenance": provenance(),
+        "engine": asdict(config),
+        "options": {**asdict(options), "output": None, "plot": None},
+        "machine": watch.found.as_json(),
+        **summary(seen),
+    }
+    _show(figures)
+    if options.output is not None:
+        write_json(options.output, figures)
+    if options.plot is not None:
+        from .scale_plot import plot_scale
+
+        plot_scale(figures, options.plot)
+    if failed := [asked.error for asked in seen.asked if asked.error]:
+        raise MantaError(f"{len(failed)} of {len(seen.asked)} requests failed; the first: {failed[0]}")
+    return figures
+
+
+def _load(server: Server, application: str, model: str, options: ScaleOptions) -> Seen:
+    """Few clients, many, few."""
+    (least, most), many = options.replicas, options.many
+    assert many is not None, "known since the engines' slots are"
+    begin_s, seen = time.monotonic(), Seen()
+    body = {"model": model, "max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
+    clients = Clients(server.url, body, begin_s, seen)
+    with ExitStack() as stack:
+        stack.enter_context(_watched(application, begin_s, clients, seen))
+        stack.callback(clients.become, 0)
+        fewest = max(least, 1)
+        phases = [(options.few, fewest), (many, most), (options.few, fewest)]
+        if least == 0:
+            phases += [(0, 0), (options.few, 1)]
+        for count, replicas in phases:
+            say(f"{count} client(s), until {replicas} replica(s) serve")
+            clients.become(count)
+            _await(seen, replicas, options.timeout_s)
+            if replicas == 0:
+                await_ready(server.url, LOOK_S)  # it sleeps and is well
+            time.sleep(options.hold_s)
+    return seen
+
+
+def _await(seen: Seen, replicas: int, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not seen.moments or seen.moments[-1].serving != replicas:
+        if time.monotonic() > deadline_s:
+            last = seen.moments[-1] if seen.moments else None
+            raise MantaError(f"There were not {replicas} replicas within {timeout_s:.0f} s, but: {last}.")
+        time.sleep(LOOK_S)
+
+
+@contextmanager
+def _watched(application: str, begin_s: float, clients: Clients, seen: Seen) -> Iterator[None]:
+    """Write down the replicas' number while the block runs."""
+    from manta.actors.replica import DEPLOYMENT
+    from ray import serve
+
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(LOOK_S):
+            found = serve.status().applications[application].deployments[DEPLOYMENT].replica_states
+            states = {str(getattr(state, "value", state)): count for state, count in found.items()}
+            seen.moments.append(
+                Moment(
+                    round(time.monotonic() - begin_s, 1),
+                    states.get("RUNNING", 0),
+                    states.get("STARTING", 0),
+                    states.get("STOPPING", 0),
+                    len(clients),
+                )
+            )
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def summary(seen: Seen) -> Figures:
+    """Replicas and first tokens over time. A request counts in the window in which it was asked."""
+    moments = [m for i, m in enumerate(seen.moments) if i == 0 or _state(m) != _state(seen.moments[i - 1])]
+    return {
+        "requests": len(seen.asked),
+        "failed": sum(asked.error is not None for asked in seen.asked),
+        "first_token_s": _percentiles([a.first_s for a in seen.asked if a.first_s is not None]),
+        "seconds": seen.moments[-1].at_s if seen.moments else 0.0,
+        "moments": [asdict(moment) for moment in moments],
+        "windows": list(_windows(seen.asked)),
+    }
+
+
+def _state(moment: Moment) -> tuple[int, ...]:
+    return moment.serving, moment.starting, moment.ending, moment.clients
+
+
+def _windows(asked: Sequence[Asked]) -> Iterator[Figures]:
+    by_window: dict[int, list[float]] = {}
+    for each in asked:
+        if each.first_s is not None:
+            by_window.setdefault(int(each.begin_s // WINDOW_S), []).append(each.first_s)
+    for number, firsts in sorted(by_window.items()):
+        yield {"at_s": number * WINDOW_S, "requests": len(firsts), "first_token_s": _percentiles(firsts)}
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = np.percentile(values, (50, 95, 99))
+    return {f"p{p}": round(float(value), 4) for p, value in zip((50, 95, 99), found, strict=True)}
+
+
+def _show(figures: Figures) -> None:
+    rows = [
+        [
+            f"{moment['at_s']:.1f}",
+            *(str(moment[name]) for name in ("clients", "serving", "starting", "ending")),
+        ]
+        for moment in figures["moments"]
+    ]
+    print_table("replicas over time", ["s", "clients", "serve", "start", "end"], rows, num_left=0)
+    first = figures["first_token_s"]
+    rows = [[str(figures["requests"]), str(figures["failed"]), *(f"{first[p] * 1e3:.0f}" for p in first)]]
+    print_table("requests", ["asked", "failed", *(f"first token {p} (ms)" for p in first)], rows, num_left=0)

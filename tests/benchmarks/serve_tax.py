@@ -1,0 +1,219 @@
+"""`benchmarks serve-tax`: what stands between the engine and a client, what it costs, and who pays.
+
+The same streams from the bare engine, from the engine with its worker in an actor, from the application
+below uvicorn, and from Ray Serve behind HAProxy (`serve_tax_sides.py`). Sides take turns: each round every
+side runs alone, through all points, and who begins moves on. The tax of a side is what it loses of the bare
+engine's speed in the same round; medians over rounds count. CPU time is told by process, per 1,000 tokens
+(`process_clocks.py`): where the engine runs in this process, its time is the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from manta.actors.batch.rows import row_seed
+from manta.actors.checkpoints import with_absolute_paths
+from manta.actors.files import rounded
+from manta.actors.prompts import load_tokenizer
+from manta.cluster.config import EngineConfig, one_of
+from manta.cluster.errors import ConfigError
+from manta.jobs.bench.idleness import Watch, print_warning
+from manta.jobs.bench.passes import (
+    Figures,
+    Pass,
+    Prompt,
+    RunOptions,
+    encode_prompts,
+    read_prompts,
+    record,
+    say,
+)
+from manta.jobs.bench.turns import begin_with, ratios
+from manta.jobs.tables import NO_FIGURE, print_table
+
+from .process_clocks import ROLES, read_role_clocks
+from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
+
+LEAST_STREAMS = 8  # of a point: one stream after the other where one is open at once
+MOST_GROUPS = 4  # of streams that are open at once: at a point's end places stand empty
+MOST_STREAMS = 64
+WARM_UP_TOKENS = 32
+LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeTaxOptions(RunOptions):
+    """What is measured.
+
+    Attributes:
+        concurrency: numbers of streams that are open at once.
+        temperatures: each with every concurrency; a point is one of both.
+        sides: who takes part, of SIDES.
+    """
+
+    concurrency: tuple[int, ...] = (1, 8, 32)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    sides: Sequence[str] = tuple(SIDES)
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        for name in self.sides:
+            one_of("side", name, tuple(SIDES))
+        if not self.temperatures or min(self.temperatures) < 0.0:
+            raise ConfigError(
+                f"temperatures={self.temperatures} must be numbers of at least 0.", param="temperatures"
+            )
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        return [(streams, t) for t in self.temperatures for streams in self.concurrency]
+
+
+@dataclass
+class TaxPass(Pass):
+    """One side over the streams of a point.
+
+    Attributes:
+        first_s: from asking to the first token, by stream.
+        cpu_s: of all processes of the side, by role.
+    """
+
+    first_s: list[float] = field(default_factory=list)
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def run_serve_tax(config: EngineConfig, options: ServeTaxOptions) -> Figures:
+    """Measure, print a table per point, and write the figures if asked. Returns them."""
+    config = replace(with_absolute_paths(config), enable_prefix_caching=False)
+    _check_seats(config, options)
+    prompts = encode_prompts(read_prompts(options.prompts, options.num_prompts), load_tokenizer(config))
+    passes: dict[tuple[int, float], dict[str, list[TaxPass]]] = {
+        point: {side: [] for side in options.sides} for point in options.points
+    }
+    watch = Watch(look_every_s=LOOK_EVERY_S)
+    with tempfile.TemporaryDirectory(prefix="manta-tax-") as scratch:
+        for number in range(options.rounds):
+            for side in begin_with(list(options.sides), number):
+                say(f"round {number + 1}/{options.rounds}: {NAMES[side]}")
+                with watch.open():
+                    done = asyncio.run(_run_side(side, config, options, prompts, Path(scratch)))
+                for point, found in done.items():
+                    passes[point][side].append(found)
+    points = [_figures(point, found, watch) for point, found in passes.items()]
+    for point in points:
+        print_point(point)
+    print_warning([watch.found.as_json()])
+    return record(config, options, points)
+
+
+def print_point(point: Figures) -> None:
+    """The table of one point: speed, first token, and CPU by process."""
+    columns = ["side", "tok/s", "of engine", "first ms", "identical", *ROLES, "together"]
+    rows = [
+        [
+            side["name"],
+            f"{side['tokens_per_s']:.1f}",
+            NO_FIGURE if side["ratio"] is None else f"{side['ratio']:.3f}",
+            f"{side['first_token_ms']:.1f}",
+            {None: NO_FIGURE, True: "yes", False: "no"}[side["identical"]],
+            *(f"{side['cpu_s_per_1k_tokens'][role]:.3f}" for role in ROLES),
+            f"{sum(side['cpu_s_per_1k_tokens'].values()):.3f}",
+        ]
+        for side in point["sides"]
+    ]
+    title = f"{point['streams']} stream(s) at once, T = {point['temperature']:g}, {point['tokens']} tokens"
+    print_table(f"{title}; by process: CPU seconds per 1,000 tokens", columns, rows)
+
+
+async def _run_side(
+    side: str, config: EngineConfig, options: ServeTaxOptions, prompts: Sequence[Prompt], scratch: Path
+) -> dict[tuple[int, float], TaxPass]:
+    """All points of a side, which lives only for them."""
+    found: dict[tuple[int, float], TaxPass] = {}
+    async with SIDES[side](config, scratch) as asker:
+        for streams, temperature in options.points:
+            questions = _questions(prompts, streams, options.max_tokens, temperature)
+            warm_up = [replace(q, max_tokens=WARM_UP_TOKENS) for q in questions[:streams]]
+            await _ask_all(asker, warm_up, streams)
+            found[streams, temperature] = await _measure(asker, questions, streams)
+    return found
+
+
+async def _measure(asker: Asker, questions: Sequence[Question], streams: int) -> TaxPass:
+    before, begin_s = read_role_clocks(), time.perf_counter()
+    replies = await _ask_all(asker, questions, streams)
+    seconds = time.perf_counter() - begin_s
+    return TaxPass(
+        seconds=seconds,
+        tokens=sum(len(reply.token_ids) for reply in replies),
+        token_ids=[reply.token_ids for reply in replies],
+        first_s=[reply.first_s for reply in replies],
+        cpu_s=read_role_clocks().since(before),
+    )
+
+
+async def _ask_all(asker: Asker, questions: Sequence[Question], at_once: int) -> list[Reply]:
+    """In the order of the questions. The first failure is raised."""
+    replies: dict[int, Reply] = {}
+    waiting = iter(enumerate(questions))
+
+    async def work() -> None:
+        async with asker.worker() as ask:
+            for i, question in waiting:
+                replies[i] = await ask(question)
+
+    await asyncio.gather(*(work() for _ in range(at_once)))
+    return [replies[i] for i in range(len(questions))]
+
+
+def _questions(
+    prompts: Sequence[Prompt], streams: int, max_tokens: int, temperature: float
+) -> list[Question]:
+    count = max(LEAST_STREAMS, streams, min(MOST_STREAMS, MOST_GROUPS * streams))
+    chosen = [prompts[i % len(prompts)] for i in range(count)]
+    return [
+        Question(token_ids, max_tokens, temperature, seed=row_seed(0, f"{name} {i}"))
+        for i, (name, token_ids) in enumerate(chosen)
+    ]
+
+
+def _figures(point: tuple[int, float], passes: Mapping[str, list[TaxPass]], watch: Watch) -> Figures:
+    streams, temperature = point
+    return {
+        "streams": streams,
+        "temperature": temperature,
+        "tokens": next(iter(passes.values()))[-1].tokens,
+        "sides": [_side_figures(side, found, passes.get("engine")) for side, found in passes.items()],
+        "idleness": watch.found.as_json(),
+    }
+
+
+def _side_figures(side: str, found: Sequence[TaxPass], bare: Sequence[TaxPass] | None) -> Figures:
+    def cpu(role: str) -> float:
+        return statistics.median(1e3 * one.cpu_s[role] / one.tokens for one in found)
+
+    return {
+        "side": side,
+        "name": NAMES[side],
+        "tokens_per_s": round(statistics.median(one.tokens_per_s for one in found), 2),
+        "rounds_tokens_per_s": [round(one.tokens_per_s, 2) for one in found],
+        "ratio": None if bare is None else rounded(statistics.median(ratios(found, bare))),
+        "first_token_ms": round(1e3 * statistics.median(s for one in found for s in one.first_s), 2),
+        "identical": None if bare is None else found[-1].token_ids == bare[-1].token_ids,
+        "cpu_s_per_1k_tokens": {role: round(cpu(role), 4) for role in ROLES},
+    }
+
+
+def _check_seats(config: EngineConfig, options: ServeTaxOptions) -> None:
+    if (most := max(options.concurrency)) > config.max_num_seqs:
+        raise ConfigError(
+            f"{most} streams at once would wait for each other: max_num_seqs={config.max_num_seqs}. Raise "
+            "it, or ask for fewer with --max-concurrency.",
+            param="max_num_seqs",
+        )

@@ -1,0 +1,183 @@
+"""Who answers in `benchmarks serve-tax`: the bare engine, and then one thing after the other before it.
+
+    engine   in this process, nothing between
+    actor    the same with its worker in a Ray actor
+    asgi     that below uvicorn, in a process of its own, asked over HTTP
+    serve    `manta serve`: Ray Serve behind HAProxy
+
+Each is opened alone: its models are loaded for it and leave with it. All answer the same `Question`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from manta.actors.engine import AsyncEngine
+from manta.actors.executor import make_executor
+from manta.actors.prompts import EncodedPrompt
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import MantaError
+from manta.cluster.executor import Executor
+from manta.cluster.request import SamplingParams
+from manta.jobs.commands import server
+from manta.jobs.ray_session import join_or_start_ray
+from manta.jobs.serve_checks import free_port
+
+from .own_server import manta_serve, write_settings
+from .process_clocks import SERVER_MODULE
+from .streams import StreamClient
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A stream to be asked for; every side answers it with the same tokens."""
+
+    prompt: list[int] = field(repr=False)
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Its tokens, and the seconds until the first ones."""
+
+    token_ids: list[int] = field(repr=False)
+    first_s: float
+
+
+Ask = Callable[[Question], Awaitable[Reply]]
+
+
+class Asker(Protocol):
+    """A side that is ready."""
+
+    def worker(self) -> AbstractAsyncContextManager[Ask]:
+        """For one of those that ask at once: what to ask with."""
+        ...
+
+
+class EngineAsker:
+    """Streams of an `AsyncEngine` in this process."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Ask]:
+        yield self._ask
+
+    async def _ask(self, question: Question) -> Reply:
+        params = SamplingParams(
+            temperature=question.temperature,
+            max_tokens=question.max_tokens,
+            seed=question.seed,
+            ignore_eos=True,
+        )
+        prompt, token_ids, first_s = EncodedPrompt(tuple(question.prompt)), list[int](), 0.0
+        begin_s = time.monotonic()
+        async for output in self._engine.add(f"tax-{next(self._numbers)}", prompt, params):
+            first_s = first_s or time.monotonic() - begin_s
+            token_ids += output.outputs[0].token_ids
+        return Reply(token_ids, first_s)
+
+
+class HttpAsker:
+    """Streams over HTTP, each worker on a connection that it keeps."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Ask]:
+        async with StreamClient(self._url) as client:
+
+            async def ask(question: Question) -> Reply:
+                stream = await client.ask(self._body(question))
+                if stream.end != "whole" or stream.first_s is None:
+                    raise MantaError(
+                        f"A stream from {self._url} ended as {stream.end!r} (status {stream.status}): "
+                        f"{dict(stream.error)}."
+                    )
+                return Reply(stream.token_ids, stream.first_s)
+
+            yield ask
+
+    def _body(self, question: Question) -> dict[str, Any]:  # Any: JSON
+        return {
+            **asdict(question),
+            "model": self._model,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+
+@asynccontextmanager
+async def engine_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    async with _engine(config, make_executor) as asker:
+        yield asker
+
+
+@asynccontextmanager
+async def actor_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    from manta.actors.workers.ray_executor import RayExecutor
+
+    started_here = join_or_start_ray(log_to_driver=False)
+    try:
+        async with _engine(config, RayExecutor) as asker:
+            yield asker
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+@asynccontextmanager
+async def asgi_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    settings = write_settings(config, scratch)
+    script = Path(__file__).with_name(f"{SERVER_MODULE}.py")
+    command = [sys.executable, "-P", str(script), str(settings), str(port)]
+    with server(command, url, scratch / "asgi.log"):
+        yield HttpAsker(url, config.model)
+
+
+@asynccontextmanager
+async def serve_side(config: EngineConfig, scratch: Path) -> AsyncIterator[Asker]:
+    with manta_serve(config, scratch) as url:
+        yield HttpAsker(url, config.model)
+
+
+Side = Callable[[EngineConfig, Path], AbstractAsyncContextManager[Asker]]
+SIDES: dict[str, Side] = {
+    "engine": engine_side,
+    "actor": actor_side,
+    "asgi": asgi_side,
+    "serve": serve_side,
+}
+NAMES = {
+    "engine": "engine in process",
+    "actor": "worker in an actor",
+    "asgi": "bare ASGI",
+    "serve": "Serve, HAProxy",
+}
+
+
+@asynccontextmanager
+async def _engine(config: EngineConfig, make: Callable[[EngineConfig], Executor]) -> AsyncIterator[Asker]:
+    engine = AsyncEngine(config, make)
+    try:
+        await engine.start()
+        yield EngineAsker(engine)
+    finally:
+        await asyncio.to_thread(engine.close)

@@ -1,0 +1,216 @@
+"""`benchmarks shared-drafter`: what engines lose that share one drafter, against each having its own.
+
+One, two, three engines on this machine, all under the same closed load at the same time, with
+
+    shared      one drafter process for all of them
+    split       a drafter process each
+    colocated   a drafter each, in the target's own process
+
+All engines are there from the beginning, in processes of their own (`engine_hosts.py`), and idle when it is
+not their turn. At each number of engines sides take turns, the first of which does not count: what steps cost
+and bring is learned in it. Medians over rounds count.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import ray
+from manta.actors.checkpoints import with_absolute_paths
+from manta.actors.prompts import load_tokenizer
+from manta.cluster.config import EngineConfig, SpeculativeConfig, one_of
+from manta.cluster.errors import ConfigError
+from manta.cluster.placement import Topology, total
+from manta.jobs.bench.idleness import Watch, print_warning
+from manta.jobs.bench.load.asks import Asks, encode_rows
+from manta.jobs.bench.passes import Figures, RunOptions, read_rows, record, say
+from manta.jobs.bench.turns import begin_with
+from manta.jobs.ray_session import join_or_start_ray
+from manta.jobs.tables import NO_FIGURE, decimals, print_table
+
+from .engine_hosts import Turn, open_hosts
+
+Side = Literal["shared", "split", "colocated"]
+SIDES: tuple[Side, ...] = get_args(Side)
+LOOK_EVERY_S = 1.0
+Runs = Callable[[int, int, float], list[Turn]]  # engines, requests at once at each, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedDrafterOptions(RunOptions):
+    """What is measured.
+
+    Attributes:
+        concurrency: requests at once at each engine, a point each.
+        engines: numbers of engines, a point each.
+        sides: who takes part, of SIDES.
+        seconds: of a turn.
+        temperature: of all requests.
+    """
+
+    concurrency: tuple[int, ...] = (4,)
+    engines: tuple[int, ...] = (1, 2, 3)
+    sides: Sequence[Side] = SIDES
+    seconds: float = 3.0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        for name in self.sides:
+            one_of("side", name, SIDES)
+        if not self.engines or min(self.engines) < 1:
+            raise ConfigError(f"engines={self.engines} must be numbers of at least 1.", param="engines")
+        if self.seconds <= 0.0:
+            raise ConfigError(f"seconds={self.seconds:g} must be more than 0.", param="seconds")
+
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        """(engines, requests at each)."""
+        return [(engines, requests) for requests in self.concurrency for engines in self.engines]
+
+
+def run_shared_drafter(config: EngineConfig, options: SharedDrafterOptions) -> Figures:
+    """Measure, print a table per point, and write the figures if asked. Returns them.
+
+    Raises:
+        ConfigError: nothing drafts.
+        PlacementError: there is no room for so many engines beside each other.
+    """
+    config = replace(with_absolute_paths(config), enable_prefix_caching=False)
+    config = replace(config, max_num_seqs=max(config.max_num_seqs, *options.concurrency))
+    configs: dict[Side, EngineConfig] = {side: _with_drafter(config, side) for side in options.sides}
+    rows = encode_rows(read_rows(options.prompts, options.num_prompts), load_tokenizer(config))
+    asks = Asks(rows, options.max_tokens, options.temperature)
+    started_here = join_or_start_ray(num_cpus=_num_cpus(configs, options), log_to_driver=False)
+    try:
+        with ExitStack() as opened:
+            runs: dict[Side, Runs] = {}
+            for side, of_side in configs.items():
+                say(f"{side}: {max(options.engines)} engine(s) load")
+                runs[side] = opened.enter_context(open_hosts(of_side, asks, max(options.engines))).run
+            points = measure(runs, options)
+    finally:
+        if started_here:
+            ray.shutdown()
+    for point in points:
+        print_point(point)
+    print_warning([point["idleness"] for point in points])
+    return record(config, options, points)
+
+
+def measure(runs: Mapping[Side, Runs], options: SharedDrafterOptions) -> list[Figures]:
+    """Figures of every point.
+
+    Args:
+        runs: of each side, ready.
+    """
+    return [_measure(runs, engines, requests, options) for engines, requests in options.points]
+
+
+def _measure(
+    runs: Mapping[Side, Runs], engines: int, requests: int, options: SharedDrafterOptions
+) -> Figures:
+    done: dict[Side, list[list[Turn]]] = {side: [] for side in runs}
+    for run in runs.values():
+        run(engines, requests, options.seconds)
+    watch = Watch(look_every_s=LOOK_EVERY_S)
+    with watch.open():
+        for number in range(options.rounds):
+            say(f"{engines} engine(s), {requests} request(s) at each: round {number + 1}/{options.rounds}")
+            for side in begin_with(list(runs), number):
+                done[side].append(runs[side](engines, requests, options.seconds))
+    return {
+        "engines": engines,
+        "requests": requests,
+        "sides": [_side_figures(side, rounds, done.get("colocated")) for side, rounds in done.items()],
+        "idleness": watch.found.as_json(),
+    }
+
+
+def _side_figures(
+    side: Side, rounds: Sequence[Sequence[Turn]], own: Sequence[Sequence[Turn]] | None
+) -> Figures:
+    speeds = [_tokens_per_s(turns) for turns in rounds]
+    ratios = [mine / _tokens_per_s(theirs) for mine, theirs in zip(speeds, own or (), strict=False)]
+    turns = [turn for each in rounds for turn in each]
+    steps, apart = sum(turn.steps for turn in turns), any(turn.drafter.served_s for turn in turns)
+    blocks = sum(turn.blocks for turn in turns)
+    fairness = [min(turn.tokens for turn in each) / max(turn.tokens for turn in each) for each in rounds]
+    return {
+        "side": side,
+        "tokens_per_s": round(statistics.median(speeds), 2),
+        "rounds_tokens_per_s": [round(speed, 2) for speed in speeds],
+        "ratio": round(statistics.median(ratios), 4) if ratios else None,
+        "tokens_per_step": round(sum(turn.tokens for turn in turns) / blocks, 4),
+        "draft_ms": round(1e3 * sum(turn.draft_s for turn in turns) / steps, 4),
+        "drafter": _drafter_figures(rounds, steps) if apart else None,
+        "fairness": round(statistics.median(fairness), 4),
+    }
+
+
+def _tokens_per_s(turns: Sequence[Turn]) -> float:
+    """Of an engine, in the mean over those that ran together."""
+    return statistics.fmean(turn.tokens / turn.seconds for turn in turns)
+
+
+def _drafter_figures(rounds: Sequence[Sequence[Turn]], steps: int) -> Figures:
+    """Of drafters in processes of their own: what share of the steps was drafted, what queue and work took of
+    a step, and in what share of the time they worked, which for several drafters may be more than 1."""
+    uses = [turn.drafter for each in rounds for turn in each]
+    served_s = sum(use.served_s for use in uses)
+    seconds = sum(max(turn.seconds for turn in each) for each in rounds)
+    return {
+        "drafted": round(sum(use.steps for use in uses) / steps, 4),
+        "queue_ms": round(1e3 * sum(use.queue_s for use in uses) / steps, 4),
+        "served_ms": round(1e3 * served_s / steps, 4),
+        "busy": round(served_s / seconds, 4),
+    }
+
+
+def print_point(point: Figures) -> None:
+    """The table of one point; times are of a step."""
+    columns = ["drafter", "tok/s each", "of colocated", "tok/step", "draft ms", "drafted", "queue ms"]
+    columns += ["work ms", "busy", "fairness"]
+    rows = [
+        [
+            side["side"],
+            f"{side['tokens_per_s']:.1f}",
+            NO_FIGURE if side["ratio"] is None else f"{side['ratio']:.3f}",
+            decimals(side["tokens_per_step"]),
+            decimals(side["draft_ms"]),
+            *_drafter_cells(side["drafter"]),
+            decimals(side["fairness"]),
+        ]
+        for side in point["sides"]
+    ]
+    print_table(f"{point['engines']} engine(s), {point['requests']} request(s) at each", columns, rows)
+
+
+def _drafter_cells(drafter: Figures | None) -> list[str]:
+    names = ("drafted", "queue_ms", "served_ms", "busy")
+    return [decimals(None if drafter is None else drafter[name]) for name in names]
+
+
+def _with_drafter(config: EngineConfig, side: Side) -> EngineConfig:
+    spec = config.speculative_config
+    if spec is None or spec.model is None:
+        raise ConfigError(
+            "speculative_config is missing: what is measured is a drafter that engines share. Give "
+            "--spec-model.",
+            param="speculative_config",
+        )
+    changed: SpeculativeConfig = replace(spec, placement=side)
+    return replace(config, speculative_config=changed)
+
+
+def _num_cpus(configs: Mapping[Side, EngineConfig], options: SharedDrafterOptions) -> int:
+    """Entries in the books of a Ray that is started here, which are no cores: room for all engines."""
+    topologies = [Topology.of(config, {}) for config in configs.values()]
+    shared = [topology.worker_resources for topology in topologies if topology.shared_drafter]
+    bundles = [*shared, *(b for each in topologies for b in each.worker_bundles() * max(options.engines))]
+    return math.ceil(total(bundles).get("CPU", 0.0)) or 1

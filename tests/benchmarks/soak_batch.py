@@ -1,0 +1,205 @@
+"""`make soak-batch`: millions of rows through a batch job, and what memory that took. No model computes.
+
+The whole job is real but for its executor, which is simulated: files, survey, leases, engine actors on Ray,
+scheduler, segments, parts, ledger. Prompts are token ids, so that no tokenizer stands in between. At the end
+every row must be there once, and the driver's memory must have stayed below 2 GB, an engine actor's below 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+from manta.actors.files import write_json
+from manta.cluster.config import EngineConfig
+from manta.cluster.errors import MantaError
+from manta.cluster.executor import Executor, ExecutorInfo
+from manta.cluster.pool_size import Concurrency
+from manta.cluster.simulator import SimulatedExecutor
+from manta.jobs.batch.job import run_batch
+from manta.jobs.batch.options import BatchOptions
+from manta.jobs.bench.passes import Figures
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.tables import print_table
+
+DRIVER_BYTES = 2 * 2**30
+ENGINE_BYTES = 1 * 2**30
+ROWS_PER_GROUP = 65_536  # and in memory, while rows are made
+ROWS_PER_FILE = 1_000_000
+PROMPT_TOKENS = 8
+LOOK_EVERY_S = 0.5
+_PROC = Path("/proc")
+
+
+@dataclass
+class Memory:
+    """The most resident memory (bytes) that processes have had: Linux's own high-water marks.
+
+    Attributes:
+        engines: by process id.
+    """
+
+    driver: int = 0
+    engines: dict[int, int] = field(default_factory=dict)
+
+
+def run_soak(model: Path, rows: int, engines: int, folder: Path) -> Figures:
+    """Make the rows, answer them, count them.
+
+    Args:
+        model: a checkpoint that the job can look at; it is not loaded.
+        folder: for input and output; must not exist, or be empty.
+
+    Raises:
+        MantaError: a row is missing, or there twice; the job failed.
+    """
+    make_rows(folder / "in", rows)
+    config = EngineConfig(model=str(model), skip_tokenizer_init=True, device="cpu", max_num_seqs=256)
+    options = BatchOptions(
+        input=(str(folder / "in"),),
+        output=str(folder / "out"),
+        concurrency=Concurrency(engines, engines),
+        sampling={"max_tokens": 2, "temperature": 0.0},
+    )
+    begin_s = time.monotonic()
+    with watched() as memory:
+        run_batch(config, options, make=simulated)
+    seconds = time.monotonic() - begin_s
+    check_rows(folder / "out", rows)
+    return {
+        "rows": rows,
+        "engines": engines,
+        "seconds": round(seconds, 1),
+        "rows_per_s": round(rows / seconds, 1),
+        "driver_bytes": memory.driver,
+        "engine_bytes": max(memory.engines.values(), default=None),
+        "memory": asdict(memory),
+    }
+
+
+def simulated(config: EngineConfig) -> Executor:
+    """What each engine actor runs in place of a model."""
+    info = ExecutorInfo(
+        num_pages=(config.max_num_seqs * 8,),
+        page_size=16,
+        max_model_len=128,
+        vocab_size=1000,
+        eos_token_ids=(1,),
+        num_speculative_tokens=0,
+        dtype="float32",
+        device="cpu",
+    )
+    return SimulatedExecutor(info)
+
+
+def make_rows(folder: Path, rows: int) -> None:
+    """Parquet files of rows with an id, their number, and a prompt of token ids."""
+    folder.mkdir(parents=True)
+    schema = pa.schema([("id", pa.string()), ("prompt", pa.list_(pa.int32()))])
+    for number, first in enumerate(range(0, rows, ROWS_PER_FILE)):
+        end = min(rows, first + ROWS_PER_FILE)
+        with pq.ParquetWriter(folder / f"rows-{number:04d}.parquet", schema) as writer:
+            for begin in range(first, end, ROWS_PER_GROUP):
+                ids = np.arange(begin, min(end, begin + ROWS_PER_GROUP), dtype=np.int32)
+                tokens = 2 + (ids[:, None] * 7 + np.arange(PROMPT_TOKENS, dtype=np.int32)) % 900
+                offsets = np.arange(len(ids) + 1, dtype=np.int32) * PROMPT_TOKENS
+                prompts = pa.ListArray.from_arrays(offsets, pa.array(tokens.ravel()))
+                writer.write_table(pa.table([pa.array(ids).cast(pa.string()), prompts], schema=schema))
+
+
+def check_rows(output: Path, rows: int) -> None:
+    """Raise MantaError unless each row stands once in the parts."""
+    times = np.zeros(rows, dtype=np.int32)
+    for part in output.glob("*-*.parquet"):
+        for batch in pq.ParquetFile(part).iter_batches(columns=["id"]):
+            np.add.at(times, batch["id"].cast(pa.int64()).to_numpy(), 1)
+    if (wrong := np.flatnonzero(times != 1)).size:
+        raise MantaError(
+            f"{wrong.size} of {rows} rows are not in {output} once; row {wrong[0]} is there "
+            f"{times[wrong[0]]} times."
+        )
+
+
+@contextmanager
+def watched() -> Iterator[Memory]:
+    """Look at this process and the engine actors below it, until the end of the block."""
+    memory, over = Memory(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            memory.engines.update(_engines())
+
+    watcher = threading.Thread(target=watch, name="soak-memory", daemon=True)
+    watcher.start()
+    try:
+        yield memory
+    finally:
+        over.set()
+        watcher.join()
+        memory.driver = _peak_bytes(_PROC / "self") or 0
+
+
+def _engines() -> dict[int, int]:
+    """Of each engine actor among the descendants of this process, its peak."""
+    parents, engines = dict[int, int](), list[int]()
+    for process in _PROC.glob("[0-9]*"):
+        status = _read(process / "status")
+        if found := re.search(r"^PPid:\s+(\d+)", status, re.M):
+            parents[int(process.name)] = int(found[1])
+            if "BatchEngine" in _read(process / "cmdline"):
+                engines.append(int(process.name))
+    mine = {pid for pid in engines if _is_below(pid, parents)}
+    return {pid: peak for pid in mine if (peak := _peak_bytes(_PROC / str(pid)))}
+
+
+def _is_below(pid: int, parents: dict[int, int]) -> bool:
+
+    while pid in parents and pid != os.getpid():
+        pid = parents[pid]
+    return pid == os.getpid()
+
+
+def _peak_bytes(process: Path) -> int | None:
+    found = re.search(r"^VmHWM:\s+(\d+) kB", _read(process / "status"), re.M)
+    return None if found is None else int(found[1]) * 1024
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it has just ended
+        return ""
+
+
+def main(
+    rows: Annotated[int, typer.Option("--rows")] = 5_000_000,
+    engines: Annotated[int, typer.Option("--engines")] = 1,
+    model: Annotated[Path, typer.Option("--model", help="Looked at, not loaded.")] = Path("models/target"),
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON file for the figures.")] = None,
+) -> None:
+    """Run a batch job over many rows on a simulated executor; fail if it takes too much memory."""
+    with tempfile.TemporaryDirectory(prefix="manta-soak-") as folder:
+        found: dict[str, Any] = run_soak(model.resolve(), rows, engines, Path(folder) / "soak")
+    if output is not None:
+        write_json(output, {"provenance": provenance(), **found})
+    megabytes = {name: (found[name] or 0) / 2**20 for name in ("driver_bytes", "engine_bytes")}
+    print_table(
+        "soak",
+        ["rows", "rows/s", "driver MB (peak)", "engine MB (peak)"],
+        [[str(rows), f"{found['rows_per_s']:.0f}", *(f"{size:.0f}" for size in megabytes.values())]],
+        num_left=0,
+    )
+    if found["driver_bytes"] > DRIVER_BYTES or (found["engine_bytes"] or 0) > ENGINE_BYTES:
+        raise typer.Exit(1)

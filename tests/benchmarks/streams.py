@@ -1,0 +1,224 @@
+"""Streams of completions and chats as a client sees them: many at once, at little cost, and how each ended.
+
+A few lines of HTTP/1.1 over asyncio's sockets, since the client must not be what is measured, and since how
+a stream ends (properly, with an error event, cut) is what trials of deaths ask. Used by `http_load.py`,
+`serve_tax.py`, `soak_serve.py` and the tests that kill servers. Not for questions without a stream:
+`jobs/client.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from manta.jobs.client import split_url
+
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+DONE = b"[DONE]"
+MAX_HEAD_BYTES = 64 * 1024
+Json = Mapping[str, Any]  # Any: JSON
+
+# whole: finish reason and [DONE]. error: an error event, then [DONE]. cut: the bytes ended before [DONE].
+# refused: a status other than 200. left: we closed it. late: nothing ended it in time.
+End = Literal["whole", "error", "cut", "refused", "left", "late"]
+
+
+@dataclass
+class Stream:
+    """What was seen of one stream so far. Times in seconds of `time.monotonic`.
+
+    Attributes:
+        asked_s: when the request was sent.
+        token_times_s: when each event with text or tokens came.
+        text, token_ids: of those events; ids where the body asks `return_token_ids`.
+        usage: the last that the server told; {} where it tells none.
+        end: None while it is open.
+        error: what the server said in an error event or a refusal.
+        status: of HTTP; 0 where no answer came.
+        headers: of the answer, names in lower case.
+    """
+
+    asked_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    usage: Json = field(default_factory=dict)
+    end: End | None = None
+    ended_s: float | None = None
+    error: Json = field(default_factory=dict)
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def first_s(self) -> float | None:
+        """From asking to the first token."""
+        return self.token_times_s[0] - self.asked_s if self.token_times_s else None
+
+    @property
+    def seconds(self) -> float:
+        """From asking to the end."""
+        assert self.ended_s is not None, "the stream is open"
+        return self.ended_s - self.asked_s
+
+    def next_after(self, when_s: float) -> float | None:
+        """Seconds from `when_s` to the next thing that the client saw: a token, or the end."""
+        seen = [at for at in (*self.token_times_s, self.ended_s) if at is not None and at > when_s]
+        return min(seen) - when_s if seen else None
+
+
+class StreamClient:
+    """One connection, kept from stream to stream. `async with` closes it.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        api_key: sent as a bearer token.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        parts = split_url(url)
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname or "", parts.port or (443 if self._secure else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
+        self._timeout_s = timeout_s
+        self._pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, body: Json, *, leave_after: int | None = None, into: Stream | None = None) -> Stream:
+        """One stream to its end; whatever happens to it is in what comes back, nothing is raised.
+
+        Args:
+            body: of a chat if it has `messages`, else of a completion.
+            leave_after: close the connection after so many events with tokens.
+            into: filled as it goes, for whoever looks meanwhile.
+        """
+        stream = into or Stream(time.monotonic())
+        stream.asked_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                stream.end = await self._run(stream, body, leave_after)
+        except TimeoutError:
+            stream.end = "late"
+        except (OSError, EOFError, ValueError):  # reset, ended in the middle, or not HTTP any more
+            stream.end = "cut"
+        stream.ended_s = time.monotonic()
+        if stream.end in ("cut", "left", "late"):
+            self.close()
+        return stream
+
+    async def _run(self, stream: Stream, body: Json, leave_after: int | None) -> End:
+        path = CHAT_PATH if "messages" in body else PATH
+        reader = await self._send(path, json.dumps({**body, "stream": True}).encode())
+        stream.status, stream.headers = await _head(reader)
+        keeps = stream.headers.get("connection", "").lower() != "close"
+        if stream.status != 200:
+            raw = b"".join([piece async for piece in _body(reader, stream.headers)])
+            stream.error = _error_of(raw)
+            if not keeps:
+                self.close()
+            return "refused"
+        end: End = "cut"
+        async for data in _events(_body(reader, stream.headers)):
+            if data == DONE:
+                end = "error" if stream.error else "whole"
+                continue
+            if _take(stream, json.loads(data)) and len(stream.token_times_s) == leave_after:
+                return "left"
+        if not keeps:
+            self.close()
+        return end
+
+    async def _send(self, path: str, content: bytes) -> asyncio.StreamReader:
+        if self._pipe is None:
+            self._pipe = await asyncio.open_connection(self._host, self._port, ssl=self._secure or None)
+        reader, writer = self._pipe
+        writer.write(
+            f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+            f"Content-Type: application/json\r\n{self._key}Content-Length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        await writer.drain()
+        return reader
+
+    def close(self) -> None:
+        """Idempotent; asking again opens a new connection."""
+        if self._pipe is not None:
+            self._pipe[1].close()
+            self._pipe = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+def _take(stream: Stream, event: Json) -> bool:
+    """Put an event's news into the stream; whether it brought tokens."""
+    if "error" in event:
+        stream.error = event["error"]
+        return False
+    found = False
+    stream.usage = event.get("usage") or stream.usage
+    for choice in event.get("choices", ()):
+        token_ids = choice.get("token_ids") or ()
+        text = _text_of(choice)
+        stream.text += text
+        stream.token_ids.extend(token_ids)
+        found = found or bool(text or token_ids)
+    if found:
+        stream.token_times_s.append(time.monotonic())
+    return found
+
+
+def _text_of(choice: Json) -> str:
+    """Of a completion's choice, or of a chat's, reasoning and all."""
+    if "text" in choice:
+        return choice["text"] or ""
+    delta = choice.get("delta") or {}
+    parts = (delta.get(name) for name in ("reasoning_content", "reasoning", "content"))
+    return "".join(part for part in parts if part)
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    raw = await reader.readuntil(b"\r\n\r\n")
+    if len(raw) > MAX_HEAD_BYTES:
+        raise ValueError("the answer's head is too long")
+    first, *lines = raw.decode("latin-1").split("\r\n")
+    pairs = (line.partition(":") for line in lines if line)
+    return int(first.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """Its pieces as they come."""
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            yield (await reader.readexactly(size + 2))[:-2]
+        await reader.readuntil(b"\r\n")
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while piece := await reader.read(65536):
+            yield piece
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events; comments are dropped."""
+    rest = b""
+    async for piece in pieces:
+        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            if event.startswith(b"data: "):
+                yield event.removeprefix(b"data: ")
+
+
+def _error_of(raw: bytes) -> Json:
+    """In OpenAI's shape; what is not in that shape comes as {"raw": text}."""
+    try:
+        found = json.loads(raw)["error"]
+        return found if isinstance(found, dict) else {"raw": raw.decode(errors="replace")}
+    except (ValueError, LookupError, TypeError):
+        return {"raw": raw.decode(errors="replace")}

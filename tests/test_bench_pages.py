@@ -1,0 +1,127 @@
+"""Pages and pictures of a sweep, and published prompts as a file that benchmarks read."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from browser import CUT_OFF, real_browser
+from manta.cluster.errors import DatasetError
+from manta.jobs.bench.load_page import SVG_STYLE, write_svgs, write_sweep_page
+from manta.jobs.bench.load_pictures import sweep_pictures
+from manta.jobs.bench.passes import read_rows
+from manta.jobs.bench.prepare import prepare_speed_bench
+from manta.jobs.cli import main
+
+HOSTILE = """<script>document.title="owned"</script>'"><img src=x onerror=alert(1)>&amp;"""
+
+
+def assert_whole_page(html: str, num_pictures: int) -> None:
+    """Nothing from a network, no script, and every picture is one of a name, whatever the data say."""
+    elements: list[tuple[str, dict[str, str | None]]] = []
+
+    class Page(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            elements.append((tag, dict(attrs)))
+
+    Page().feed(html)
+    assert not {"script", "img", "link", "iframe", "object", "base"} & {tag for tag, _ in elements}
+    names = {name for _, attributes in elements for name in attributes}
+    assert not {name for name in names if name.startswith("on") or name in ("src", "href", "style")}
+    pictures = [attributes for tag, attributes in elements if tag == "svg"]
+    assert len(pictures) == num_pictures
+    assert all(picture["role"] == "img" and picture["aria-label"] for picture in pictures)
+
+
+def made_up_sweep() -> dict[str, Any]:
+    """Figures as a sweep writes them."""
+
+    def side(speed: float, ratio: float, accepted: list[float]) -> dict[str, Any]:
+        told = {"blocks": 50, "drafted": [50] * len(accepted), "accepted": accepted}
+        return {
+            "tokens_per_s": speed,
+            "user_tokens_per_s": speed / 4,
+            "ratio_to_plain": ratio,
+            "tokens": 100,
+            "acceptance": {HOSTILE: told, "code": told} if accepted else {},
+            "step_seconds": {"schedule": 0.01, "draft": 0.1, "verify": 0.4, "execute": 0.6, "commit": 0.02},
+            "curves": {"ttft_ms": [float(i) for i in range(25)], "itl_ms": [2.0 * i for i in range(25)]},
+        }
+
+    sides = {
+        "adaptive": side(400, 1.6, [0.8]),
+        "plain": side(250, 1.0, []),
+        "dflash-1": side(300, 1.2, [0.8]),
+        "dflash-15": side(350, 1.4, [0.9 - 0.05 * i for i in range(15)]),
+        "random": side(240, 0.96, [0.0]),
+    }
+    measured = {"least": 1.0, "measured": 1.6, "range": [1.5, 1.7], "met": True}
+    verdict = {"bar": "adaptive to plain", "where": HOSTILE, **measured}
+    return {
+        "provenance": {"gpu": None, "cpu": HOSTILE, "cores": 2, "date": "today", "command": HOSTILE},
+        "engine": {"speculative_config": {"method": "dflash"}},
+        "options": {"methods": {}, "prompts": HOSTILE},
+        "points": [{"requests": c, "traffic": "prompts", "sides": sides} for c in (1, 8, 64)],
+        "starts": [],
+        "verdicts": [verdict],
+        "refused": {"ngram": HOSTILE},
+    }
+
+
+def test_a_browser_lays_a_sweeps_page_out_on_a_desk_and_on_a_phone(tmp_path: Path) -> None:
+    page, figures = tmp_path / "sweep.html", made_up_sweep()
+    write_sweep_page(figures, page)
+    assert_whole_page(page.read_text(), 6)
+    with real_browser() as browser:
+        for width in (1280, 520):
+            browser.open(page, width)
+            assert browser.run("return document.title") == "Speculation by load"
+            assert browser.run("return document.documentElement.scrollWidth - innerWidth") <= 0, "no sideways"
+            assert browser.run("return document.querySelectorAll('svg .cell').length") == 2 * 15
+            assert browser.run("return document.querySelectorAll('svg .even').length") == 1
+            small = "return [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().width)"
+            assert min(browser.run(small)) >= 400, "letters can be read; what is wider is scrolled"
+        browser.open(page, 1280)
+        assert browser.run(CUT_OFF.replace("td, th, ", "")) == []
+
+
+def test_pictures_are_files_of_their_own_too(tmp_path: Path) -> None:
+    paths = write_svgs(sweep_pictures(made_up_sweep()), tmp_path)
+    names = ["pareto", "speedup-by-load", "acceptance", "step-parts", "ttft", "itl"]
+    assert [path.stem for path in paths] == names
+    for path in paths:
+        root = ElementTree.fromstring(path.read_text())
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        style = root.find("{http://www.w3.org/2000/svg}style")
+        assert style is not None and style.text == SVG_STYLE
+
+
+def test_speed_bench_becomes_a_file_that_every_benchmark_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "qualitative.jsonl", tmp_path / "out" / "prompts.jsonl"
+    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [
+        {"question_id": "a", "category": "coding", "turns": ["def f():", "and more"]},
+        {"question_id": "b", "category": "math", "turns": [placeholder]},
+        {"question_id": "c", "category": "math", "messages": [{"role": "user", "content": "1 + 1?"}]},
+        {"question_id": "d", "category": "math", "turns": []},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = prepare_speed_bench("qualitative", output, source)
+    assert done.categories == {"coding": 1, "math": 1} and done.left_out == 2
+    assert [(row.name, row.category) for row in read_rows(output)] == [("a", "coding"), ("c", "math")]
+    assert read_rows(output)[0].prompt.messages[0]["content"] == "def f():"
+    assert "evaluation only" in capsys.readouterr().err
+    source.write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(DatasetError, match=r"none with a prompt.*--from"):
+        prepare_speed_bench("qualitative", output, source)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit):
+        main(["bench", "prepare", "speed-bench", "-o", str(output)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the hub did not give nvidia/SPEED-Bench" in said and "--from" in said
