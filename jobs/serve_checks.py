@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import random
 import resource
 import socket
 from pathlib import Path
@@ -95,6 +97,13 @@ def open_connections(port: int) -> int:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port of the loopback address on which nobody listens.
+
+    It lies above those that Ray's workers take (10002 to 19999) and below those that the system gives to
+    connections (from 32768 on Linux), of which one could take it before it is used.
+    """
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
