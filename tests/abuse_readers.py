@@ -83,7 +83,7 @@ def never_read(
         reader.close()
 
 
-def never_read_whole(port: int, hold_s: float, count: int = 4, tokens: int = 1000) -> None:
+def never_read_whole(port: int, hold_s: float, count: int = 4, tokens: int = 400) -> None:
     """So many whole answers of 64 completions, of which nothing is read; the server must have cut them off.
 
     Args:
