@@ -189,7 +189,9 @@ class Server:
 
         if self._owns_ray:
             worker._worker_logs_enabled = False  # Serve's controller ends itself, which Ray calls an accident
-            if not (self._ray_is_lost or at_once):
+            if at_once:  # threads that wait for Serve would log tracebacks; the next `ray.init` undoes it
+                logging.getLogger("ray").setLevel(logging.CRITICAL)
+            elif not self._ray_is_lost:
                 serve.shutdown()
             ray.shutdown()
             worker._worker_logs_enabled = True
