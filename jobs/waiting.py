@@ -1,6 +1,6 @@
 """Waits that a person sees: lines that count seconds, and work in threads beside the main one.
 
-Called by `serve.py`.
+Called by `serve.py` and by benchmarks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Wait:
         what: what is done meanwhile; may change.
     """
 
-    def __init__(self, what: str, report: Report) -> None:
-        self.what = what
+    def __init__(self, what: str, report: Report, every_s: float = TELL_S) -> None:
+        self.what, self._every_s = what, every_s
         self._report, self._ended, self._begin_s = report, threading.Event(), time.monotonic()
 
     def tell_forever(self) -> None:
-        while not self._ended.wait(TELL_S):
+        while not self._ended.wait(self._every_s):
             self._report(f"{self.what} ({time.monotonic() - self._begin_s:.0f} s)")
 
     def end(self) -> None:
@@ -38,15 +38,15 @@ class Wait:
 
 
 @contextmanager
-def counting(what: str, report: Report, *, begin: bool = True) -> Iterator[Wait]:
-    """Report `what` at the beginning of the block and, with the seconds so far, every two seconds in it.
+def counting(what: str, report: Report, *, begin: bool = True, every_s: float = TELL_S) -> Iterator[Wait]:
+    """Report `what` at the beginning of the block and, with the seconds so far, every `every_s` in it.
 
     Args:
         begin: False leaves out the first line.
     """
     if begin:
         report(what)
-    wait = Wait(what, report)
+    wait = Wait(what, report, every_s)
     threading.Thread(target=wait.tell_forever, name="manta-wait", daemon=True).start()
     try:
         yield wait

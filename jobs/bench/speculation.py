@@ -17,6 +17,7 @@ from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
 from ..tables import decimals, print_table
+from ..waiting import counting
 from .idleness import Watch, print_warning
 from .passes import (
     MODES,
@@ -29,11 +30,13 @@ from .passes import (
     open_engines,
     read_prompts,
     record,
+    say,
     tried_dtypes,
 )
 from .turns import prompts_per_turn, ratios, run_rounds, split_evenly
 
 TRIAL_PROMPTS = 4
+LINE_S = 4.0  # between lines while nothing else is told
 _Runs = Mapping[tuple[str, str], EngineRun]  # by mode and dtype
 
 
@@ -62,6 +65,7 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
         )
     rows = read_prompts(options.prompts, options.num_prompts)
     prompts = encode_prompts(rows, load_tokenizer(config))
+    say("loading the models")
     points = [_measure(config, options, prompts, requests) for requests in options.concurrency]
     print_points(points)
     figures = record(config, options, points)
@@ -80,7 +84,8 @@ def _measure(
             (mode, llm.info.dtype): EngineRun(llm, prompts, options.max_tokens, options.temperature)
             for (mode, _), llm in engines.items()
         }
-        trial = _trial(runs)
+        with counting(f"{requests} request(s), trying each dtype", say, every_s=LINE_S):
+            trial = _trial(runs)
         chosen = {mode: _fastest_dtype(trial, mode) for mode in MODES}
         slowest = min(trial[key] for key in chosen.items())
         turns = split_evenly(len(prompts), prompts_per_turn(requests, slowest, options.max_tokens), requests)
@@ -88,7 +93,10 @@ def _measure(
         with watch.open():
             sides = {mode: runs[mode, dtype] for mode, dtype in chosen.items()}
             rounds = run_rounds(sides, turns, options.rounds, f"{requests} request(s)")
-        answers = {key: rounds[key[0]][0] if key in chosen.items() else run() for key, run in runs.items()}
+        with counting(f"{requests} request(s), comparing the tokens", say, every_s=LINE_S):
+            answers = {
+                key: rounds[key[0]][0] if key in chosen.items() else run() for key, run in runs.items()
+            }
     ratio = ratios(rounds["on"], rounds["off"])
     return {
         "requests": requests,
