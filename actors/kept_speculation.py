@@ -7,9 +7,9 @@
 Read when an engine is made, written when it is closed and every few minutes in between. What is kept is
 where an engine begins, no more: what it measures itself takes its place. What says that drafts do not pay was
 measured while the machine was busy, or of other text, as likely as it is true; so it is not believed, and the
-engine tries drafts in its first steps as one that knows nothing. Where nothing is kept, it begins with the
-acceptance lengths on the drafter's card. Where it lies and what becomes of a broken
-file says `cluster/kept.py`. Called by `llm.py` and `engine.py`.
+engine tries drafts in its first steps as one that knows nothing. What few drafts have told is completed by
+the acceptance lengths on the drafter's card. `cluster/kept.py` says where it lies and what becomes of a
+broken file. Called by `llm.py` and `engine.py`.
 """
 
 from __future__ import annotations

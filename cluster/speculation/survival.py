@@ -71,7 +71,6 @@ class Survival:
 
     def __init__(self, most: int, num_slots: int) -> None:
         self.version = self.num_drafters = 0
-        self._first_chance = _FIRST_CHANCE
         self._most, self.num_slots = most, num_slots
         self._nobody = num_slots  # a slot more, of those that have left
         self._turn = 0
