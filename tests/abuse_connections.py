@@ -47,7 +47,7 @@ class Held:
     probe_s: float = 0.0
     small: int = 0
     small_s: float = 0.0
-    answers: Counter[int] = field(default_factory=Counter[int])
+    answers: dict[int, int] = field(default_factory=dict[int, int])
     open_s: float | None = None
 
 
@@ -118,7 +118,7 @@ async def _trial(
         head = ROUTE + f"Content-Length: {len(SMALL)}\r\n".encode()
         held.small, held.small_s = await _ask(port, head, SMALL)
         done, left = await asyncio.wait(ends, timeout=CLOSED_S)
-        held.answers.update(task.result() for task in done)
+        held.answers = dict(Counter(task.result() for task in done))
         held.open_s = None if left else round(time.monotonic() - began_s, 1)
         for task in left:
             task.cancel()
