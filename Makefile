@@ -118,7 +118,7 @@ QWEN := docs/benchmarks/qwen3-8b
 GPT_OSS := docs/benchmarks/gpt-oss-120b
 .PHONY: simulate-policy
 simulate-policy: install  ## adaptive beside plain and fixed lengths on H200s, simulated; six minutes
-	$(BIN)/manta simulate policy -m $(QWEN)/target --drafter $(QWEN)/drafter -m $(GPT_OSS)/target --drafter $(GPT_OSS)/drafter \
+	$(BIN)/python tests/benchmarks simulate-policy -m $(QWEN)/target --drafter $(QWEN)/drafter -m $(GPT_OSS)/target --drafter $(GPT_OSS)/drafter \
 	  --context 1024 --context 8192 --context 65536 --concurrency 1 --concurrency 16 --concurrency 64 --concurrency 256 \
 	  -o docs/benchmarks/simulated-policy.json
 

@@ -297,7 +297,8 @@ SPECULATION = (
         refused=True,
     ),
     Answer(
-        "is not served: it would change tokens. Leave it out; `manta simulate` plays with acceptance rates",
+        "is not served: it would change tokens. Leave it out; `manta simulate node` plays with acceptance "
+        "rates",
         values="synthetic_acceptance_rates synthetic_acceptance_length acceptance_method posterior_threshold "
         "posterior_alpha typical_acceptance_sampler_posterior_threshold",
         refused=True,

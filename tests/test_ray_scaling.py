@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.simulate.ray_scaling import OngoingRequests, RayScaling, RaySettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.actors.autoscaling import POLICY, SpeculativeScaling, scaling_options
 from manta.actors.http.settings import parse_replicas
 from manta.cluster.autoscaling import ScalingRules
 from manta.cluster.errors import ConfigError
-from manta.cluster.ray_scaling import OngoingRequests, RayScaling, RaySettings
 from manta.cluster.replica_figures import ReplicaFigures
 from ray.serve import autoscaling_policy as rays
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState, _resolve_policy_callable

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from manta.cluster.config import EngineConfig, SpeculativeConfig
+from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import ConfigError, PlacementError
 from manta.cluster.executor import ExecutorInfo
@@ -19,7 +18,6 @@ from manta.cluster.model_shape import ExpertShape, LatentShape, LayerShape, Mode
 from manta.cluster.planner.driven import DrivenEngine
 from manta.cluster.planner.gpus import GPUS, Gpu, Link
 from manta.cluster.planner.loads import closed_loop, open_loop
-from manta.cluster.planner.measured_cost import MeasuredCost
 from manta.cluster.planner.pair import Pair
 from manta.cluster.planner.pareto import frontier, throughput_at
 from manta.cluster.planner.plan_cost import PlanCost
@@ -30,7 +28,6 @@ from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
 from manta.jobs.cli import main
 from manta.jobs.simulate.methods import Method, eagle3_shape, parse_acceptance
 from manta.jobs.simulate.subjects import Drafting, Subject, subjects
-from manta.jobs.simulate.validate import ValidateOptions, run_validate
 from manta.jobs.simulate.workload import Workload
 
 TARGET = ModelShape.dense(
@@ -129,22 +126,6 @@ def test_a_faster_gpu_is_not_slower(method: str) -> None:
             assert observe(subject(method, gpu, tp=2), clients, 4).tokens_per_s >= slow * 0.999
 
 
-def test_adapting_is_compared_with_every_fixed_length_by_load_and_context(tmp_path: Path) -> None:
-    output, pair = tmp_path / "policy.json", ROOT / "docs/benchmarks/qwen3-8b"
-    command = ["policy", "-m", str(pair / "target"), "--drafter", str(pair / "drafter")]
-    loads = ["--concurrency", "1", "--concurrency", "8", "--context", "1000", "--output-tokens", "24"]
-    assert run(*command, *loads, "-o", str(output)) == 0
-    figures = json.loads(output.read_text())
-    assert [cell["requests"] for cell in figures["cells"]] == [1, 8]
-    for cell in figures["cells"]:
-        rates = cell["tokens_per_s"]
-        assert list(rates) == ["plain", *(f"dflash-{n}" for n in (1, 3, 5, 7, 11, 15))]
-        assert rates[cell["best"]] == max(rates.values()) > 2 * rates["plain"]
-        assert cell["to_best"] == pytest.approx(cell["adaptive_tokens_per_s"] / max(rates.values()), abs=1e-3)
-    assert figures["worst"]["to_best"] == min(cell["to_best"] for cell in figures["cells"])
-    assert run(*command, "-m", "another") != 0, "which has no drafter"
-
-
 def test_methods_draft_as_their_names_say_and_are_accepted_as_stated() -> None:
     """Requests alike: the mean length is that of the curve's first drafts."""
     drafting = Drafting(dflash="6.0", eagle3="4.0", eagle3_drafts=7, spread=0.0)
@@ -195,21 +176,6 @@ def test_the_frontier_is_what_nothing_beats() -> None:
     assert front == [(50, 20), (60, 15), (100, 10)]
     assert throughput_at(front, 20) == 20 and throughput_at(front, 80) == 12.5
     assert throughput_at(front, 101) is None and throughput_at([], 1) is None
-
-
-def test_a_measured_table_is_itself_at_its_points_and_lines_between() -> None:
-    grid = np.arange(8.0).reshape(2, 2, 2)
-    cost = MeasuredCost((1, 4), (0, 2), (100, 300), grid, 10 * grid, (1, 101), np.array([1.0, 3.0]))
-
-    def at(batch: int, drafts: int, context: int) -> tuple[float, float]:
-        found = cost(made_up_plan([context] * batch, [1 + drafts] * batch, [drafts] * batch))
-        return found.draft_s, found.verify_s
-
-    assert at(1, 0, 100) == (0.0, 0.0) and at(4, 2, 300) == (7.0, 70.0)
-    assert at(4, 1, 200) == (5.5, 55.0) and at(9, 2, 900) == (7.0, 70.0)
-    prompt = made_up_plan([300] * 4 + [0], [1] * 4 + [51], [0] * 5)
-    assert cost(prompt).verify_s == pytest.approx(50.0 + 2.0 - 1.0), "beside four that decode"
-    assert cost(made_up_plan([0], [51], [0])).verify_s == 2.0, "alone"
 
 
 def test_an_engine_simulated_at_a_known_cost_takes_the_time_of_its_steps() -> None:
@@ -303,40 +269,3 @@ def test_a_trace_is_played_over_all_engines_of_a_node(folders: Path) -> None:
     tokens, last_s = sum(10 + n for n in range(12)), 0.55 + point["e2e_s"]["p99"]
     assert point["requests"] == 12 and point["replicas"] == 2
     assert point["tokens_per_s_per_gpu"] == pytest.approx(tokens / 2 / last_s, rel=0.1)
-
-
-def test_an_engine_and_its_simulation_are_asked_the_same(shipped_pair: tuple[Path, Path]) -> None:
-    """Real steps of the shipped pair; how long they take, and so whether drafts pay, no test can know."""
-    target, drafter = shipped_pair
-    spec = SpeculativeConfig(model=str(drafter), adaptive=False)
-    config = EngineConfig(model=str(target), speculative_config=spec, num_pages=256)
-    options = ValidateOptions(
-        prompts=target.parent / "prompts.jsonl", num_prompts=4, concurrency=(2,), requests=3, max_tokens=16
-    )
-    figures = run_validate(config, options)
-    (point,) = figures["points"]
-    measured, simulated = point["measured"], point["simulated"]
-    assert measured["requests"] >= 3 and simulated["requests"] >= 3
-    assert simulated["mean_acceptance_length"] > 1.0 and measured["mean_acceptance_length"] > 1.0
-    survival = figures["survival"]
-    assert 0.5 < survival[0] < 1.0 and sorted(survival, reverse=True) == list(survival)
-    cost = figures["cost"]
-    plain, all_of = np.array(cost["rest_BDC"])[-1, 0], np.array(cost["rest_BDC"])[-1, -1]
-    assert (plain > 0.0).all() and (all_of > 0.0).all() and cost["host_s"] > 0.0
-    assert np.array(cost["draft_BDC"])[:, 1:].min() > 0.0
-    assert set(point["error"]) == {"tokens_per_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s"}
-
-
-def test_a_fleet_of_such_engines_is_played(folders: Path, capsys: Any) -> None:
-    output = folders / "fleet.json"
-    pair = ["-m", str(folders / "Qwen3-8B"), "--drafter", str(folders / "Qwen3-8B-DFlash-b16")]
-    day = ["--hours", "0.2", "--peak", "6", "--max-num-seqs", "6", "--output-tokens", "60"]
-    day += ["--gpu", "h200", "--target-ongoing-requests", "4"]
-    assert run("fleet", *pair, *day, "-o", str(output)) == 0
-    figures = json.loads(output.read_text())
-    replica = figures["replica"]
-    assert len(replica["step_s"]) == 6 and sorted(replica["step_s"]) == replica["step_s"]
-    assert min(replica["step_tokens"]) > 2.0, "it drafts"
-    alone = subject("dflash", drafting=Drafting(dflash="4.0")).times
-    assert replica["step_s"][0] == pytest.approx(alone.round(1, 16, 900).total_s, rel=0.1)
-    assert figures["policies"][0]["failed"] == 0

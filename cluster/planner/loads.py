@@ -5,7 +5,7 @@
              that clients do not go in step.
     open     arrivals at their times, to the engine with the fewest requests; all are counted.
 
-Called by `jobs/simulate/`, for real engines (`jobs/simulate/validate.py`) and simulated ones alike.
+Called by `jobs/simulate/`, and by `tests/benchmarks/simulate/` for real and simulated engines alike.
 """
 
 from __future__ import annotations

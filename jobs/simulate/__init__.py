@@ -1,1 +1,1 @@
-"""`manta simulate`: a day of traffic over a fleet of simulated replicas, policy beside policy."""
+"""`manta simulate node`: load over a node of GPUs, method beside method. Begin with `node.py`."""

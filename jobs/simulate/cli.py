@@ -1,244 +1,141 @@
-"""`manta simulate ...`: commands that need neither Ray nor a GPU, as `cli.py` has the others."""
+"""`manta simulate node` as a command: it needs neither Ray nor a GPU."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from ...cluster.errors import ConfigError
 from ...cluster.planner.gpus import GPUS
-from ..flags import Model, engine_options, parse_size
-from ..settings import engine_config
-from .node_cli import node
-from .policy_cli import policy
+from ..flags import parse_size
 
-# Any: settings are plain data, checked where they become dataclasses; contexts are typer's own.
+LOAD = "Load"
+DRAFTS = "Drafting"
 
-TRAFFIC = "Traffic"
-REPLICA = "A replica"
-ENGINE = "A replica that is an engine on GPUs"
-
-
-class _FleetByDefault(TyperGroup):
-    """A group that runs its command `fleet` where no command is named, so that flags may come first."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = bool(args) and (args[0] in self.commands or args[0] in ctx.help_option_names)
-        return super().parse_args(ctx, args if named else ["fleet", *args])
-
-
-simulate = typer.Typer(cls=_FleetByDefault, rich_markup_mode=None)
+simulate = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @simulate.callback()
 def _simulate() -> None:
-    """Simulate a node or a fleet of replicas; `manta simulate fleet` where no command is named."""
-
-
-simulate.command()(node)
-simulate.command()(policy)
+    """Simulate a node of GPUs that serves a model."""
 
 
 @simulate.command()
-def fleet(
+def node(
+    model: Annotated[str, typer.Option("--model", "-m", help="Target: folder or Hugging Face id.")],
+    drafter: Annotated[
+        str | None,
+        typer.Option("--drafter", "--spec-model", show_default=False, help="DFlash drafter, as the target."),
+    ] = None,
+    gpu: Annotated[str, typer.Option("--gpu", help=f"Their kind: {', '.join(GPUS)}.")] = "b300",
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the node.")] = 8,
+    tp: Annotated[
+        list[int] | None,
+        typer.Option("--tp", help="Ranks of an engine; may be repeated (each number that fits)."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="plain, dflash, eagle3, or with a fixed number of drafts, as dflash-7; may be repeated "
+            "(plain, and with a drafter eagle3-3 and dflash).",
+        ),
+    ] = None,
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            "--acceptance",
+            help="Mean acceptance length of the DFlash drafter's block, or by category: code=4.9,chat=2.9.",
+            rich_help_panel=DRAFTS,
+        ),
+    ] = "4.0",
+    eagle3_acceptance: Annotated[
+        str,
+        typer.Option("--eagle3-acceptance", help="The same of EAGLE-3's drafts.", rich_help_panel=DRAFTS),
+    ] = "3.0",
+    eagle3_drafts: Annotated[
+        int, typer.Option("--eagle3-drafts", help="Of so many drafts.", rich_help_panel=DRAFTS)
+    ] = 7,
+    spread: Annotated[
+        float, typer.Option("--spread", help="Of requests' hardness; 0: alike.", rich_help_panel=DRAFTS)
+    ] = 0.5,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--concurrency",
+            help="Requests at once in each engine; may be repeated (1, 2, 4, .. 256).",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--request-rate",
+            help="Requests/s on the node (Poisson) in place of that; may be repeated.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", help="That arrive at a rate.", rich_help_panel=LOAD)
+    ] = 200,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace",
-            help="JSONL of arrival_s, prompt_tokens, output_tokens, in place of a made-up day.",
-            rich_help_panel=TRAFFIC,
+            show_default=False,
+            help="JSONL of arrival_s, prompt_tokens, output_tokens, in place of rates and lengths.",
+            rich_help_panel=LOAD,
         ),
     ] = None,
-    peak: Annotated[
-        float, typer.Option("--peak", help="Requests/s at the day's height.", rich_help_panel=TRAFFIC)
-    ] = 20.0,
-    bursts: Annotated[
-        int, typer.Option("--bursts", help="Sudden rises in a day.", rich_help_panel=TRAFFIC)
-    ] = 12,
     prompt_tokens: Annotated[
-        float, typer.Option("--prompt-tokens", help="Mean length.", rich_help_panel=TRAFFIC)
-    ] = 800.0,
+        float, typer.Option("--prompt-tokens", help="Mean length.", rich_help_panel=LOAD)
+    ] = 1024.0,
     output_tokens: Annotated[
-        float, typer.Option("--output-tokens", help="Mean length.", rich_help_panel=TRAFFIC)
-    ] = 2500.0,
-    hours: Annotated[
-        float, typer.Option("--hours", help="From the quietest one on.", rich_help_panel=TRAFFIC)
-    ] = 24.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the traffic.", rich_help_panel=TRAFFIC)] = 0,
-    replicas: Annotated[
-        str, typer.Option("--replicas", metavar="LEAST:MOST", help="The fewest and the most.")
-    ] = "1:100",
-    start_s: Annotated[
-        float, typer.Option("--start-s", help="From wanted to serving.", rich_help_panel=REPLICA)
-    ] = 60.0,
-    max_num_seqs: Annotated[
-        int, typer.Option("--max-num-seqs", help="Requests at once.", rich_help_panel=REPLICA)
-    ] = 16,
-    kv_tokens: Annotated[
-        int,
+        float, typer.Option("--output-tokens", help="Mean length.", rich_help_panel=LOAD)
+    ] = 512.0,
+    sigma: Annotated[
+        float, typer.Option("--sigma", help="Of the lengths' logarithm; 0: alike.", rich_help_panel=LOAD)
+    ] = 0.4,
+    seed: Annotated[int, typer.Option("--seed", help="Of lengths and texts.", rich_help_panel=LOAD)] = 0,
+    max_model_len: Annotated[
+        int | None,
         typer.Option(
-            "--kv-tokens",
-            help="That its pages hold.",
+            "--max-model-len",
+            help="Longest sequence; the checkpoints' limit.",
             parser=parse_size,
             metavar="SIZE",
-            rich_help_panel=REPLICA,
-        ),
-    ] = 200_000,
-    step_ms: Annotated[
-        float, typer.Option("--step-ms", help="Least time of a verify pass.", rich_help_panel=REPLICA)
-    ] = 25.0,
-    row_ms: Annotated[
-        float, typer.Option("--row-ms", help="Of a row in it, where rows rule.", rich_help_panel=REPLICA)
-    ] = 0.2,
-    draft_ms: Annotated[
-        float, typer.Option("--draft-ms", help="Of a drafter's pass.", rich_help_panel=REPLICA)
-    ] = 3.0,
-    acceptance: Annotated[
-        float, typer.Option("--acceptance", help="Of a draft, after accepted ones.", rich_help_panel=REPLICA)
-    ] = 0.75,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
             show_default=False,
-            help="Target of an engine on GPUs, in place of the times, --acceptance and --kv-tokens.",
-            rich_help_panel=ENGINE,
         ),
     ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            "--drafter", "--spec-model", show_default=False, rich_help_panel=ENGINE, help="Its drafter."
-        ),
-    ] = None,
-    gpu: Annotated[str, typer.Option("--gpu", help=", ".join(GPUS), rich_help_panel=ENGINE)] = "b300",
-    tp: Annotated[int, typer.Option("--tp", help="GPUs of a replica.", rich_help_panel=ENGINE)] = 1,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method",
-            show_default=False,
-            help="As of `manta simulate node`; dflash with a drafter, else plain.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    acceptance_length: Annotated[
-        str,
-        typer.Option("--acceptance-length", help="As node's --acceptance.", rich_help_panel=ENGINE),
-    ] = "4.0",
-    spread: Annotated[
-        float, typer.Option("--spread", help="Of requests' hardness.", rich_help_panel=ENGINE)
-    ] = 0.5,
-    scaling: Annotated[
-        str, typer.Option("--scaling", metavar="JSON", help="Our policy's rules: '{\"load_high\": 0.8}'.")
-    ] = "{}",
-    target: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--target-ongoing-requests", help="Of Ray's policy; may be repeated (2, its default, to 12)."
-        ),
-    ] = None,
-    ray: Annotated[
-        bool, typer.Option("--ray/--no-ray", help="Ray's policy, too; slow in large fleets.")
-    ] = True,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="SVG or PNG of the frontiers.")] = None,
 ) -> None:
-    """Play a day of traffic over simulated replicas: our scaling policy beside Ray Serve's default.
+    """Play load over one node, method beside method: throughput of a GPU against the speed of a user.
 
-    A simulation of both policies and a coarse model of a replica: no Ray, no model, no GPU.
+    The real scheduler and its policies over step times of the roofline; see docs/simulation.md.
     """
-    from dataclasses import replace
+    from .node import NodeOptions, run_node
+    from .workload import Workload
 
-    from ...actors.http.settings import parse_replicas
-    from ...cluster.autoscaling import ScalingRules
-    from ...cluster.config import from_mapping
-    from ...cluster.simulator import LinearCost
-    from .fleet import EngineOfFleet, SimulateOptions, run_simulate
-    from .subjects import Drafting
-    from .traffic import Day
-
-    day = Day(
-        peak_per_s=peak,
-        bursts=bursts,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        hours=hours,
-        seed=seed,
-    )
-    engine = None
-    if model is not None:
-        engine = EngineOfFleet(
-            model=model,
-            drafter=drafter,
-            gpu=gpu,
-            tp=tp,
-            method=method or ("plain" if drafter is None else "dflash"),
-            drafting=Drafting(dflash=acceptance_length, eagle3=acceptance_length, spread=spread),
-        )
-    options = SimulateOptions(
-        day=day,
-        engine=engine,
-        trace=trace,
-        replicas=parse_replicas(replicas),
-        start_s=start_s,
-        max_num_seqs=max_num_seqs,
-        kv_tokens=kv_tokens,
-        cost=LinearCost(step_ms / 1e3, row_ms / 1e3, draft_ms / 1e3),
+    options = NodeOptions(
+        model=model,
+        drafter=drafter,
+        gpu=gpu,
+        num_gpus=gpus,
+        tp=tuple(tp or ()),
+        methods=tuple(method or (("plain",) if drafter is None else ("plain", "eagle3-3", "dflash"))),
         acceptance=acceptance,
-        rules=from_mapping(ScalingRules, _json(scaling), "scaling."),
-        output=output,
-    )
-    if target or not ray:
-        options = replace(options, targets=tuple(target or ()) if ray else ())
-    run_simulate(options)
-
-
-@simulate.command()
-@engine_options
-def validate(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")] = Path(
-        "models/prompts.jsonl"
-    ),
-    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Of the file.")] = 40,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option("--max-concurrency", help="Requests at once; may be repeated (1, 4 and 16)."),
-    ] = None,
-    requests: Annotated[int, typer.Option("--requests", help="That are counted at each.")] = 48,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every request.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    spread: Annotated[float, typer.Option("--spread", help="Of requests' hardness.")] = 0.5,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
-) -> None:
-    """Hold the simulation against this machine's engine: measure its steps, then the same load on both."""
-    config = engine_config(settings)
-    from .validate import ValidateOptions, run_validate
-
-    options = ValidateOptions(
-        prompts=prompts,
-        num_prompts=num_prompts,
-        concurrency=tuple(concurrency or (1, 4, 16)),
-        requests=requests,
-        max_tokens=max_tokens,
-        temperature=temperature,
+        eagle3_acceptance=eagle3_acceptance,
+        eagle3_drafts=eagle3_drafts,
         spread=spread,
+        concurrency=tuple(concurrency or (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+        rate_per_s=tuple(rate or ()),
+        num_requests=num_requests,
+        trace=trace,
+        workload=Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, sigma=sigma, seed=seed),
+        max_model_len=max_model_len,
         output=output,
+        plot=plot,
     )
-    run_validate(config, options)
-
-
-def _json(text: str) -> dict[str, Any]:  # Any: checked where it becomes rules
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"scaling={text!r} must be a JSON object of rules.", param="scaling")
-    return found
+    run_node(options)

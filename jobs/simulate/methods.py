@@ -1,22 +1,27 @@
 """Methods that a node is played with: plain decoding, EAGLE-3 and DFlash, adaptive or of fixed lengths.
 
 Names are those of `manta bench sweep`: "dflash" chooses how much it drafts and verifies, "dflash-7" verifies
-seven drafts in every step; the same of "eagle3".
+seven drafts in every step; the same of "eagle3". They are compared where users are served equally fast, each
+by the best of its layouts and loads.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ...cluster.errors import ConfigError
 from ...cluster.model_shape import ModelShape
 from ...cluster.planner.pair import Pair
+from ...cluster.planner.pareto import frontier, throughput_at
 from ...cluster.planner.texts import Texts
 from ...cluster.roofline import survival_of_length
 
+Figures = dict[str, Any]  # Any: JSON
 Kind = Literal["plain", "dflash", "eagle3"]
+SPEEDS = tuple(range(100, 2001, 50))  # tokens/s of a user
 EAGLE3_TAPS = 3
 EAGLE3_VOCAB = 32_000  # of the drafter's own head, as most published ones have it
 EAGLE3_INTER = 6  # inner size over hidden size, where all of the target's MLPs are made of experts
@@ -111,3 +116,24 @@ def parse_acceptance(text: str, num_drafts: int) -> tuple[tuple[float, ...], dic
         )
     curve = survival_of_length(sum(lengths.values()) / len(lengths), num_drafts)
     return curve, {} if "" in lengths else lengths
+
+
+def of_method(points: Sequence[Figures], method: str) -> list[tuple[float, float]]:
+    """Its frontier over all layouts and loads."""
+    mine = [point for point in points if point["method"] == method]
+    return frontier((point["user_tokens_per_s"], point["tokens_per_s_per_gpu"]) for point in mine)
+
+
+def matched_speed(points: Sequence[Figures]) -> list[Figures]:
+    """Throughput of each method while every user gets at least so many tokens/s; None where it cannot be.
+
+    The last speed at which there is plain decoding is the end of its curve.
+    """
+    fronts = {name: of_method(points, name) for name in dict.fromkeys(point["method"] for point in points)}
+    edges = [front[-1][0] for name, front in fronts.items() if name == "plain" and front]
+    found: list[Figures] = []
+    for speed in sorted({*map(float, SPEEDS), *edges}):
+        rates = {name: throughput_at(front, speed) for name, front in fronts.items()}
+        if any(rates.values()):
+            found.append({"user_tokens_per_s": speed, "tokens_per_s_per_gpu": rates})
+    return found

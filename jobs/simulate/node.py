@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,12 +26,10 @@ from ..plan.trace import read_trace
 from ..tables import NO_FIGURE, decimals, print_table
 from ..time_left import TimeLeft
 from .assumptions import assumptions
-from .matching import matched_speed
-from .methods import Method
+from .methods import Figures, Method, matched_speed
 from .subjects import Drafting, Subject, read_shapes, subjects
 from .workload import Workload
 
-Figures = dict[str, Any]  # Any: JSON
 LEAST_REQUESTS = 16  # that are counted at a load
 ROW_WORK = 0.01  # of a request in a step, where the step's own is 1: for the estimate of time
 

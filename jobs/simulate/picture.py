@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from .matching import of_method
+from .methods import of_method
 
 COLORS = ("#9aa5b1", "#e8590c", "#0b7285", "#5f3dc4", "#2b8a3e", "#c2255c")
 MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an engine

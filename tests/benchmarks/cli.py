@@ -15,6 +15,7 @@ from manta.jobs.settings import engine_config
 from manta.jobs.stop import Stopped, StopSignals
 
 from . import adapt, soak_batch, soak_serve
+from .simulate import cli as simulate
 
 # Any: settings are plain data, checked where they become dataclasses.
 app = typer.Typer(
@@ -391,3 +392,6 @@ def widen(
 app.command("adapt")(adapt.main)
 app.command("soak-batch")(soak_batch.main)
 app.command("soak-serve")(soak_serve.main)
+app.command("simulate-fleet")(simulate.fleet)
+app.command("simulate-policy")(simulate.policy)
+app.command("simulate-validate")(simulate.validate)

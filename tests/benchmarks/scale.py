@@ -4,7 +4,7 @@ Clients that ask one request after the other, streamed: few, many until the most
 until the fewest do; where that may be none, nobody until there is none, and few again. Drawn over time:
 replicas that serve, start and end, and how long the first token took. Replicas share this machine's cores, so
 that a second one need not make anything faster here: this is about life and death of replicas, not about
-speed. Not the policy (`cluster/autoscaling.py`), nor a fleet (`manta simulate`).
+speed. Not the policy (`cluster/autoscaling.py`), nor a fleet (`simulate/fleet.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A fleet of simulated replicas under a scaling policy: what a day of traffic costs, and how long users wait.
 
 Coarse on purpose, so that a day over thousands of replicas takes minutes: a replica is a table
-(`fleet_replica.py`), and all replicas go on a quarter of a second at once (`fleet_slots.py`), however many
+(`replica.py`), and all replicas go on a quarter of a second at once (`slots.py`), however many
 requests and tokens lie in it.
 
 Requests go to the replica with fewest, as HAProxy sends them; a replica that starts gets none, one that is to
-go ends what it has. Deterministic: all chance lies in the arrivals. Called by `jobs/simulate/`.
+go ends what it has. Deterministic: all chance lies in the arrivals. Called by `fleet.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from manta.cluster.autoscaling import FleetLoad
 
-from .autoscaling import FleetLoad
-from .fleet_replica import ReplicaModel
-from .fleet_slots import FleetSlots, Floats, Ints
+from .replica import ReplicaModel
+from .slots import FleetSlots, Floats, Ints
 
 TICK_S = 2.0  # between two looks of the policy; Serve's figures are as old as that, too
 STEPS_PER_TICK = 8

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from manta.cluster.errors import ConfigError
+from manta.jobs.plan.trace import read_trace
 
-from ...cluster.errors import ConfigError
-from ...cluster.fleet import Arrivals, Floats
+from .replicas import Arrivals, Floats
 
 DAY_S = 86_400.0
-FIELDS = ("arrival_s", "prompt_tokens", "output_tokens")
 SIGMA = 0.6  # of the logarithm of lengths
 
 
@@ -67,38 +67,11 @@ def _lengths(rng: np.random.Generator, mean: float, count: int) -> Any:  # Any: 
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
-def read_trace(path: Path) -> Arrivals:
-    """Arrivals of a JSONL file with `arrival_s`, `prompt_tokens` and `output_tokens` in each line.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not such an object.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace: {path} cannot be read ({error}).", param="trace") from None
-    rows = [_row(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not rows:
-        raise ConfigError(f"trace: {path} holds no request.", param="trace")
-    arrival_s, prompts, outputs = zip(*sorted(rows), strict=True)
+def read_arrivals(path: Path) -> Arrivals:
+    """The arrivals of a trace, as `manta plan` reads it; see `read_trace` for what it raises."""
+    trace = sorted(read_trace(path, sys.maxsize), key=lambda arrival: arrival.arrival_s)
     return Arrivals(
-        np.array(arrival_s, dtype=np.float64),
-        np.array(prompts, dtype=np.int64),
-        np.array(outputs, dtype=np.int64),
+        np.array([arrival.arrival_s for arrival in trace], dtype=np.float64),
+        np.array([arrival.prompt_tokens for arrival in trace], dtype=np.int64),
+        np.array([arrival.output_tokens for arrival in trace], dtype=np.int64),
     )
-
-
-def _row(line: str, number: int, path: Path) -> tuple[float, int, int]:
-    try:
-        found = json.loads(line)
-        arrival_s, prompt, output = (found[name] for name in FIELDS)
-        row = float(arrival_s), int(prompt), int(output)
-    except (ValueError, KeyError, TypeError):
-        row = (-1.0, 0, 0)
-    if not (np.isfinite(row[0]) and row[0] >= 0.0 and row[1] >= 1 and row[2] >= 1):
-        raise ConfigError(
-            f"trace: line {number} of {path} must be an object with {', '.join(FIELDS)}: seconds from the "
-            f"beginning, and at least one token each. It is {line[:80]}",
-            param="trace",
-        )
-    return row

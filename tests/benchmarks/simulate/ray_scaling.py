@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from manta.cluster.errors import ConfigError
 
 RECORD_FACTOR = 0.2  # RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR
 _DELAY_EPS_S = 1e-6  # _DELAY_ELAPSED_EPS_S

@@ -1,6 +1,6 @@
 """The simulation held against the engine that it imitates: the same load on both, and how far they differ.
 
-1. The engine's steps are measured (`measure.py`), and how often drafts are accepted, by position.
+1. The engine's steps are measured (`measured_cost.py`), and how often drafts are accepted, by position.
 2. A simulated engine is made of that: the same scheduler, policy, pages and limits.
 3. Both are driven by the same clients (`cluster/planner/loads.py`) with requests of the same lengths.
 
@@ -15,23 +15,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...actors.executor import make_executor
-from ...actors.files import write_json
-from ...actors.prompts import load_tokenizer
-from ...cluster.config import EngineConfig
-from ...cluster.engine import Engine
-from ...cluster.errors import ConfigError
-from ...cluster.executor import Executor
-from ...cluster.planner.driven import DrivenEngine
-from ...cluster.planner.loads import Observed, closed_loop
-from ...cluster.planner.measured_cost import MeasuredCost
-from ...cluster.planner.texts import Texts
-from ...cluster.request import Request, SamplingParams
-from ...cluster.simulator import SimulatedExecutor, VirtualClock
-from ..bench.passes import encode_prompts, read_prompts
-from ..bench.provenance import provenance
-from ..tables import decimals, print_table
-from .measure import measure_costs
+from manta.actors.executor import make_executor
+from manta.actors.files import write_json
+from manta.actors.prompts import load_tokenizer
+from manta.cluster.config import EngineConfig
+from manta.cluster.engine import Engine
+from manta.cluster.errors import ConfigError
+from manta.cluster.executor import Executor
+from manta.cluster.planner.driven import DrivenEngine
+from manta.cluster.planner.loads import Observed, closed_loop
+from manta.cluster.planner.texts import Texts
+from manta.cluster.request import Request, SamplingParams
+from manta.cluster.simulator import SimulatedExecutor, VirtualClock
+from manta.jobs.bench.passes import encode_prompts, read_prompts
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.tables import decimals, print_table
+
+from .measured_cost import MeasuredCost, measure_costs
 
 Figures = dict[str, Any]  # Any: JSON
 COMPARED = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s")

@@ -1,10 +1,10 @@
 """The requests of all replicas of a simulated fleet, as arrays: moved a short step of time at once.
 
 How fast each of b running requests goes on, and what a token of a prompt costs, during which nothing else
-goes on (chunked prefill slows everybody down by as much), is a table (`fleet_replica.py`). Requests of a
+goes on (chunked prefill slows everybody down by as much), is a table (`replica.py`). Requests of a
 replica go on alike, so each is kept as the *work* at which it ends: tokens that one would have got that was
 there from the beginning. Within a step of time replicas keep their pace; when requests come, begin and end
-in it is told exactly. `tests/test_cluster_fleet.py` holds a replica against an engine. Used by `fleet.py`.
+in it is told exactly. `tests/test_bench_fleet.py` holds a replica against an engine. Used by `replicas.py`.
 
 Legend: N rows, one for a replica; C requests that run in one; Q that may wait in it; A arrivals.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .fleet_replica import ReplicaModel
+from .replica import ReplicaModel
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

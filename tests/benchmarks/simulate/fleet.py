@@ -15,30 +15,54 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from manta.actors.files import write_json
+from manta.cluster.autoscaling import ReplicaCount, ScalingRules
+from manta.cluster.errors import ConfigError
+from manta.cluster.planner.gpus import find_gpu
+from manta.cluster.roofline import geometric_survival
+from manta.cluster.simulator import LinearCost
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.simulate.methods import Method
+from manta.jobs.simulate.subjects import Drafting, read_shapes, subjects
+from manta.jobs.simulate.workload import Workload
+from manta.jobs.tables import print_table
 
-from ...actors.files import write_json
-from ...cluster.autoscaling import ScalingRules
-from ...cluster.errors import ConfigError
-from ...cluster.fleet import Arrivals, Fleet, FleetPolicy, FleetReport, Floats
-from ...cluster.fleet_policies import OurPolicy, RayPolicy
-from ...cluster.fleet_replica import ReplicaModel
-from ...cluster.planner.gpus import find_gpu
-from ...cluster.ray_scaling import RaySettings
-from ...cluster.roofline import geometric_survival
-from ...cluster.simulator import LinearCost
-from ..bench.provenance import provenance
-from ..tables import print_table
-from .methods import Method
-from .replica_table import replica_table
-from .subjects import Drafting, read_shapes, subjects
-from .traffic import SIGMA, Day, make_day, read_trace
-from .workload import Workload
+from .ray_scaling import OngoingRequests, RayScaling, RaySettings
+from .replica import ReplicaModel, replica_table
+from .replicas import Arrivals, Fleet, FleetPolicy, FleetReport, Floats
+from .traffic import SIGMA, Day, make_day, read_arrivals
 
 Figures = dict[str, Any]  # Any: JSON
 OURS = "manta"
 FIRST_S = 600.0  # by whose arrivals the first replicas are counted
 SHOWN_EVERY_S = 600.0  # replicas over time, in the JSON
 PERCENTILES = (50, 95, 99)
+
+
+class OurPolicy:
+    """`manta.cluster.autoscaling`, fed as `manta.actors.autoscaling` feeds it."""
+
+    def __init__(self, rules: ScalingRules, fewest: int, most: int) -> None:
+        self._count = ReplicaCount(rules)
+        self._bounds = fewest, most
+
+    def wanted(self, fleet: Fleet, now_s: float) -> int:
+        return self._count.wanted(fleet.load(), fleet.target, *self._bounds, now_s)
+
+
+class RayPolicy:
+    """`ray_scaling.py`, fed as Serve's replicas feed it."""
+
+    def __init__(self, settings: RaySettings, fewest: int, most: int) -> None:
+        self._scaling = RayScaling(settings)
+        self._requests = OngoingRequests(settings)
+        self._bounds = fewest, most
+
+    def wanted(self, fleet: Fleet, now_s: float) -> int:
+        ongoing = fleet.ongoing()
+        self._requests.observe(ongoing, now_s)
+        total = self._requests.total(ongoing, now_s) + len(fleet.queue)
+        return self._scaling.wanted(total, fleet.there, fleet.target, *self._bounds, now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +72,7 @@ class EngineOfFleet:
     Attributes:
         model, drafter: checkpoints; configurations are enough.
         gpu, tp: kind, and how many of them an engine has.
-        method: see `methods.py`.
+        method: see `manta.jobs.simulate.methods`.
         drafting: how well drafters guess.
     """
 
@@ -129,7 +153,7 @@ class SimulateOptions:
 def run_simulate(options: SimulateOptions) -> Figures:
     """Play, print tables, write the figures if asked. Returns them."""
     model = options.model()
-    arrivals = make_day(options.day) if options.trace is None else read_trace(options.trace)
+    arrivals = make_day(options.day) if options.trace is None else read_arrivals(options.trace)
     fewest, most = options.replicas
     start = min(max(_enough(model, arrivals, options.rules), fewest), most)
     policies: dict[str, FleetPolicy] = {OURS: OurPolicy(options.rules, fewest, most)}

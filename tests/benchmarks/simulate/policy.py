@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...actors.files import write_json
-from ...cluster.errors import ConfigError, PlacementError
-from ...cluster.planner.gpus import Gpu, find_gpu
-from ...cluster.planner.loads import closed_loop
-from ...cluster.planner.pair import Pair
-from ...cluster.request import Request
-from ...cluster.speculation.ladder import draft_ladder
-from ..bench.passes import say
-from ..bench.provenance import provenance
-from ..tables import print_table
-from .assumptions import assumptions
-from .methods import Method
-from .subjects import Drafting, Subject, read_shapes, subjects
-from .workload import Workload
+from manta.actors.files import write_json
+from manta.cluster.errors import ConfigError, PlacementError
+from manta.cluster.planner.gpus import Gpu, find_gpu
+from manta.cluster.planner.loads import closed_loop
+from manta.cluster.planner.pair import Pair
+from manta.cluster.request import Request
+from manta.cluster.speculation.ladder import draft_ladder
+from manta.jobs.bench.passes import say
+from manta.jobs.bench.provenance import provenance
+from manta.jobs.simulate.assumptions import assumptions
+from manta.jobs.simulate.methods import Method
+from manta.jobs.simulate.subjects import Drafting, Subject, read_shapes, subjects
+from manta.jobs.simulate.workload import Workload
+from manta.jobs.tables import print_table
 
 Figures = dict[str, Any]  # Any: JSON
 BEST_LEAST, PLAIN_LEAST = 0.98, 1.0

@@ -9,21 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.cli import main
+from benchmarks.simulate.fleet import OurPolicy, SimulateOptions, percentiles, run_simulate
+from benchmarks.simulate.replica import ReplicaModel
+from benchmarks.simulate.replicas import Arrivals, Fleet, FleetReport
+from benchmarks.simulate.traffic import Day, make_day, read_arrivals
 from manta.cluster.autoscaling import FleetLoad, ScalingRules
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine import Engine
-from manta.cluster.errors import ConfigError
+from manta.cluster.errors import DatasetError
 from manta.cluster.executor import ExecutorInfo
-from manta.cluster.fleet import Arrivals, Fleet, FleetReport
-from manta.cluster.fleet_policies import OurPolicy
-from manta.cluster.fleet_replica import ReplicaModel
 from manta.cluster.replica_figures import ReplicaFigures
 from manta.cluster.request import Request, SamplingParams
 from manta.cluster.roofline import geometric_survival
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
-from manta.jobs.cli import main
-from manta.jobs.simulate.fleet import SimulateOptions, percentiles, run_simulate
-from manta.jobs.simulate.traffic import Day, make_day, read_trace
 
 COST = LinearCost(0.02, 0.0001, 0.002)
 SURVIVAL = geometric_survival(0.7, 7)
@@ -215,17 +214,17 @@ def test_a_trace_is_played_and_a_bad_line_is_named(
     trace = tmp_path / "trace.jsonl"
     rows = [{"arrival_s": 3.0 - i, "prompt_tokens": 10, "output_tokens": 20} for i in range(3)]
     trace.write_text("\n".join(json.dumps(row) for row in rows))
-    assert read_trace(trace).arrival_s.tolist() == [1.0, 2.0, 3.0]
+    assert read_arrivals(trace).arrival_s.tolist() == [1.0, 2.0, 3.0]
     output = tmp_path / "out.json"
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--trace", str(trace), "--target-ongoing-requests", "2", "-o", str(output)])
+        main(["simulate-fleet", "--trace", str(trace), "--target-ongoing-requests", "2", "-o", str(output)])
     assert ended.value.code == 0 and "fewer replica-hours than the default" in capsys.readouterr().out
     assert json.loads(output.read_text())["requests"] == 3
     trace.write_text('{"arrival_s": 1.0, "prompt_tokens": 0, "output_tokens": 20}')
-    with pytest.raises(ConfigError, match="line 1"):
-        read_trace(trace)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path / "none")
+    with pytest.raises(DatasetError, match="jsonl:1: prompt_tokens"):
+        read_arrivals(trace)
+    with pytest.raises(DatasetError, match="cannot be read"):
+        read_arrivals(tmp_path / "none")
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--scaling", '{"load_hi": 1}'])
+        main(["simulate-fleet", "--scaling", '{"load_hi": 1}'])
     assert ended.value.code == 1 and "load_high" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""A replica of a simulated fleet: a table in place of an engine.
+
+How long a step takes with so many requests, and what it brings each of them. It is made of costs, or of a
+simulated engine: the real scheduler is played at a few loads, where as many clients ask as the load says,
+prompts for nothing (the table has their cost apart); between two loads seconds and tokens of a step are taken
+to be linear. So the table knows what the policy chooses at every load, and what it brings. Played by
+`slots.py`; `manta.cluster.simulator` is the fine simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from manta.cluster.acceptance import expected_acceptance_length
+from manta.cluster.made_up_plans import made_up_plan
+from manta.cluster.planner.loads import closed_loop
+from manta.cluster.planner.room import MAX_ROWS
+from manta.cluster.planner.step_time import Chunk
+from manta.cluster.simulator import LinearCost
+from manta.jobs.simulate.subjects import Subject
+from manta.jobs.simulate.workload import Workload
+
+LEAST_REQUESTS = 12  # that are counted at a load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaModel:
+    """One replica as a table.
+
+    Attributes:
+        step_s: seconds of a step of 1, 2, .. running requests; as many entries as can run at once.
+        step_tokens: tokens that such a step brings each of them (the mean acceptance length).
+        prompt_token_s: seconds that a token of a prompt costs.
+        kv_tokens: that the pages hold.
+        most_waiting: requests that may wait in the replica; more are refused.
+        start_s: from being wanted to serving.
+    """
+
+    step_s: tuple[float, ...]
+    step_tokens: tuple[float, ...]
+    prompt_token_s: float
+    kv_tokens: int
+    most_waiting: int
+    start_s: float
+
+    @property
+    def max_num_seqs(self) -> int:
+        return len(self.step_s)
+
+    @classmethod
+    def of(
+        cls, cost: LinearCost, survival: Sequence[float], max_num_seqs: int, kv_tokens: int, start_s: float
+    ) -> ReplicaModel:
+        """An engine of these costs that drafts as many tokens as pay, whatever number of requests it has."""
+        best = [_best_step(cost, survival, batch) for batch in range(1, max_num_seqs + 1)]
+        return cls(
+            step_s=tuple(step_s for step_s, _ in best),
+            step_tokens=tuple(tokens for _, tokens in best),
+            prompt_token_s=cost.verify_row_s,
+            kv_tokens=kv_tokens,
+            most_waiting=max_num_seqs,
+            start_s=start_s,
+        )
+
+
+def _best_step(cost: LinearCost, survival: Sequence[float], batch: int) -> tuple[float, float]:
+    """Seconds and tokens per request of the step that brings most tokens a second."""
+    steps: list[tuple[float, float]] = []
+    for drafts in range(len(survival) + 1):
+        timings = cost(made_up_plan([1] * batch, [1 + drafts] * batch, [drafts] * batch))
+        steps.append((timings.draft_s + timings.verify_s, expected_acceptance_length(survival, drafts + 1)))
+    return max(steps, key=lambda step: step[1] / step[0])
+
+
+def loads_to_play(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, .. and the most."""
+    return sorted({most, *(base << n for base in (2, 3) for n in range(20) if base << n < most), 1})
+
+
+def replica_table(subject: Subject, workload: Workload, max_num_seqs: int, start_s: float) -> ReplicaModel:
+    """One engine of that kind, which runs up to `max_num_seqs` requests at once, or as many as fit."""
+    most = min(max_num_seqs, subject.room.max_num_seqs)
+    loads = loads_to_play(most)
+    played = [_play(subject, workload, load) for load in loads]
+    batches = np.arange(1, most + 1)
+    step_s, step_tokens = (np.interp(batches, loads, values) for values in zip(*played, strict=True))
+    chunk = Chunk(MAX_ROWS, round(workload.prompt_tokens / 2))
+    prompt_s = subject.times.round(0, 1, 0, chunk).total_s / MAX_ROWS
+    return ReplicaModel(
+        step_s=tuple(np.maximum.accumulate(step_s).tolist()),
+        step_tokens=tuple(step_tokens.tolist()),
+        prompt_token_s=prompt_s,
+        kv_tokens=subject.room.kv_tokens,
+        most_waiting=most,
+        start_s=start_s,
+    )
+
+
+def _play(subject: Subject, workload: Workload, load: int) -> tuple[float, float]:
+    """Seconds of a step, and tokens that it brings each request."""
+    measured = max(load, LEAST_REQUESTS)
+    driven = subject.engine(free_prompts=True)
+    seen = closed_loop(driven, lambda number, share: workload.request(number, share), load, measured)
+    return seen.seconds / seen.steps, seen.num_tokens / seen.steps / load
