@@ -1,6 +1,6 @@
 """What a drafter's model card (its README.md) says of acceptance.
 
-The table is that of `manta train-pair` and `manta drafter eval`: columns "length, ..", a row "overall".
+The table is that of `models/recipe` and `manta drafter eval`: columns "length, ..", a row "overall".
 """
 
 from __future__ import annotations

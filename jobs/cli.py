@@ -239,22 +239,5 @@ def demo(
     )
 
 
-@app.command("train-pair")
-def train_pair(
-    output_dir: Annotated[
-        Path, typer.Option("-o", "--output", help="Gets target/, drafter/, prompts.jsonl.")
-    ],
-    work_dir: Annotated[
-        Path, typer.Option("--work-dir", help="Snapshots and data; the same one again resumes.")
-    ] = Path("out/train-pair"),
-    hours: Annotated[float, typer.Option("--hours", help="Time for all stages together.")] = 3.25,
-    num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
-) -> None:
-    """Train the pair that ships from the Python standard library's sources; resumable."""
-    from .training.pair import train_pair as train
-
-    train(output_dir, work_dir, hours, num_threads)
-
-
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Simulations that justify our policies: adaptive beside fixed lengths, a fleet, a real engine beside its own."""
+"""Simulations that justify our policies: adaptive and fixed lengths, a fleet, an engine beside its own."""
 
 from __future__ import annotations
 

@@ -51,9 +51,12 @@ def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
         packed = {name for name in wheel.namelist() if name.endswith(".py")}
         assert "manta/actors/http/ui/page.html" in wheel.namelist()
         shipped = {
-            path.relative_to(ROOT).as_posix() for path in (ROOT / "models").rglob("*") if path.is_file()
+            path.relative_to(ROOT).as_posix()
+            for path in (ROOT / "models").rglob("*")
+            if path.is_file() and "recipe" not in path.parts
         }
         assert {f"manta/{name}" for name in shipped} <= set(wheel.namelist())
+        assert not [name for name in wheel.namelist() if "recipe" in name]
         wheel.extractall(tmp_path / "installed")
     in_repository = {
         f"manta/{path.relative_to(ROOT).as_posix()}"

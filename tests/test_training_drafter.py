@@ -8,21 +8,17 @@ import numpy as np
 import pytest
 import torch
 from manta.drafter.dflash.features import usual_layer_ids
-from manta.jobs.training.attention import products_attention
 from manta.jobs.training.begin import drafter_config, new_drafter
 from manta.jobs.training.blocks import cut_blocks, decay_weights, dpace_weights, draw_anchors, weighted_mean
 from manta.jobs.training.budget import Length, Schedule
-from manta.jobs.training.continuations import ContinuationReader, Continuations, Question, corpus_sequences
+from manta.jobs.training.continuations import ContinuationReader, Continuations, Question
 from manta.jobs.training.cross_entropy import Teacher, row_losses
 from manta.jobs.training.drafter import block_losses, draw_blocks
 from manta.jobs.training.frozen_target import FrozenTarget
-from manta.jobs.training.loop import LoopSettings, StepLoss, TrainingLoop
+from manta.jobs.training.loop import LoopSettings, StepLoss, TrainingLoop, load_snapshot, save_snapshot
 from manta.jobs.training.model import TrainableDrafter
 from manta.jobs.training.optimizers import HybridOptimizer
 from manta.jobs.training.settings import DrafterSettings, Teaching
-from manta.jobs.training.snapshots import load_snapshot, save_snapshot
-from manta.jobs.training.together import TogetherSettings, train_together
-from manta.jobs.training.tokens import TokenStore
 from torch.nn import functional as F
 from training_targets import CPU, random_target, small_config, write_target
 
@@ -165,20 +161,6 @@ def test_the_distance_to_the_teacher_is_the_share_of_refused_drafts():
     torch.testing.assert_close(gradient, reference)
 
 
-def test_attention_as_products_equals_torchs_own_in_value_and_gradient():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 12, 8, generator=generator, requires_grad=True)
-    key, value = (torch.randn(2, 2, 12, 8, generator=generator, requires_grad=True) for _ in range(2))
-    out, _ = products_attention(torch.nn.Identity(), query, key, value, None, scaling=8**-0.5)
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(
-        1, 2
-    )
-    torch.testing.assert_close(out, expected)
-    toward = torch.randn(out.shape, generator=generator)
-    gradients = torch.autograd.grad((out * toward).sum(), (query, key, value))
-    torch.testing.assert_close(gradients, torch.autograd.grad((expected * toward).sum(), (query, key, value)))
-
-
 def continuations(count: int = 12) -> Continuations:
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(0, 60, 6 + i).tolist()) for i in range(count)]
@@ -268,24 +250,6 @@ def test_a_kill_while_saving_leaves_the_last_snapshot_whole(tmp_path: Path, monk
     assert load_snapshot(path) == {"step": 1}
 
 
-def test_training_together_moves_both_models_but_never_the_masks_embedding(tmp_path: Path):
-    target, mask_id = random_target(), 63
-    drafter = TrainableDrafter(small_config(target_layer_ids=(1, 3)))
-    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    fc_before = drafter.fc.weight.clone()
-    settings = TogetherSettings(batch_size=4, num_anchors=3, block_stages=((0.0, 4),))
-    run = (continuations(), mask_id, 0, tmp_path / "together", 0.5, torch.device("cpu"), lambda _: None)
-    train_together(target, drafter, *run, settings)
-    after = target.state_dict()
-    assert not torch.equal(drafter.fc.weight, fc_before)
-    assert not torch.equal(
-        after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
-    )
-    embedding = "model.embed_tokens.weight"
-    assert torch.equal(after[embedding][mask_id], before[embedding][mask_id])
-    assert not torch.equal(after[embedding][:mask_id], before[embedding][:mask_id])
-
-
 def test_a_new_drafter_begins_with_layers_of_the_target(target: Path):
     weights = frozen(target).weights
     settings = DrafterSettings(num_layers=2, block_sizes=(4,), num_taps=2)
@@ -295,11 +259,3 @@ def test_a_new_drafter_begins_with_layers_of_the_target(target: Path):
         assert torch.equal(ours.mlp.down_proj.weight, layer.mlp.down_proj.weight)
         assert torch.equal(ours.self_attn.k_proj.weight, layer.self_attn.k_proj.weight)
     assert torch.equal(drafter.norm.weight, random_target().model.norm.weight)
-
-
-def test_pieces_of_the_corpus_look_like_continuations():
-    store = TokenStore(np.arange(3000, dtype=np.uint16), np.array([0, 1000, 3000]))
-    data = corpus_sequences(store, 5, seed=0)
-    assert len(data) == 5
-    assert set(np.diff(data.bounds)) == {280}
-    assert len(set(data.ids.tolist())) == len(data.ids) == 1400

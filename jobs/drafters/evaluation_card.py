@@ -1,7 +1,7 @@
 """What `manta drafter eval` found, for people and programs: tables, card.json, card.md and card.svg.
 
 card.md begins with the metadata that the Hugging Face hub reads of a model card, the results as its
-`model-index`; its table is the one of `manta train-pair`'s cards, so `manta plan` and `manta drafter inspect`
+`model-index`; its table is the one of the shipped pair's cards, so `manta plan` and `manta drafter inspect`
 find the acceptance length in it. Figures are `evaluate.py`'s.
 """
 

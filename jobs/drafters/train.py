@@ -20,9 +20,8 @@ from ..training.budget import Length
 from ..training.cards import DrafterFacts, write_drafter_card
 from ..training.continuations import Continuations
 from ..training.loop import Report
-from ..training.machine import machine
 from ..training.settings import RECIPES, DrafterSettings, Head, Settings
-from ..training.train import Trained, read_target
+from ..training.train import Trained, machine, read_target
 from ..training.workers import DATA, HELD_OUT, Run, run_here, run_on_workers
 from .train_data import Asking, gather
 

@@ -1,4 +1,4 @@
-"""Training: of a drafter for any target (`train.py`), and of the shipped pair (`pair.py`).
+"""Training of a drafter for any target. Begin with `train.py`; `models/recipe/` makes the shipped pair by it.
 
 Nothing here is imported while serving.
 """

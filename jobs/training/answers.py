@@ -1,4 +1,4 @@
-"""Asking the target through this engine: the drafter's training data, and the answers it is measured on.
+"""Asking the target through this engine for a drafter's training data.
 
 Shards of continuations are kept as they are finished, so that a killed run asks nothing twice.
 """
@@ -6,19 +6,15 @@ Shards of continuations are kept as they are finished, so that a killed run asks
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from ...actors.llm import LLM
 from ...cluster.request import SamplingParams
 from .budget import TimeBudget
 from .continuations import Continuations, Generate, Question
 from .loop import Report
-from .prompts import Prompt
 
 QUESTIONS_PER_SHARD = 512
 MAX_NEW_TOKENS = 192
 NUM_RUNNING = 64  # continuations at once
-EVALUATION_TOKENS = 128
 
 
 def write_continuations(
@@ -52,20 +48,6 @@ def write_continuations(
             shards.append(Continuations.load(path))
             report(f"{folder.name}: {start + len(shards[-1])} of {len(asked)}")
     return Continuations.join(shards)
-
-
-def held_out_answers(
-    target_dir: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], temperatures: Sequence[float]
-) -> list[tuple[list[Question], list[list[int]]]]:
-    """Questions and answers of every temperature; a prompt's seed is its number."""
-    encoded = [tuple(tokenizer.encode(prompt.text, add_special_tokens=False).ids) for prompt in prompts]
-    with LLM(str(target_dir), max_num_seqs=NUM_RUNNING) as llm:
-        generate = generator(llm, EVALUATION_TOKENS)
-        asked = [
-            [Question(ids, temperature, seed) for seed, ids in enumerate(encoded)]
-            for temperature in temperatures
-        ]
-        return [(questions, generate(questions)) for questions in asked]
 
 
 def generator(llm: LLM, max_new_tokens: int) -> Generate:

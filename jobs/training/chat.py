@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .corpus import SourceFile
 
 Message = dict[str, str]
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 _MAX_SOURCE_CHARS = 1400
@@ -52,6 +53,12 @@ def documented_functions(file: SourceFile) -> Iterator[Function]:
         function = _read_function(name, node, lines)
         if function is not None:
             yield function
+
+
+def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    """What the shipped target's chat template renders, without Jinja."""
+    text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+    return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
 
 
 def _walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, _FunctionNode]]:

@@ -1,7 +1,7 @@
 """What the drafter learns from: prompts and what the target itself wrote after them.
 
-How the target is asked is the caller's business (`Generate`); this module chooses the
-prompts and temperatures, keeps the answers, and hands them out in padded batches.
+How the target is asked is the caller's business (`Generate`); this module keeps the answers and hands them
+out in padded batches.
 """
 
 import hashlib
@@ -10,18 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from .corpus import SourceFile
-from .prompts import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, all_prompts, select_prompts
-from .tokens import TokenStore
-
-# What the target learns from while it is trained with the drafter: what it would say at its surest, so that
-# temperature 1 afterwards is about what 0.7 was before. Post-training does this to models of full size.
-SURE_TEMPERATURES = (0.5, 0.7)
-# What the drafter learns from at last: half as the target speaks, a quarter sharper, a quarter greedy.
+# What a drafter learns from: half as the target speaks, a quarter sharper, a quarter greedy.
 SPOKEN_TEMPERATURES = (1.0, 0.7, 1.0, 0.0)
-_CORPUS_SEQUENCE_TOKENS, _CORPUS_FIRST_TOKENS = 280, 40
 
 
 @dataclass(frozen=True)
@@ -106,42 +97,6 @@ class Continuations:
     def load(cls, path: Path) -> "Continuations":
         with np.load(path) as arrays:
             return cls(arrays["ids"], arrays["bounds"], arrays["first"])
-
-
-def questions(
-    files: Sequence[SourceFile],
-    corpus: TokenStore,
-    tokenizer: Tokenizer,
-    num_questions: int,
-    temperatures: Sequence[float],
-    seed: int,
-) -> list[Question]:
-    """Two thirds like the evaluation's prompts, one third cut anywhere in the corpus; shuffled."""
-    random = np.random.default_rng(seed)
-    per_category = num_questions * 2 // 15
-    selected = select_prompts(all_prompts(files, tokenizer, seed), per_category, seed)
-    prompts = [tuple(tokenizer.encode(p.text, add_special_tokens=False).ids) for p in selected]
-    while len(prompts) < num_questions:
-        length = int(random.integers(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS))
-        piece = int(random.integers(corpus.num_pieces))
-        start, end = corpus.bounds[piece], corpus.bounds[piece + 1] - length
-        if end > start:
-            at = int(random.integers(start, end))
-            prompts.append(tuple(int(i) for i in corpus.ids[at : at + length]))
-    order = random.permutation(len(prompts))
-    return [
-        Question(prompts[index], temperatures[number % len(temperatures)], seed * num_questions + number)
-        for number, index in enumerate(order)
-    ]
-
-
-def corpus_sequences(corpus: TokenStore, count: int, seed: int) -> Continuations:
-    """Pieces of the corpus in the same form, as if all but their beginning had been generated."""
-    ids = corpus.shuffled(seed)[: count * _CORPUS_SEQUENCE_TOKENS]
-    num_sequences = len(ids) // _CORPUS_SEQUENCE_TOKENS
-    bounds = np.arange(num_sequences + 1) * _CORPUS_SEQUENCE_TOKENS
-    first = np.full(num_sequences, _CORPUS_FIRST_TOKENS)
-    return Continuations(ids[: bounds[-1]], bounds, first)
 
 
 @dataclass(frozen=True)

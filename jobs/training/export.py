@@ -1,10 +1,10 @@
-"""The trained pair as checkpoint folders: Hugging Face's layout for the target, z-lab's for the drafter."""
+"""Trained drafters as checkpoint folders: z-lab's layout, and the original one of EAGLE-3 heads."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,23 +20,6 @@ from .begin import facts_of
 from .eagle_model import EagleHead
 from .model import TrainableDrafter
 
-if TYPE_CHECKING:  # a drafter is trained without transformers
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-
-def export_target(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """config.json and model.safetensors (bf16); the tied head is not stored twice."""
-    config = model.config.to_dict() | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-        "rope_theta": rope_theta(model.config),
-        "rope_scaling": None,
-        "use_cache": True,
-    }
-    config.pop("_name_or_path", None)
-    _write(folder, config, model, skipped="lm_head.weight")
-
 
 def export_drafter(model: TrainableDrafter, target: ModelSpec, folder: Path, raw: Json | None = None) -> None:
     """config.json and model.safetensors (bf16), without embedding and head: those are the target's.
@@ -45,7 +28,7 @@ def export_drafter(model: TrainableDrafter, target: ModelSpec, folder: Path, raw
         raw: config.json of the drafter that training began with, whose other keys stay.
     """
     config = model.config
-    _write(folder, as_z_lab(config, raw or _backbone(config, target), target), model)
+    write_checkpoint(folder, as_z_lab(config, raw or _backbone(config, target), target), model)
     check_drafter(folder, facts_of(target))
 
 
@@ -62,7 +45,7 @@ def export_eagle_head(model: EagleHead, target: ModelSpec, folder: Path) -> None
             "use_aux_hidden_state": True,
         },
     }
-    _write(folder, written, model)
+    write_checkpoint(folder, written, model)
 
 
 # Any: a config is JSON.
@@ -89,15 +72,11 @@ def _backbone(config: DrafterConfig | Eagle3Config, target: ModelSpec) -> dict[s
     }
 
 
-def rope_theta(config: Qwen3Config) -> float:
-    rope = config.rope_parameters or {}
-    theta = rope.get("rope_theta")
-    assert isinstance(theta, float), "target_config sets it"
-    return theta
-
-
 # Any: a config is JSON.
-def _write(folder: Path, config: dict[str, Any], model: nn.Module, skipped: str | None = None) -> None:
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], model: nn.Module, skipped: str | None = None
+) -> None:
+    """config.json and model.safetensors (bf16), all tensors but the one of that name."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()

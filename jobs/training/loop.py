@@ -6,6 +6,7 @@ together, each with its part of the batch: gradients are averaged, so weights ar
 0 alone writes and reports.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +19,9 @@ from torch import nn
 
 from ...actors.targets.model.parallel import Communicator, SingleRank
 from ...cluster.errors import ConfigError
-from .average import WeightAverage
 from .budget import Length, Schedule, TimeBudget
 from .curves import Curves, Row
-from .optimizers import HybridOptimizer
-from .snapshots import load_snapshot, save_snapshot
+from .optimizers import HybridOptimizer, Snapshot, WeightAverage
 
 Report = Callable[[str], None]
 SNAPSHOT, CURVES = "snapshot.pt", "curves.jsonl"
@@ -227,6 +226,24 @@ class TrainingLoop:
             f"{rate:.0f}/s"
         )
         self._figures.clear()
+
+
+def save_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write beside, sync, then rename: a kill at any moment leaves a whole snapshot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".partial")
+    with beside.open("wb") as file:
+        torch.save(snapshot, file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def load_snapshot(path: Path) -> Snapshot | None:
+    """None when the run has not saved anything yet."""
+    if not path.exists():
+        return None
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _spelled(figures: dict[str, float]) -> str:

@@ -8,6 +8,7 @@ D width, F tapped features, H query heads, G key/value heads, E head width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 from ...cluster.errors import ConfigError
 from ...drafter.compute.rope import RopeConfig
 from ...drafter.dflash.config import DrafterConfig, DraftLayer
-from .attention import weighted_sum
 from .conditioning import TAPS, BlockConvolution, Selector
 
 
@@ -217,6 +217,28 @@ class _BlockAttention(nn.Module):
         """[..., rows, heads, E], normed per head and rotated to its position."""
         heads = norm(projected.unflatten(-1, (-1, self._config.head_dim)))
         return self.rotary(heads, positions)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """weights @ values. Torch's own gradient transposes the weights, by far the largest tensor here."""
+
+    # Any: autograd's own context type is not public.
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights, values)
+        return weights @ values
+
+    @staticmethod
+    def backward(  # type: ignore[override]  # torch declares *grad_outputs
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, values = ctx.saved_tensors
+        return grad @ values.transpose(-1, -2), (grad.transpose(-1, -2) @ weights).transpose(-1, -2)
+
+
+def weighted_sum(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[..., rows, T] and [..., T, E] to [..., rows, E]; equal leading dimensions."""
+    return _WeightedSum.apply(weights, values)
 
 
 def context_visibility(positions_BAS: torch.Tensor, num_tokens: int, kind: DraftLayer) -> torch.Tensor:

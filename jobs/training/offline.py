@@ -106,6 +106,20 @@ class ChainProposals:
         return torch.stack(drafts, dim=1)
 
 
+def accepted_at(
+    proposals: Proposals, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor
+) -> list[int]:
+    """How many drafts behind each of these places stand."""
+    device = tokens_T.device
+    drafts_AN = proposals(question, tokens_T, anchors_A)
+    num_drafts = drafts_AN.shape[1]
+    past_end = torch.full((num_drafts,), -1, device=device)
+    truth_AN = torch.cat([tokens_T, past_end])[
+        anchors_A[:, None] + torch.arange(1, num_drafts + 1, device=device)
+    ]
+    return (drafts_AN == truth_AN).long().cumprod(dim=-1).sum(dim=-1).tolist()
+
+
 def sampling(question: Question, positions: torch.Tensor) -> SamplingBatch:
     """For tokens at these absolute positions [rows]."""
     count = len(positions)

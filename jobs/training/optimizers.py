@@ -1,18 +1,23 @@
-"""Muon for the hidden matrices, AdamW for everything else, stepped as one.
+"""What moves the weights in a step: Muon and AdamW as one optimizer, and a running average of the weights."""
 
-Not a torch Optimizer: a holder of two, with one learning-rate factor.
-"""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from .snapshots import Snapshot
+# Any: a snapshot is torch.save's own tree of tensors, numbers and containers.
+Snapshot = dict[str, Any]
 
 _TABLES = ("embed", "lm_head", "codebook")  # 2-D, but a row for each token
 
 
 class HybridOptimizer:
-    """`matrices` are 2-D weights between hidden layers; tables of tokens and norms go to AdamW."""
+    """Muon for 2-D weights between hidden layers, AdamW for tables of tokens, norms and all else.
+
+    Not a torch Optimizer: a holder of two, with one learning-rate factor.
+    """
 
     def __init__(self, model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
         matrices, others = split_parameters(model)
@@ -45,3 +50,43 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
         is_matrix = parameter.ndim == 2 and not any(part in name for part in _TABLES)
         (matrices if is_matrix else others).append(parameter)
     return matrices, others
+
+
+class WeightAverage:
+    """A running average of a model's weights: good at any moment, while the weights themselves still wander.
+
+    It forgets over `horizon_steps`; of fewer steps it is their plain mean. `loop.py` moves it in each step.
+
+    Args:
+        model: its floating-point state is averaged, in its own dtype.
+    """
+
+    def __init__(self, model: nn.Module, horizon_steps: int) -> None:
+        self._model, self._horizon_steps = model, horizon_steps
+        self.num_steps = 0
+        self.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    @torch.no_grad()
+    def move(self) -> None:
+        self.num_steps += 1
+        share = 1.0 / min(self.num_steps, self._horizon_steps)
+        for name, tensor in self._model.state_dict().items():
+            self.state[name].lerp_(tensor, share)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the model be its average for a while."""
+        weights = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+        self._model.load_state_dict(self.state)
+        try:
+            yield
+        finally:
+            self._model.load_state_dict(weights)
+
+    def state_dict(self) -> Snapshot:
+        return {"num_steps": self.num_steps, "weights": self.state}
+
+    def load_state_dict(self, state: Snapshot) -> None:
+        self.num_steps = state["num_steps"]
+        for name, tensor in state["weights"].items():
+            self.state[name].copy_(tensor)

@@ -1,21 +1,18 @@
 """Prompts of 30-250 tokens cut out of the corpus.
 
-From held-out files for evaluation (`models/prompts.jsonl`), from the others as
-seeds of the drafter's training data. No model is asked anything here.
+`manta drafter train` asks the target these where it is given no data, and `models/recipe/` makes the prompts
+of the shipped pair by the same rules. No model is asked anything here.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from .chat import Message, chat_samples
+from .chat import Message, chat_samples, render_chat
 from .corpus import SourceFile
 from .cuts import CATEGORIES, Category, cuts
-from .tokenizer import render_chat
 
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 30, 250
 
@@ -63,25 +60,6 @@ def select_prompts(prompts: Iterable[Prompt], per_category: int, seed: int) -> l
         ranked.sort(key=lambda item: item[0])
         selected += [of_category[index] for _, index in ranked[:per_category]]
     return selected
-
-
-def write_prompts(prompts: Iterable[Prompt], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for prompt in prompts:
-            body = {"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}
-            row = {"id": prompt.id, "category": prompt.category, **body}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    prompts: list[Prompt] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        messages = tuple(row.get("messages", ()))
-        text = render_chat(list(messages), add_generation_prompt=True) if messages else row["prompt"]
-        prompts.append(Prompt(row["id"], row["category"], text, messages))
-    return prompts
 
 
 def _text_before(text: str, offset: int, max_tokens: int, tokenizer: Tokenizer) -> str:

@@ -20,10 +20,9 @@ from .blocks import draw_anchors
 from .continuations import ContinuationReader, Continuations, PaddedBatch, Question
 from .drafter import block_loss
 from .eagle import chain_loss
-from .evaluate import accepted_at
 from .export import export_drafter, export_eagle_head
 from .frozen_target import FrozenTarget
-from .offline import BlockProposals, ChainProposals, Proposals
+from .offline import BlockProposals, ChainProposals, Proposals, accepted_at
 from .settings import DrafterSettings, EagleSettings
 
 # Of a batch, in the how manieth step, with this seed: the loss, and figures.

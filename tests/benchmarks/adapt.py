@@ -31,7 +31,8 @@ _SEED, _HELD_OUT_SEED, _REPLAY_SEED = 1, 2, 3
 def write_replay(path: Path) -> None:
     """Prompts of the shipped categories, from files that are not held out."""
     from manta.jobs.training import corpus
-    from manta.jobs.training.prompts import all_prompts, select_prompts, write_prompts
+    from manta.jobs.training.prompts import all_prompts, select_prompts
+    from manta.models.recipe.prompts import write_prompts
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(_TARGET / "tokenizer.json"))

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from .blocks import Blocks, dpace_weights, weighted_mean
-from .budget import Length, Schedule
-from .continuations import ContinuationReader, Continuations, PaddedBatch
-from .cross_entropy import Teacher, row_losses
-from .drafter import draw_blocks, report_figures, teacher_rows
-from .loop import Report, Step, StepLoss, TrainingLoop
-from .model import TrainableDrafter
-from .optimizers import HybridOptimizer
+from ...jobs.training.blocks import Blocks, dpace_weights, weighted_mean
+from ...jobs.training.budget import Length, Schedule
+from ...jobs.training.continuations import ContinuationReader, Continuations, PaddedBatch
+from ...jobs.training.cross_entropy import Teacher, row_losses
+from ...jobs.training.drafter import draw_blocks, report_figures, teacher_rows
+from ...jobs.training.loop import Report, Step, StepLoss, TrainingLoop
+from ...jobs.training.model import TrainableDrafter
+from ...jobs.training.optimizers import HybridOptimizer
 
 
 @dataclass(frozen=True)

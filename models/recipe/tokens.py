@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from .chat import chat_samples
-from .corpus import SourceFile
-from .tokenizer import END_OF_TEXT, render_chat, special_id
+from ...jobs.training.chat import chat_samples, render_chat
+from ...jobs.training.continuations import Continuations
+from ...jobs.training.corpus import SourceFile
+from .tokenizer import END_OF_TEXT, special_id
 
 _PIECE_TOKENS = 2048
+_CORPUS_SEQUENCE_TOKENS, _CORPUS_FIRST_TOKENS = 280, 40
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> TokenStore:
     pieces = [d[at : at + _PIECE_TOKENS] for d in documents for at in range(0, len(d), _PIECE_TOKENS)]
     bounds = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
     return TokenStore(np.concatenate(documents), bounds)
+
+
+def corpus_sequences(corpus: TokenStore, count: int, seed: int) -> Continuations:
+    """Pieces of the corpus in the same form, as if all but their beginning had been generated."""
+    ids = corpus.shuffled(seed)[: count * _CORPUS_SEQUENCE_TOKENS]
+    num_sequences = len(ids) // _CORPUS_SEQUENCE_TOKENS
+    bounds = np.arange(num_sequences + 1) * _CORPUS_SEQUENCE_TOKENS
+    first = np.full(num_sequences, _CORPUS_FIRST_TOKENS)
+    return Continuations(ids[: bounds[-1]], bounds, first)
 
 
 class WindowReader:

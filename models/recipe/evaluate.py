@@ -1,7 +1,7 @@
 """Acceptance of a pair on prompts it has not seen, with all drafts made in every step.
 
 The target's answers are given; what a drafter would have proposed at every position of
-them (`offline.py`) can be told afterwards, because with equal noise the answer does not
+them (`jobs/training/offline.py`) can be told afterwards, because with equal noise the answer does not
 depend on the drafts. So these figures are those of an engine that never drafts less.
 
 Shapes: T tokens, A anchors (one per generated token), N drafts of each.
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ...cluster.acceptance import mean_acceptance_length
-from .continuations import Question
-from .offline import Proposals
-from .prompts import Prompt
-from .repetition import repeated_tokens
+from ...jobs.training.continuations import Question
+from ...jobs.training.offline import Proposals, accepted_at
+from ...jobs.training.prompts import Prompt
 
 OVERALL = "overall"
+REPEAT_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,6 @@ def accepted_lengths(
     return accepted_at(proposals, question, tokens_T, anchors_A)
 
 
-def accepted_at(
-    proposals: Proposals, question: Question, tokens_T: torch.Tensor, anchors_A: torch.Tensor
-) -> list[int]:
-    """How many drafts behind each of these places stand."""
-    device = tokens_T.device
-    drafts_AN = proposals(question, tokens_T, anchors_A)
-    num_drafts = drafts_AN.shape[1]
-    past_end = torch.full((num_drafts,), -1, device=device)
-    truth_AN = torch.cat([tokens_T, past_end])[
-        anchors_A[:, None] + torch.arange(1, num_drafts + 1, device=device)
-    ]
-    return (drafts_AN == truth_AN).long().cumprod(dim=-1).sum(dim=-1).tolist()
-
-
 def count_steps(accepted: Sequence[int]) -> int:
     """Verify steps to walk an answer whose first token is already there."""
     steps, position = 0, 0
@@ -112,3 +98,20 @@ def _figures(category: str, temperature: float, rows: Iterable[tuple[int, ...]])
         repeated_share=repeated / tokens,
         fresh_acceptance_length=mean_acceptance_length(fresh_steps, fresh - fresh_steps),
     )
+
+
+def repeated_tokens(answer: Sequence[int]) -> np.ndarray:
+    """bool [tokens]: inside an 8-gram that occurred earlier in the answer."""
+    repeated, seen = np.zeros(len(answer), dtype=bool), set[tuple[int, ...]]()
+    for start in range(len(answer) - REPEAT_TOKENS + 1):
+        gram = tuple(answer[start : start + REPEAT_TOKENS])
+        if gram in seen:
+            repeated[start : start + REPEAT_TOKENS] = True
+        seen.add(gram)
+    return repeated
+
+
+def before_repetition(answer: Sequence[int]) -> list[int]:
+    """The answer up to its first repeated 8-gram; all of it if it has none."""
+    repeated = repeated_tokens(answer)
+    return list(answer[: int(repeated.argmax())] if repeated.any() else answer)

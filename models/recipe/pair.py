@@ -1,9 +1,9 @@
-"""`manta train-pair`: make the shipped pair from nothing but the standard library, on two cores or a GPU.
+"""The stages in which the pair is made from nothing but the standard library, on two cores or a GPU.
 
 Corpus and tokenizer -> target -> its surest continuations through this engine -> target and drafter
 together -> continuations again -> drafter -> figures.
-Every stage leaves its result in `work_dir`; a killed run goes on where it was. Training itself is in the
-other files of this folder; here is the order, the clock and the engine.
+Every stage leaves its result in `work_dir`; a killed run goes on where it was. Here is the order, the clock
+and the engine; the other files of this folder and `jobs/training/` do the work. Called by `__main__.py`.
 """
 
 import shutil
@@ -20,34 +20,34 @@ from ...actors.targets.model.parallel import Sharding
 from ...actors.targets.model.weights import TargetWeights
 from ...drafter.compute.tensors import TensorFolder
 from ...drafter.dflash.checkpoint import check_drafter
-from ..tables import decimals
-from . import corpus
-from .answers import EVALUATION_TOKENS, held_out_answers, write_continuations
-from .begin import continued, drafter_config, facts_of, new_drafter
-from .budget import Length
+from ...jobs.tables import decimals
+from ...jobs.training import corpus
+from ...jobs.training.answers import write_continuations
+from ...jobs.training.begin import continued, drafter_config, facts_of, new_drafter
+from ...jobs.training.budget import Length
+from ...jobs.training.chat import IM_END
+from ...jobs.training.continuations import SPOKEN_TEMPERATURES, Continuations
+from ...jobs.training.export import export_drafter
+from ...jobs.training.frozen_target import FrozenTarget
+from ...jobs.training.loop import SNAPSHOT, Report, load_snapshot
+from ...jobs.training.offline import BlockProposals
+from ...jobs.training.prompts import all_prompts, select_prompts
+from ...jobs.training.settings import RECIPES, DrafterSettings
+from ...jobs.training.train import keep_freed_memory, machine, read_target, train
 from .cards import PairFacts, RunFacts, write_cards
-from .continuations import (
-    SPOKEN_TEMPERATURES,
+from .evaluate import Figures, before_repetition, evaluate
+from .prompts import (
+    EVALUATION_TOKENS,
     SURE_TEMPERATURES,
-    Continuations,
-    corpus_sequences,
+    held_out_answers,
     questions,
+    read_prompts,
+    write_prompts,
 )
-from .evaluate import Figures, evaluate
-from .export import export_drafter, export_target
-from .frozen_target import FrozenTarget
-from .loop import SNAPSHOT, Report
-from .machine import keep_freed_memory, machine
-from .offline import BlockProposals
-from .prompts import all_prompts, read_prompts, select_prompts, write_prompts
-from .repetition import before_repetition
-from .settings import RECIPES, DrafterSettings
-from .snapshots import load_snapshot
-from .target import held_out_loss, tame_unseen_embedding, target_config, train_target
+from .target import export_target, held_out_loss, tame_unseen_embedding, target_config, train_target
 from .together import train_together
-from .tokenizer import END_OF_TEXT, IM_END, MASK, special_id, train_tokenizer, write_tokenizer_files
-from .tokens import TokenStore, corpus_texts, encode_documents
-from .train import read_target, train
+from .tokenizer import END_OF_TEXT, MASK, special_id, train_tokenizer, write_tokenizer_files
+from .tokens import TokenStore, corpus_sequences, corpus_texts, encode_documents
 
 PROMPTS_PER_CATEGORY = 48
 NUM_QUESTIONS = 9000

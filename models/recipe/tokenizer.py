@@ -9,8 +9,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from ...jobs.training.chat import IM_END, IM_START
+
 VOCAB_SIZE = 4096
-END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)
 MAX_CONTEXT_TOKENS = 1024
 
@@ -56,12 +58,6 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, f"{token} is not in the vocabulary"
     return token_id
-
-
-def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """What CHAT_TEMPLATE renders, without Jinja."""
-    text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
-    return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
 
 
 def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:

@@ -1,0 +1,31 @@
+"""`python -m manta.models.recipe -o DIR`: the command."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...cluster.errors import MantaError
+from .pair import train_pair
+
+
+def main(
+    output_dir: Annotated[
+        Path, typer.Option("-o", "--output", help="Gets target/, drafter/, prompts.jsonl.")
+    ],
+    work_dir: Annotated[
+        Path, typer.Option("--work-dir", help="Snapshots and data; the same one again resumes.")
+    ] = Path("out/train-pair"),
+    hours: Annotated[float, typer.Option("--hours", help="Time for all stages together.")] = 3.25,
+    num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
+) -> None:
+    """Train the pair that ships from the Python standard library's sources; resumable."""
+    train_pair(output_dir, work_dir, hours, num_threads)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except MantaError as error:
+        sys.exit(f"error: {error.message}")
