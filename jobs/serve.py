@@ -27,6 +27,7 @@ from ..cluster.config import EngineConfig
 from ..cluster.errors import ConfigError, MantaError, PlacementError, shown_name
 from .client import await_ready, num_requests
 from .greeting import find_checkpoints, models_told, try_it
+from .progress import TELL_S, Report, Wait, counting, in_thread
 from .ray_session import join_or_start_ray, lost_ray, ray_address
 from .serve_checks import (
     check_capture,
@@ -38,7 +39,6 @@ from .serve_checks import (
 )
 from .serve_environment import ServeEnvironment
 from .stop import Stopped, StopSignals
-from .waiting import TELL_S, Report, Wait, counting, in_thread
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -22,7 +22,7 @@ from manta.jobs.batch import progress
 from manta.jobs.batch.gauges import JobGauges
 from manta.jobs.batch.pace import Pace, Progress
 from manta.jobs.batch.progress import ProgressView
-from manta.jobs.time_left import spell_time
+from manta.jobs.progress import spell_time
 from rich.console import Console
 
 SEATS = 8

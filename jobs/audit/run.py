@@ -26,7 +26,7 @@ from ...cluster.request import SamplingParams
 from ..bench.passes import encode_prompts, read_rows
 from ..bench.provenance import provenance
 from ..generate import open_llm
-from ..time_left import TimeLeft, say
+from ..progress import TimeLeft, say
 
 Certificate = dict[str, Any]  # Any: JSON
 SHOWN = 20  # mismatches

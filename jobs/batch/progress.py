@@ -18,8 +18,8 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from ...actors.batch.figures import EngineFigures, RowFigures
+from ..progress import spell_time
 from ..tables import decimals
-from ..time_left import spell_time
 from .pace import Pace, Progress
 
 PLAIN_INTERVAL_S = 10.0

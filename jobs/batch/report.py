@@ -16,8 +16,8 @@ from ...actors.files import rounded
 from ...cluster.acceptance import acceptance_by_position
 from ...cluster.plain_sample import Comparison
 from ..pictures.page import Tile
+from ..progress import spell_time
 from ..tables import NO_FIGURE, decimals, print_table
-from ..time_left import spell_time
 from .report_html import page
 from .samples import Sample
 

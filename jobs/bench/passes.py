@@ -28,7 +28,7 @@ from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError, DatasetError
 from ...cluster.request import SamplingParams
 from ..generate import open_llm
-from ..time_left import say as say
+from ..progress import say as say
 from .provenance import provenance
 
 MODES = ("on", "off")

@@ -16,8 +16,8 @@ from ...actors.files import rounded
 from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
+from ..progress import counting
 from ..tables import decimals, print_table
-from ..waiting import counting
 from .idleness import Watch, print_warning
 from .passes import (
     MODES,

@@ -25,7 +25,7 @@ from ..bench.load.asks import encode_rows
 from ..bench.passes import read_rows
 from ..training.answers import write_continuations
 from ..training.continuations import SPOKEN_TEMPERATURES, Continuations, Question
-from .captured_text import completions_of_one_model
+from .train_data import completions_of_one_model
 
 NEW_ONE_IN, OLD_ONE_IN = 5, 2  # prompts that are held out; old text is there for being measured, too
 ANSWERS_SHARE = 0.2  # of the time, where answers are to be asked for

@@ -2,7 +2,8 @@
 
 A drafter must know what its target says, not what a data set says. So the answers of a data set are not
 taken: its prompts are asked anew, as published. What stands as it is are plain text and captured traffic,
-which the target did write. Called by `train.py`.
+which the target did write. Called by `train.py`; `adapt_text.py` reads captured
+traffic by it.
 
     {"messages": [..]}                          asked anew, an assistant's last message left out
     {"prompt": ".."}                            asked anew
@@ -13,7 +14,7 @@ which the target did write. Called by `train.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import tokenizers
 from ...actors.batch.rows import parse_line
 from ...actors.batch.source import Source, chunks, open_parquet, open_source
 from ...actors.batch.text_records import raw_records, split_lines
-from ...actors.capture.records import is_captured
+from ...actors.capture.records import CapturedRecord, is_captured, read_captured
 from ...actors.prompts import Chat, encode_prompt
 from ...actors.tokenizer import Tokenizer
 from ...cluster.errors import DatasetError, RequestError, shown
@@ -31,10 +32,10 @@ from ..training.continuations import SPOKEN_TEMPERATURES, Continuations, Questio
 from ..training.corpus import library_files
 from ..training.loop import Report
 from ..training.prompts import all_prompts, select_prompts
-from .captured_text import completions_of_one_model
 
 _PIECE_TOKENS, _FIRST_TOKENS = 512, 32  # of plain text: a sequence, and what of it is not learnt
 _PROMPTS_PER_CATEGORY = 2000
+_LEAST_ANSWER_TOKENS = 2  # of captured traffic
 Record = Mapping[str, Any]  # Any: a row of a data set
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -95,6 +96,30 @@ def gather(places: Sequence[str], asking: Asking, folder: Path, report: Report) 
         raise DatasetError(f"data: {', '.join(places)}: no row to learn from.", param="data")
     report(f"data: {len(data)} sequences, {len(data.ids)} tokens, {len(asked)} of them asked anew")
     return data
+
+
+def completions_of_one_model(path: Path) -> Iterator[CapturedRecord]:
+    """A folder's or a segment's records, each with a prompt and an answer of at least two tokens. Where
+    prompts are private, the answer's first quarter stands for one.
+
+    Raises:
+        DatasetError: it cannot be read, or several models wrote it.
+    """
+    model: str | None = None
+    for record in read_captured(path):
+        model = model or record.model
+        if record.model != model:
+            raise DatasetError(
+                f"data: {path} was captured of several models ({model} and {record.model}), whose tokens "
+                "differ. Give each a folder of its own.",
+                param="data",
+            )
+        prompt, answer = record.prompt_token_ids, record.token_ids
+        if not prompt:
+            first = max(1, len(answer) // 4)
+            prompt, answer = answer[:first], answer[first:]
+        if len(answer) >= _LEAST_ANSWER_TOKENS:
+            yield replace(record, prompt_token_ids=prompt, token_ids=answer)
 
 
 def _records(places: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[Record]:

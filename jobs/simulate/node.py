@@ -23,8 +23,8 @@ from ...cluster.planner.playing import Arrival
 from ...cluster.request import Request
 from ..bench.provenance import provenance
 from ..plan.trace import read_trace
+from ..progress import TimeLeft
 from ..tables import NO_FIGURE, decimals, print_table
-from ..time_left import TimeLeft
 from .assumptions import assumptions
 from .methods import Figures, Method, matched_speed
 from .subjects import Drafting, Subject, read_shapes, subjects

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manta.jobs.progress import TimeLeft
 from manta.jobs.simulate.node import NodeOptions, run_node
-from manta.jobs.time_left import TimeLeft
 
 PAIR = Path(__file__).parent.parent / "docs" / "benchmarks" / "qwen3-8b"
 
@@ -28,8 +28,8 @@ def test_lines_come_every_few_seconds_also_while_nothing_is_done() -> None:
 def test_a_simulated_node_counts_all_that_it_plays(
     load: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("manta.jobs.time_left.FIRST_S", 0.0)
-    monkeypatch.setattr("manta.jobs.time_left.INTERVAL_S", 0.0)
+    monkeypatch.setattr("manta.jobs.progress.FIRST_S", 0.0)
+    monkeypatch.setattr("manta.jobs.progress.INTERVAL_S", 0.0)
     run_node(
         NodeOptions(model=str(PAIR / "target"), methods=("plain",), tp=(4, 8), max_model_len=2048, **load)
     )
