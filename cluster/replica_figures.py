@@ -3,7 +3,7 @@
 Background work asks for no replica: what it runs, waits for and holds is taken out. The decode rate knows
 speculation, as it is measured: tokens that came out per second in which the engine was busy, whatever its
 drafter, its acceptance and its prompts made of those seconds. Made in the replica (`actors/replica.py`), read
-by `autoscaling.py`; a simulated fleet makes them by itself.
+by `autoscaling.py`.
 """
 
 from __future__ import annotations

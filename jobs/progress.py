@@ -1,4 +1,4 @@
-"""Progress of commands that take seconds or minutes: lines that count, and work in threads beside the main."""
+"""Progress of commands that take seconds or minutes: lines that count, times in words, work in threads."""
 
 from __future__ import annotations
 
