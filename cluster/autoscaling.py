@@ -10,7 +10,8 @@ what is wanted (they are not asked for twice), not for what there is: need is wh
 replica that serves is given up while others still start. Background work asks for nothing, but keeps the last
 replica.
 
-Not Serve's protocol (`actors/autoscaling.py`), not a simulation (`fleet.py`): both call `ReplicaCount`.
+Not Serve's protocol (`actors/autoscaling.py`), not a simulation (`tests/benchmarks/simulate/`): both call
+`ReplicaCount`.
 """
 
 from __future__ import annotations
