@@ -227,4 +227,4 @@ def test_a_trace_is_played_and_a_bad_line_is_named(
         read_arrivals(tmp_path / "none")
     with pytest.raises(SystemExit) as ended:
         main(["simulate-fleet", "--scaling", '{"load_hi": 1}'])
-    assert ended.value.code == 1 and "load_high" in capsys.readouterr().err
+    assert "load_high" in str(ended.value.code)
