@@ -24,8 +24,8 @@ from ..cluster.config import EngineConfig
 from ..cluster.engine import Engine
 from ..cluster.executor import ExecutorInfo
 from ..cluster.kept import Kept
-from ..cluster.speculation.costs import Costs
-from ..cluster.speculation.survival import Survival
+from ..cluster.speculation.acceptance_model import AcceptanceModel
+from ..cluster.speculation.step_cost_model import StepCostModel
 from ..drafter.card import card_lengths
 from ..version import __version__
 from .machine import cpu_name, owned_cores
@@ -45,7 +45,7 @@ class KeptSpeculation:
     def __init__(self, config: EngineConfig, info: ExecutorInfo, engine: Engine) -> None:
         pair, self._engine = _pair(config, info), engine
         self._costs, self._kept_costs = engine.costs, Kept("step-costs", _runs(config, info) | pair)
-        self._survival = engine.survival
+        self._survival = engine.acceptance
         self._kept_survival = Kept("survivals", pair | _written_s(config))
         spec = config.speculative_config
         self._card_lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
@@ -79,14 +79,14 @@ class KeptSpeculation:
     def keep(self) -> None:
         """Now, if anything was learned; of a drafter that took the first one's place nothing."""
         self._due_s = time.monotonic() + _EVERY_S
-        if self._costs is not None and self._costs.know_drafts:
+        if self._costs is not None and self._costs.has_measured_drafts:
             self._kept_costs.write(self._costs.as_json())
         survival = self._survival
-        if survival is not None and survival.knows_drafts and survival.num_drafters == self._drafter:
+        if survival is not None and survival.has_observations and survival.num_drafters == self._drafter:
             self._kept_survival.write(survival.as_json())
 
 
-def _read(learned: Costs | Survival, kept: Kept) -> None:
+def _read(learned: StepCostModel | AcceptanceModel, kept: Kept) -> None:
     if (value := kept.read()) is None:
         return
     try:

@@ -1,36 +1,104 @@
-"""What the drafter knows of those who run: whether it is there, whether it is told, who has to enter anew.
+"""Tracks whether the drafter is available and which running requests it has the context K/V of.
 
-Drafts of a request need the drafter's K and V of all that was computed for it. They are missing where a
-drafter took another's place, and where they were not written for a while (`context_writes.py`). Either way
-who runs decodes plainly from there on, nobody who comes is given a page without them, and `refill.py` says
-who is computed anew. Used by `scheduler.py` alone; changes the roster and its books, decides no rows.
+Drafts of a request need the drafter's K and V of all that was computed for it. They are missing where
+
+* the drafter was replaced, or its process restarted: nothing computed before is known to it;
+* they were not written for a while (`ContextWrites`).
+
+In both cases running requests decode without drafts, newly admitted ones are given no cached page that lacks
+them, and `drafter_context_refill.py` chooses running requests to recompute. Used by `scheduler.py`; changes
+the roster and its pages, decides no rows.
 """
 
 from __future__ import annotations
 
-from .context_writes import ContextWrites
+from .drafter_context_refill import DrafterContextRefill
 from .executor import DrafterHealth
 from .limits import SchedulerConfig
-from .pace import Pace
 from .plan import IntArray, SchedulerOutput, StepTimings
-from .refill import Refill
 from .roster import Roster
 from .sequence import WAITING, Sequence
+from .step_controller import StepController
+
+_IDLE_STEPS = 384  # without useful drafts, until writes stop: the policy has retried in vain by then
+_IDLE_STEPS_AFTER_TRIAL = 96  # the same after a return for a trial
+_REST_STEPS, _MAX_REST_STEPS = 1024, 8192  # without writes, until a trial may resume them; doubles
+_WORTH_STOPPING = 1 / 64  # part of the steps' seconds that writes take
+
+
+class ContextWrites:
+    """Stops writing the drafter's context K/V while drafts have brought nothing for long.
+
+    The context is written with every row, drafted for or not, which costs a part of every step and buys
+    nothing where drafting is off for long. Pages filled while writes are stopped are marked. A return costs
+    the recomputation of at least one request, so a mere trial waits until as many steps have been saved, and
+    twice as many after each trial in vain. Writes that take next to no time are never stopped.
+
+    Args:
+        may_stop: whether writes take the target's time. Those of a drafter on a device of its own do not.
+
+    Attributes:
+        on: whether the next step writes.
+        wanted: draft length that was chosen at the return; 0 once drafts are possible.
+    """
+
+    def __init__(self, *, may_stop: bool) -> None:
+        self._may_stop = may_stop
+        self.on = True
+        self.wanted = 0
+        self._steps = 0  # since drafts were useful; while off, since the stop
+        self._idle_steps, self._rest_steps = _IDLE_STEPS, _REST_STEPS
+        self._write_s = self._total_s = 0.0  # of these steps, while on
+
+    @property
+    def should_stop(self) -> bool:
+        if not self._may_stop or not self.on or self._steps < self._idle_steps:
+            return False
+        return 0.0 < _WORTH_STOPPING * self._total_s <= self._write_s
+
+    def stop(self) -> None:
+        self.on, self.wanted, self._steps = False, 0, 0
+
+    def may_resume_for(self, *, trial: bool) -> bool:
+        """Return whether chosen drafts, for a trial or because they pay, are worth a return."""
+        return not self.on and (not trial or self._steps >= self._rest_steps)
+
+    def resume(self, wanted: int = 0) -> None:
+        self.on, self.wanted = True, wanted
+        self._rest_steps = min(2 * self._rest_steps, _MAX_REST_STEPS)
+        self._wait(_IDLE_STEPS_AFTER_TRIAL)
+
+    def scheduled(self, *, useful: bool) -> None:
+        """Record a step; `useful`: it drafts, and not for a trial alone."""
+        if useful:
+            self._rest_steps = _REST_STEPS
+            self._wait(_IDLE_STEPS)
+        else:
+            self._steps += 1
+
+    def completed(self, timings: StepTimings) -> None:
+        self._write_s += timings.inject_s
+        self._total_s += timings.total_s
+
+    def _wait(self, idle_steps: int) -> None:
+        self._steps, self._idle_steps = 0, idle_steps
+        self._write_s = self._total_s = 0.0
 
 
 class DrafterContext:
-    """Of one engine.
+    """The drafter's context of one engine's requests.
 
     Attributes:
-        health: how the executor's drafter is.
+        health: state of the executor's drafter.
+        refill: chooses requests to recompute.
     """
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, pace: Pace) -> None:
-        self._roster, self._pace = roster, pace
+    def __init__(self, config: SchedulerConfig, roster: Roster, controller: StepController) -> None:
+        self._roster, self._controller = roster, controller
         self.health = DrafterHealth()
-        self.refill = Refill(config.max_rows, chunks=config.enable_chunked_prefill)
+        self.refill = DrafterContextRefill(config.max_rows, chunks=config.enable_chunked_prefill)
         self._writes = ContextWrites(may_stop=config.num_speculative_tokens > 0 and not config.halves)
-        self._before_trial: list[Sequence] = []  # who ran when it began
+        self._before_trial: list[Sequence] = []  # running when a candidate's trial began
 
     @property
     def is_written(self) -> bool:
@@ -38,12 +106,12 @@ class DrafterContext:
         return self._writes.on
 
     @property
-    def drafts(self) -> bool:
-        """Whether anybody may draft."""
+    def can_draft(self) -> bool:
+        """Whether requests with context may draft."""
         return self.health.ready and self._writes.on
 
-    def drafter_is(self, health: DrafterHealth) -> None:
-        """Told before every plan."""
+    def update_health(self, health: DrafterHealth) -> None:
+        """Take in the drafter's state; called before every plan."""
         before, self.health = self.health, health
         if health == before:
             return
@@ -53,11 +121,13 @@ class DrafterContext:
         if is_new:
             self._forget()
             self._writes.resume()
-            self._pace.renew_drafter()
+            self._controller.replace_drafter()
 
     def begin_trial(self) -> None:
-        """A candidate gets what is computed from here on, as the drafter does. Who runs keeps that drafter;
-        nobody who comes is given a page that the candidate lacks."""
+        """Write the context of a candidate drafter, too, from now on.
+
+        Running requests keep the present drafter; new ones are given no cached page that the candidate lacks.
+        """
         self._before_trial = list(self._roster.running)
         if self._writes.on:
             self._roster.books.forget([sequence.slot for sequence in self._before_trial])
@@ -66,47 +136,46 @@ class DrafterContext:
             self._writes.resume()
 
     def end_trial(self, *, promoted: bool) -> None:
-        """The candidate has gone, or taken the drafter's place: then it lacks those who ran before it."""
+        """The candidate has left, or replaced the drafter: then it lacks the requests older than the
+        trial."""
         before, self._before_trial = self._before_trial, []
         if promoted:
             self._draft_for_none_of([each for each in before if each.slot != WAITING])
-            self._pace.renew_drafter()
+            self._controller.replace_drafter()
 
-    def settle(self) -> None:
-        """Before a plan: write or do not, and take somebody out who enters in it, to be computed anew."""
+    def prepare(self) -> None:
+        """Before a plan: stop or resume writes, and preempt a request that is to be recomputed in it."""
         if self._writes.should_stop:
             self._stop()
         elif not self._writes.on:
-            self._resume_if_asked()
-        if self.drafts:
+            self._resume_if_chosen()
+        if self.can_draft:
             self._refill_next()
 
-    def last_drafts(self, *, background: bool) -> int:
-        """How long blocks are, or are to be once somebody may draft."""
-        return self._pace.last_drafts(background=background) or self._writes.wanted
+    def draft_length(self, *, background: bool) -> int:
+        """Return the last draft length, or the one that is wanted once drafts are possible."""
+        return self._controller.last_choice(background=background).length or self._writes.wanted
 
-    def may_draft(self, limits_R: IntArray) -> None:
-        """So many drafts those who decode may have: what was waited for can be tried."""
+    def note_limits(self, limits_R: IntArray) -> None:
+        """Retry drafts once some decoding request may have them again, given the limits of all."""
         if self._writes.wanted and limits_R.any():
             self._writes.wanted = 0
-            self._pace.try_soon()
+            self._controller.retry_soon()
 
-    def planned(self, plan: SchedulerOutput, *, trial: bool) -> None:
-        self._writes.planned(brings=not trial and plan.num_draft_tokens > 0)
+    def scheduled(self, plan: SchedulerOutput, *, is_trial: bool) -> None:
+        self._writes.scheduled(useful=not is_trial and plan.num_draft_tokens > 0)
 
-    def ended(self, plan: SchedulerOutput, timings: StepTimings) -> None:
-        """A step, after so many seconds."""
-        self._writes.ended(timings)
+    def completed(self, plan: SchedulerOutput, timings: StepTimings) -> None:
+        self._writes.completed(timings)
         if not plan.writes_context:
             self._roster.counters.drafter_unwritten_tokens += plan.num_batched_tokens
 
     def _forget(self, *, marked: bool = False) -> None:
-        """The drafter knows nothing of what is computed. Who enters again, for whatever reason, is as good
-        as new.
+        """Drop the context of all that is computed.
 
         Args:
-            marked: of pages it lacks those alone that the cache has marked, and the shortest of those who run
-                is to be computed anew in any case.
+            marked: only the cache's marked pages lack it, and the shortest running request is recomputed
+                however long it is.
         """
         running, table = self._roster.running, self._roster.table
         self._roster.books.forget([sequence.slot for sequence in running], marked=marked)
@@ -114,30 +183,30 @@ class DrafterContext:
         self._draft_for_none_of(running, min(lengths, default=0) if marked else 0)
 
     def _draft_for_none_of(self, running: list[Sequence], num_tokens: int = 0) -> None:
-        """Until they are computed anew; who has no more than so many tokens is not too long for that."""
+        """Make no drafts for these until they are recomputed; none of up to `num_tokens` is too long."""
         self._roster.table.max_drafts_S[[sequence.slot for sequence in running]] = 0
         self.refill.begin(running, num_tokens)
 
     def _stop(self) -> None:
-        """Nobody drafts from here on; how many drafts are wished for goes on being chosen."""
+        """Stop writes. No request drafts from here on; draft lengths are chosen as before."""
         self._writes.stop()
         self._roster.books.cache.mark()
         self.refill.begin(())
         self._roster.counters.drafter_rests += 1
 
-    def _resume_if_asked(self) -> None:
-        """If drafts were chosen, which nobody got."""
+    def _resume_if_chosen(self) -> None:
+        """Resume writes if drafts were chosen, which no request got."""
         for background in (False, True):
-            choice = self._pace.last_choice(background=background)
-            if choice.num_drafts_R.any() and self._writes.may_resume_for(trial=choice.trial):
+            choice = self._controller.last_choice(background=background)
+            if choice.num_drafts_R.any() and self._writes.may_resume_for(trial=choice.is_trial):
                 self._forget(marked=True)
                 return self._writes.resume(choice.length)
 
     def _refill_next(self) -> None:
-        """Take somebody out to be computed anew, if that costs nobody a place: it enters in this plan."""
+        """Preempt the next request to recompute, if it can be readmitted in this plan."""
         roster = self._roster
         background, num_others = not roster.num_online_running, len(roster.running) - 1
-        num_drafts = self.last_drafts(background=background)
+        num_drafts = self.draft_length(background=background)
         sequence = self.refill.next(roster.table, num_drafts, num_others, background=background)
         if sequence is None or (roster.waiting and roster.waiting[0].rank < sequence.rank):
             return

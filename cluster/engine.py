@@ -22,8 +22,8 @@ from .outcome import SequenceUpdate
 from .plan import DrafterUse, SchedulerOutput, StepResult
 from .request import FinishReason, Request
 from .scheduler import Scheduler
-from .speculation.costs import Costs
-from .speculation.survival import Survival
+from .speculation.acceptance_model import AcceptanceModel
+from .speculation.step_cost_model import StepCostModel
 from .spending import Spent
 from .step_watch import StepWatch
 
@@ -203,7 +203,7 @@ class Engine:
         if health.generation != self._drafter_generation:
             self._drafter_generation = health.generation
             self._watch.forget()
-        self._scheduler.drafter_is(health)
+        self._scheduler.update_drafter_health(health)
         plan = self._scheduler.schedule(begin_s)
         self._left_waiting = self._roster.num_online_waiting > 0
         self._seconds["schedule"] += self._clock() - begin_s
@@ -257,11 +257,11 @@ class Engine:
             num_proposed_tokens=counters.num_proposed_tokens,
             num_trimmed_tokens=counters.num_trimmed_tokens,
             target_rows=counters.target_rows,
-            calibration_error=scheduler.pace.calibration_error,
-            speculating_s=scheduler.pace.speculating_s,
-            plain_s=scheduler.pace.plain_s,
-            undrafted_s={str(why): seconds for why, seconds in scheduler.pace.undrafted_s.items()},
-            draft_length=scheduler.pace.last_drafts(),
+            calibration_error=scheduler.controller.calibration_error,
+            speculating_s=scheduler.controller.speculating_s,
+            plain_s=scheduler.controller.plain_s,
+            undrafted_s={str(why): seconds for why, seconds in scheduler.controller.undrafted_s.items()},
+            draft_length=scheduler.controller.last_choice().length,
             rejected=dict(counters.rejected),
             step_tokens=counters.step_tokens.counts(),
             page_lifetimes=scheduler.books.times.lifetime.counts(),
@@ -274,23 +274,23 @@ class Engine:
         return self._scheduler.journal.lives(name)
 
     @property
-    def costs(self) -> Costs | None:
+    def costs(self) -> StepCostModel | None:
         """What steps take, to be kept between starts; None where drafts do not depend on it."""
-        return self._scheduler.pace.costs
+        return self._scheduler.controller.costs
 
     @property
-    def survival(self) -> Survival | None:
+    def acceptance(self) -> AcceptanceModel | None:
         """How likely drafts are to stand, to be kept as well."""
-        return self._scheduler.pace.survival
+        return self._scheduler.controller.acceptance
 
     @property
     def speculation_pays(self) -> bool:
         """Whether one request would have drafts, by what is known; True where nothing is."""
-        return self._scheduler.pace.pays
+        return self._scheduler.controller.pays
 
     def forget_speculation(self) -> None:
         """Forget all that was learned of drafts and of the costs of steps."""
-        self._scheduler.pace.forget(costs=True)
+        self._scheduler.controller.forget(costs=True)
 
     def end_warm_up(self) -> None:
         """Leave the requests so far out of all figures, and forget what became of their drafts."""

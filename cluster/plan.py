@@ -116,7 +116,8 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """How a step's drafts are cut once they are made and their margins known (`speculation/choice.py`).
+    """How a step's drafts are cut once they are made and their margins known
+    (`speculation/draft_trimming.py`).
 
     A margin is how sure a proposal is: by how much the best score is above the second best, as they are
     judged: logits after filters and masks, plus temperature times noise; inf where one token alone is

@@ -7,7 +7,7 @@ longer, or `_MAX_DELAY_STEPS` times a decoding step where that is more: with sma
 would go into reading the weights. On a GPU the limit usually exceeds `max_num_batched_tokens` and changes
 nothing.
 
-Used by `pace.py` alone. Knows no sequences.
+Used by `step_controller.py` alone. Knows no sequences.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .background_share import Portion
+from .background_budget import Portion
 from .plan import IntArray
 
 

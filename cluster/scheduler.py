@@ -10,7 +10,7 @@ where a sequence stands is left to the workers. Whoever leaves (ended, aborted, 
 at once: what is in flight for it is dropped on arrival, and as steps run in order, its pages are written by
 their next owner later. Called by `engine.py` alone; knows neither a clock nor an executor. The order of
 serving is the roster's: background work comes behind all others, who plan as if it were not there. It gets
-rows in what they leave (`pace.py` says how much) or pauses with slot and pages.
+rows in what they leave (`step_controller.py` says how much) or pauses with slot and pages.
 
 Shape legend: R requests in the step, W = 1 + largest number of drafts.
 """
@@ -22,7 +22,7 @@ from collections import deque
 
 import numpy as np
 
-from .background_share import NOTHING, Portion
+from .background_budget import NOTHING, Portion
 from .counters import Counters
 from .drafter_context import DrafterContext
 from .executor import DrafterHealth
@@ -30,14 +30,14 @@ from .journal import Journal
 from .limits import SchedulerConfig
 from .lives import Reason
 from .outcome import SequenceUpdate, StepOutcome, make_updates, read_result
-from .pace import Flight, Pace
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, StepResult
 from .request import Request
 from .roster import Roster
 from .row_shares import share, within
 from .sequence import Sequence
-from .speculation.costs import Load
+from .speculation.step_cost_model import StepLoad
 from .spending import Spending
+from .step_controller import ScheduledStep, StepController
 
 
 class Scheduler:
@@ -49,23 +49,23 @@ class Scheduler:
         self.roster = Roster(config, self._forget_slot, self.journal)
         self.books, self.table = self.roster.books, self.roster.table
         self.counters = self.roster.counters
-        self._pace = Pace(config)
+        self._controller = StepController(config)
         self.spending = Spending(config.num_slots)
-        self.drafter = DrafterContext(config, self.roster, self._pace)
+        self.drafter = DrafterContext(config, self.roster, self._controller)
         self._num_steps = 0
         self._online_s = -math.inf  # when the last step with online requests was planned
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._halved = False  # whether the plan in the making is for half of the requests, by turns
         self._admitted: list[AdmittedRequest] = []  # of the plan in the making
 
-    def drafter_is(self, health: DrafterHealth) -> None:
+    def update_drafter_health(self, health: DrafterHealth) -> None:
         """How the executor's drafter is, told before every plan."""
-        self.drafter.drafter_is(health)
+        self.drafter.update_health(health)
 
     def end_warm_up(self) -> None:
         """Forget the requests so far: only what their steps took stays known."""
         self.roster.counters = self.counters = Counters(self.config.num_speculative_tokens)
-        self._pace.forget(costs=False)
+        self._controller.forget(costs=False)
 
     # A step is planned.
 
@@ -77,7 +77,7 @@ class Scheduler:
         self.books.times.now_s = now_s
         if self.config.halves and not self._take_turns():
             return None
-        self.drafter.settle()
+        self.drafter.prepare()
         slots_R, rows_R = self._plan_online(now_s)
         num_online = len(slots_R)
         if num_online:
@@ -88,31 +88,31 @@ class Scheduler:
         if len(slots_R) == 0:
             return None
         slots_N, newcomers = self._newcomers()
-        self._pace.enter(slots_N, newcomers)
+        self._controller.admit(slots_N, newcomers)
         self.spending.enter(slots_N, [request.account for request in newcomers])
         plan = self._make_plan(slots_R, rows_R.astype(np.int32))
         self.table.depart(plan)
         num_running = self.roster.num_online_running or len(self.roster.running)
         context = self._context(slots_R)
-        flight = self._pace.depart(
+        step = self._controller.on_scheduled(
             plan,
             context,
             now_s,
             num_online,
             num_running,
-            halved=self._halved,
+            is_half=self._halved,
             drafter_ready=self.drafter.health.ready,
         )
-        self._in_flight.append(flight)
-        self.drafter.planned(plan, trial=flight.choice.trial)
+        self._in_flight.append(step)
+        self.drafter.scheduled(plan, is_trial=step.choice.is_trial)
         self.spending.depart(plan)
         self._num_steps += 1
-        return flight.plan
+        return step.plan
 
     @property
-    def pace(self) -> Pace:
+    def controller(self) -> StepController:
         """To be read."""
-        return self._pace
+        return self._controller
 
     @property
     def num_in_flight(self) -> int:
@@ -125,14 +125,14 @@ class Scheduler:
         Plans in flight have no request in common then, or else there is one at a time.
         """
         num_running = self.roster.num_online_running or len(self.roster.running)
-        self._halved = self.drafter.health.ready and self._pace.in_halves(num_running)
+        self._halved = self.drafter.health.ready and self._controller.uses_halves(num_running)
         return len(self._in_flight) < (2 if self._halved else 1)
 
     def _plan_online(self, now_s: float) -> tuple[IntArray, IntArray]:
         """Slots and rows of all requests that are not background work.
 
-        Beside decoding requests, prompts get no more rows than `Pace.prefill_rows`; those that get none are
-        left out of this step.
+        Beside decoding requests, prompts get no more rows than `StepController.prefill_rows`; those that get
+        none are left out of this step.
         """
         slots_R = self._going_on(self.roster.running[: self.roster.num_online_running])
         rows_R, budget, prompt_budget = slots_R, self.config.max_rows, self.config.max_rows
@@ -142,7 +142,7 @@ class Scheduler:
             drafts_R = self._drafts(slots_R, known_R, limits_R, now_s)
             wanted_R, num_prompts = self._wanted_rows(slots_R, known_R, drafts_R), int((known_R > 1).sum())
             if num_prompts < len(slots_R) and (num_prompts or self.roster.waiting):
-                prompt_budget = self._pace.prefill_rows()
+                prompt_budget = self._controller.prefill_rows()
             if num_prompts and prompt_budget < budget:
                 wanted_R = within(Portion(len(slots_R), prompt_budget), wanted_R, known_R)
                 kept = np.flatnonzero(wanted_R)
@@ -169,7 +169,7 @@ class Scheduler:
         num_decoding, budget = int((known_R == 1).sum()), self.config.max_rows - int(online_rows_R.sum())
         limits_R = self._limits(slots_R, num_tokens_R)
         if not decode:
-            portion = self._pace.alone(num_decoding, now_s - self._online_s)
+            portion = self._controller.background_alone(num_decoding, now_s - self._online_s)
             in_turn_R = (known_R != 1) | (np.cumsum(known_R == 1) <= portion.num_decoding)
             chosen = np.flatnonzero(in_turn_R)
             drafts_R = np.zeros_like(known_R)
@@ -180,7 +180,7 @@ class Scheduler:
             length = int(online_rows_R.max()) - 1
             drafts_R, portion = (
                 np.minimum(limits_R, length),
-                self._pace.beside((num_online, length), num_decoding),
+                self._controller.background_beside((num_online, length), num_decoding),
             )
             if portion == NOTHING:
                 return online_R[:0], online_R[:0]
@@ -229,10 +229,12 @@ class Scheduler:
         decoding, prompt_rows, who = (known_R == 1).nonzero()[0], 0, (slots_R, limits_R)
         if len(decoding) < len(known_R):  # seldom
             prompt_rows, who = int(known_R.sum()) - len(decoding), (slots_R[decoding], limits_R[decoding])
-        load = Load(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
-        self.drafter.may_draft(who[1])
-        chosen_R = self._pace.drafts(*who, load, now_s, background=background, halved=self._halved)
-        if self.drafter.drafts:
+        load = StepLoad(len(decoding), min(prompt_rows, self.config.max_rows), self._context(slots_R))
+        self.drafter.note_limits(who[1])
+        chosen_R = self._controller.choose_drafts(
+            *who, load, now_s, background=background, is_half=self._halved
+        )
+        if self.drafter.can_draft:
             drafts_R[decoding] = chosen_R
         return drafts_R
 
@@ -312,7 +314,7 @@ class Scheduler:
             self._admitted.append(roster.enter(hit, now_s))
             if sequence is self.drafter.refill.current:
                 self.counters.drafter_refilled_tokens += left
-                num_drafts = self.drafter.last_drafts(background=background)
+                num_drafts = self.drafter.draft_length(background=background)
                 left = min(left, self.drafter.refill.rows(num_drafts, len(slots_R)))
             rows.append(min(left, budget))
             budget -= rows[-1]
@@ -350,24 +352,24 @@ class Scheduler:
         """Take in what came of the oldest plan in flight. Updates are only for requests that got tokens
         or failed."""
         assert self._in_flight, "a result without a plan"
-        flight = self._in_flight.popleft()
-        outcome = read_result(self.table, flight.plan, flight.staying_R, result)
+        step = self._in_flight.popleft()
+        outcome = read_result(self.table, step.plan, step.staying_R, result)
         self.table.arrive(outcome.slots, outcome.num_known, outcome.num_planned, outcome.samples)
-        self.journal.stepped(flight.plan, flight.planned_s, outcome, result.timings, now_s)
+        self.journal.stepped(step.plan, step.planned_s, outcome, result.timings, now_s)
         self._take_prompt_logprobs(outcome)
         self._append_tokens(outcome)
         if outcome.failed.any():  # what they computed is of no use to others
             self.books.forget(outcome.slots[outcome.failed].tolist())
         self.books.remember_full_pages(self.table, outcome.slots)
         if self.books.states is not None:
-            self.books.states.settle(flight.plan, outcome, self.table)
-        self.counters.count_rows(flight.plan, result)
+            self.books.states.settle(step.plan, outcome, self.table)
+        self.counters.count_rows(step.plan, result)
         self.counters.count_step(outcome.num_out, outcome.num_drafts, outcome.num_accepted)
         self.counters.count_experts(result.expert_reads)
         self.counters.count_drafter(result.drafter_use)
-        self.drafter.ended(flight.plan, result.timings)
-        self._pace.learn(flight, outcome, result, now_s, shares=self.roster.has_background)
-        self.spending.learn(flight, outcome, result, now_s)
+        self.drafter.completed(step.plan, result.timings)
+        self._controller.on_completed(step, outcome, result, now_s, has_background=self.roster.has_background)
+        self.spending.learn(step, outcome, result, now_s)
         updates = make_updates(self.table, outcome)
         self.roster.dismiss(updates)
         return updates
@@ -389,6 +391,6 @@ class Scheduler:
 
     def _forget_slot(self, slot: int) -> None:
         """Who has it leaves."""
-        for flight in self._in_flight:
-            flight.staying_R[flight.plan.slots == slot] = False
+        for step in self._in_flight:
+            step.staying_R[step.plan.slots == slot] = False
         self.drafter.refill.leave(slot)

@@ -22,7 +22,7 @@ from .executor import DrafterHealth, ExecutorInfo
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StepResult, StepTimings
 from .simulated_drafts import Hashes, SimulatedDrafts, noise
 from .simulated_time import StepTimes
-from .speculation.choice import trimmed
+from .speculation.draft_trimming import trimmed
 
 _TOKENS = 0  # stream of noise, apart from those of `simulated_drafts.py`
 _NO_DRAFTER = -1

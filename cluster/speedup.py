@@ -2,7 +2,7 @@
 
 An engine sums up seconds of steps that were free to draft, and what plain decoding would have taken for their
 tokens, by measured plain steps (`EngineStats`; docs/decisions/speed-up.md). Here their growth is divided. Not
-where it is measured, which is `pace.py`. Used by `actors/telemetry.py`.
+where it is measured, which is `step_controller.py`. Used by `actors/telemetry.py`.
 """
 
 from __future__ import annotations

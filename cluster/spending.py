@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from .label_values import Account
 from .outcome import StepOutcome
-from .pace import Flight
 from .plan import IntArray, SchedulerOutput, StepResult
-from .speculation.ladder import load_of
+from .speculation.draft_lengths import load_class
+from .step_controller import ScheduledStep
 
-_LIKE = 1  # loads (of `load_of`) apart, and plain steps of one are measured for the other
+_LIKE = 1  # loads (of `load_class`) apart, and plain steps of one are measured for the other
 _FIRST = 16  # accounts that there is room for; twice as many when that is too few
 
 
@@ -86,18 +86,18 @@ class Spending:
         if self._begun:
             self._departed[plan.step] = self._of_S[plan.slots]
 
-    def learn(self, flight: Flight, outcome: StepOutcome, result: StepResult, now_s: float) -> None:
+    def learn(self, step: ScheduledStep, outcome: StepOutcome, result: StepResult, now_s: float) -> None:
         """A step has ended.
 
         Args:
-            now_s: on the clock of `Flight.planned_s`.
+            now_s: on the clock of `ScheduledStep.planned_s`.
         """
         if not self._begun:
             return
-        plan, elapsed_s = flight.plan, now_s - max(flight.planned_s, self._ended_s)
+        plan, elapsed_s = step.plan, now_s - max(step.planned_s, self._ended_s)
         self._ended_s = now_s
-        decodes = not flight.load.prompt_rows and bool(len(outcome.slots))
-        load, plain_s = load_of(plan.num_requests), flight.choice.plain_s
+        decodes = not step.load.prompt_rows and bool(len(outcome.slots))
+        load, plain_s = load_class(plan.num_requests), step.choice.plain_s
         if not self._plain_at_s and plain_s > 0.0:
             self._any_kept = True  # known before any plain step ran here
         if decodes and not plan.num_draft_tokens:
@@ -107,7 +107,7 @@ class Spending:
             return  # planned before anybody asked
         spent_RC = np.zeros((len(accounts_R), len(Spent._fields)))
         tokens_R, steps_R, engine_R, compared_R, plain_R, aged_R, kept_R = spent_RC.T
-        tokens_R[flight.staying_R] = outcome.num_out
+        tokens_R[step.staying_R] = outcome.num_out
         steps_R[:] = tokens_R > 0
         verified_R = plan.num_drafts if result.num_drafts is None else result.num_drafts
         rows_R = plan.num_rows - plan.num_drafts + verified_R

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from manta.cluster.background_share import Portion
+from manta.cluster.background_budget import Portion
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine, SequenceUpdate
 from manta.cluster.executor import ExecutorInfo
@@ -269,22 +269,24 @@ def vary_background(engine: Engine, seed: int) -> None:
     def portion(least: int) -> Portion:
         return Portion(*random.integers(least, least + most, 2, endpoint=True).tolist())
 
-    scheduler._pace.beside = lambda online, num_decoding: portion(0)
+    scheduler._controller.background_beside = lambda online, num_decoding: portion(0)
     if chunks:
-        scheduler._pace.alone = lambda num_decoding, idle_s: portion(1)
+        scheduler._controller.background_alone = lambda num_decoding, idle_s: portion(1)
 
 
 def vary_halves(engine: Engine, seed: int) -> None:
     """Change between the two ways at any time, whatever is learned of costs."""
     random = np.random.default_rng(seed)
-    engine._scheduler._pace.in_halves = lambda num_requests: bool(random.random() < 0.7)
+    engine._scheduler._controller.uses_halves = lambda num_requests: bool(random.random() < 0.7)
 
 
 def vary_prefill(engine: Engine, seed: int) -> None:
     """Bound the rows of prompts beside decoding requests by any number, whatever is learned of costs."""
-    random, pace = np.random.default_rng(seed), engine._scheduler._pace
+    random, controller = np.random.default_rng(seed), engine._scheduler._controller
     if engine._scheduler.config.enable_chunked_prefill:
-        pace.prefill_rows = lambda: int(random.integers(1, engine._scheduler.config.max_rows, endpoint=True))
+        controller.prefill_rows = lambda: int(
+            random.integers(1, engine._scheduler.config.max_rows, endpoint=True)
+        )
 
 
 def submit_and_collect(engine: Engine, plan: SchedulerOutput) -> StepResult:

@@ -18,7 +18,7 @@ from cluster_checker import (
 )
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from manta.cluster.background_share import BackgroundShare, Portion
+from manta.cluster.background_budget import BackgroundBudget, Portion
 from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.engine import Engine
 from manta.cluster.errors import OverloadedError, UnprocessableError
@@ -254,24 +254,24 @@ def test_online_requests_decode_nearly_as_fast_with_background_work(kind: str, s
 def test_where_rows_are_free_decoding_joins_every_step_and_where_they_cost_hardly_any() -> None:
     joined = {}
     for kind, row_s in (("gpu", 1e-7), ("cpu", 3e-5)):
-        share, random, joined[kind] = BackgroundShare(2048, chunks=True), np.random.default_rng(3), 0
+        share, random, joined[kind] = BackgroundBudget(2048, chunks=True), np.random.default_rng(3), 0
         for _ in range(4000):
             portion = replace(share.beside(2, 4, num_decoding=16), prompt_rows=0)
             noise, rows = random.lognormal(0, 0.05), 5 * (2 + portion.num_decoding)
             if portion.num_decoding:
-                share.learn_joined(2, 4, portion, (5e-4 + row_s * rows) * noise)
+                share.observe_joined(2, 4, portion, (5e-4 + row_s * rows) * noise)
             else:
-                share.learn_online(2, 4, (5e-4 + row_s * rows) * noise)
+                share.observe_online(2, 4, (5e-4 + row_s * rows) * noise)
             joined[kind] += portion.num_decoding
     assert joined["gpu"] > 0.6 * 16 * 4000
     assert 0 < joined["cpu"] < 0.2 * 4000, "one at a time, once in several steps"
 
 
 def test_steps_of_background_work_are_short_where_online_requests_come_and_go() -> None:
-    share = BackgroundShare(2048, chunks=True)
+    share = BackgroundBudget(2048, chunks=True)
     assert share.alone(64, 5, quiet=False) == Portion(64, 2048 - 64 * 5), "nothing is known"
     for _ in range(4):
-        share.learn_online(1, 4, 0.001)
-    share.learn_alone(100, 0.003)  # 30 us a row; four steps are 133 rows
+        share.observe_online(1, 4, 0.001)
+    share.observe_alone(100, 0.003)  # 30 us a row; four steps are 133 rows
     assert share.alone(64, 5, quiet=False) == Portion(26, 16)
     assert share.alone(64, 5, quiet=True) == Portion(64, 1666), "50 ms, of prompts alone"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manta.cluster.plan import FloatArray, IntArray, Trim
-from manta.cluster.speculation.choice import survivals, trimmed
+from manta.cluster.speculation.draft_trimming import survivals, trimmed
 
 
 def some_step(seed: int, requests: int, most: int) -> tuple[FloatArray, IntArray, Trim]:

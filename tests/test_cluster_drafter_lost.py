@@ -9,10 +9,10 @@ import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.executor import InProcessExecutor
 from manta.cluster.config import EngineConfig
+from manta.cluster.drafter_context_refill import DrafterContextRefill
 from manta.cluster.engine import Engine
 from manta.cluster.executor import DrafterHealth, ExecutorInfo
 from manta.cluster.plan import SchedulerOutput
-from manta.cluster.refill import Refill
 from manta.cluster.request import Request, SamplingParams
 from manta.cluster.sequence import Sequence, SlotTable
 from manta.cluster.simulator import LinearCost, SimulatedExecutor, VirtualClock
@@ -220,7 +220,7 @@ def test_acceptance_returns_and_the_others_hardly_wait() -> None:
 
 
 def test_the_choice_takes_the_shortest_of_those_that_pay() -> None:
-    table, refill = SlotTable(4, 4096, 100), Refill(2048, chunks=True)
+    table, refill = SlotTable(4, 4096, 100), DrafterContextRefill(2048, chunks=True)
     running: list[Sequence] = []
     for length, max_tokens in ((3000, 500), (900, 500), (500, 20), (1000, 500)):
         request = make_request(f"{length}", (2,) * length, max_tokens=max_tokens)

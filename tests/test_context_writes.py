@@ -9,7 +9,7 @@ import pytest
 from cluster_checker import Outputs, add, expected, make_info, make_request, open_engine, run
 from manta.actors.executor import InProcessExecutor
 from manta.cluster.config import EngineConfig, SpeculativeConfig
-from manta.cluster.context_writes import ContextWrites
+from manta.cluster.drafter_context import ContextWrites
 from manta.cluster.engine import Engine
 from manta.cluster.plan import SchedulerOutput, StepTimings
 from manta.cluster.request import Request, SamplingParams
@@ -107,13 +107,13 @@ def test_a_trial_waits_until_as_much_was_spared_and_what_pays_does_not() -> None
     writes = ContextWrites(may_stop=True)
     for _ in range(384):
         assert not writes.should_stop
-        writes.planned(brings=False)
-        writes.ended(StepTimings(verify_s=0.01, inject_s=0.001))
+        writes.scheduled(useful=False)
+        writes.completed(StepTimings(verify_s=0.01, inject_s=0.001))
     assert writes.should_stop
     writes.stop()
     assert writes.may_resume_for(trial=False) and not writes.may_resume_for(trial=True)
     for _ in range(1024):
-        writes.planned(brings=False)
+        writes.scheduled(useful=False)
     assert writes.may_resume_for(trial=True)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from manta import LLM, SamplingParams
 from manta.cluster.kept import cache_folder
-from manta.cluster.speculation.survival import Survival
+from manta.cluster.speculation.acceptance_model import AcceptanceModel
 
 PROMPT = {"prompt_token_ids": [1, 5, 9, 20, 21]}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -32,9 +32,9 @@ def make(pair: tuple[Path, Path], **settings: object) -> LLM:
 
 def learned(llm: LLM) -> tuple[bool, bool]:
     """Whether it is known what steps cost, and which drafts stand."""
-    costs, survival = llm._engine.costs, llm._engine.survival
+    costs, survival = llm._engine.costs, llm._engine.acceptance
     assert costs is not None and survival is not None
-    return costs.know_drafts, bool((survival.bias_K != Survival(15, 1).bias_K[0]).any())
+    return costs.has_measured_drafts, bool((survival.bias_K != AcceptanceModel(15, 1).bias_K[0]).any())
 
 
 def believe(bias: float, draft_s: float = 1e-9) -> None:
@@ -75,7 +75,7 @@ def test_a_drafter_that_nothing_is_known_of_begins_with_its_card(
     lines = ["| category | length, T=0 | length, T=1 |", "|---|---|---|", "| overall | 1.9 | 1.3 |"]
     (drafter / "README.md").write_text("\n".join(lines))
     with make((tiny_qwen3, drafter)) as llm:
-        survival = llm._engine.survival
+        survival = llm._engine.acceptance
         assert survival is not None
         assert 1 + survival.means(np.zeros(1, np.int32))[0].sum() == pytest.approx(1.6, abs=1e-3)
 
@@ -113,7 +113,7 @@ def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
     (file,) = cache_folder().glob("step-costs-*.json")
     assert str(tiny_drafter) in json.loads(file.read_text())["subject"]["drafter"]
     with make(pair) as llm:
-        assert llm._engine.costs is not None and llm._engine.costs.know_drafts
+        assert llm._engine.costs is not None and llm._engine.costs.has_measured_drafts
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     kept = json.loads(file.read_text())
     file.write_text(json.dumps(kept | {"value": {"rest": "broken"}}))

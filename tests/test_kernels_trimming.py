@@ -9,7 +9,7 @@ from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.plan import Trim
-from manta.cluster.speculation.choice import survivals, trimmed
+from manta.cluster.speculation.draft_trimming import survivals, trimmed
 from manta.drafter.step.device.rows import StepRequests, pack
 from manta.drafter.step.device.trimming import TrimLists, trim_drafts
 

@@ -355,7 +355,7 @@ def test_no_token_changes_where_drafts_come_and_are_cut_at_random(
     pair: Pair, reference: Reference, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight at once, every knob, log probabilities among them."""
-    monkeypatch.setattr("manta.cluster.pace.Policy", MadPolicy)
+    monkeypatch.setattr("manta.cluster.step_controller.DraftLengthPolicy", MadPolicy)
     asked = [(name, i) for number, name in enumerate(KNOBS) for i in range(number % 2, 8, 2)]
     few = pair.few_pages if "preemption" in engine else {}
     with pair.open(speculate=True, adaptive=True, **ENGINES[engine], **few) as llm:

@@ -17,7 +17,7 @@ import torch
 from manta.actors.targets.loading.rank import load_runner
 from manta.cluster.made_up_plans import made_up_plan
 from manta.cluster.plan import SchedulerOutput, StepResult, Trim
-from manta.cluster.speculation.choice import trimmed
+from manta.cluster.speculation.draft_trimming import trimmed
 from manta.drafter.step.loops.operators import LOOPS
 from manta.drafter.step.operators import DEFINITION
 from manta.drafter.step.proposals import Proposals

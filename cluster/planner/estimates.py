@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..acceptance import expected_acceptance_length
 from ..errors import PlacementError
-from ..speculation.ladder import draft_ladder
+from ..speculation.draft_lengths import draft_lengths
 from .gpus import Gpu
 from .layouts import Layout
 from .pair import Demand, Pair
@@ -107,4 +107,4 @@ def _point(times: StepTimes, pair: Pair, layout: Layout, batch: int, context: in
         node = layout.replicas * batch * tokens / spent.total_s
         return Point(batch, rows, tokens, spent.total_s, spent.bound, node)
 
-    return max((at(1 + drafts) for drafts in draft_ladder(most)), key=lambda p: p.node_tokens_per_s)
+    return max((at(1 + drafts) for drafts in draft_lengths(most)), key=lambda p: p.node_tokens_per_s)

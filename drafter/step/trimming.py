@@ -1,4 +1,4 @@
-"""Cutting drafts: how many are verified (`cluster/speculation/choice.py`), and taking out the others.
+"""Cutting drafts: how many are verified (`cluster/speculation/draft_trimming.py`), and taking out the others.
 
 The definition, on any device; `loops/trimming.py` does it in one call, `device/trimming.py` in a kernel.
 Called by `actors/targets/runners/host.py`.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...cluster.plan import IntArray, SchedulerOutput
-from ...cluster.speculation.choice import trimmed
+from ...cluster.speculation.draft_trimming import trimmed
 
 
 def trim(margins_RK: Tensor, plan: SchedulerOutput) -> IntArray:

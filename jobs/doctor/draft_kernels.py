@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...cluster.plan import SlotSampling, Trim
-from ...cluster.speculation.choice import trimmed
+from ...cluster.speculation.draft_trimming import trimmed
 from ...drafter.compute.eager.convolution import convolve as exact_convolution
 from ...drafter.compute.gpu.convolution import convolve
 from ...drafter.step.device.candidates import find_candidates

@@ -4,7 +4,7 @@ A step that drafts is two passes: the drafter's over blocks, and the target's ov
 verified. The two follow one another, so each has kinds of its own, and any of one goes with any of the other:
 
     blocks    requests   1 2 3 4 6 8 12 16 24 32 48 64 96 128 192 256 ..          the most that run
-              rows each  2, 4, 6, 8, 12, 16, .. most drafts + 1 (the lengths of `draft_ladder`)
+              rows each  2, 4, 6, 8, 12, 16, .. most drafts + 1 (the lengths of `draft_lengths`)
     target    rows       1 2 3 4 6 8 12 16 24 32 40 48 56 64 80 96 112 128 160 .. the budget
               rows each  1, at most 4, at most as many as there are
 
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....cluster.plan import SchedulerOutput
-from ....cluster.speculation.ladder import draft_ladder
+from ....cluster.speculation.draft_lengths import draft_lengths
 from ....drafter.step.device.rows import StepRequests
 from ....drafter.step.device.trimming import TrimLists
 from .drafting import Drafting
@@ -86,7 +86,7 @@ class StepKinds:
         most = 1 + num_drafts
         self.rows = tuple(sorted({*_ladder(min(max_requests * most, max_rows), 4), max_requests}))
         self._widths = tuple(sorted({1, min(_NARROW, most), most}))
-        self._block_widths = tuple(1 + drafts for drafts in draft_ladder(num_drafts) if drafts)
+        self._block_widths = tuple(1 + drafts for drafts in draft_lengths(num_drafts) if drafts)
         sizes = _ladder(max_requests, 2)
         self._block_sizes = {
             width: (*(size for size in sizes[:-1] if size * width <= max_rows), max_requests)

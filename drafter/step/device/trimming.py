@@ -1,4 +1,4 @@
-"""Which drafts are verified, on a GPU: `trimmed` of `cluster/speculation/choice.py` for so many rows.
+"""Which drafts are verified, on a GPU: `trimmed` of `cluster/speculation/draft_trimming.py` for so many rows.
 
 A graph's pass has so many rows, whatever they hold: beside the newest tokens the drafts of greatest worth get
 them, so that none is left empty while there is a draft. Between equals the earlier row wins, and worth never

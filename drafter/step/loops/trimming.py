@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....cluster.plan import IntArray, SchedulerOutput
-from ....cluster.speculation.choice import MOST_MARGIN
+from ....cluster.speculation.draft_trimming import MOST_MARGIN
 from ...compute.loops.elements import elements
 
 _ONE, _ZERO = np.float32(1), np.float32(0)

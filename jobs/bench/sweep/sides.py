@@ -26,7 +26,7 @@ from ....actors.checkpoints import drafter_folder
 from ....actors.executor import make_executor
 from ....cluster.config import EngineConfig, SpeculativeConfig, from_mapping
 from ....cluster.errors import ConfigError, MantaError
-from ....cluster.speculation.ladder import draft_ladder
+from ....cluster.speculation.draft_lengths import draft_lengths
 from ..passes import say
 from .driver import Driver
 
@@ -73,7 +73,7 @@ def open_sides(
     """
     spec = config.speculative_config
     assert spec is not None, "what is swept is speculation"
-    sides, count = Sides(), 3 + len(methods) + len(draft_ladder(spec.num_speculative_tokens or 64))
+    sides, count = Sides(), 3 + len(methods) + len(draft_lengths(spec.num_speculative_tokens or 64))
 
     def opened(name: str, of_side: SpeculativeConfig | None) -> Driver | None:
         share = config.gpu_memory_utilization * min(1.0, (1 + len(sides.drivers)) / count)
@@ -86,7 +86,7 @@ def open_sides(
             if adaptive is None:
                 raise ConfigError(sides.refused[ADAPTIVE], param="speculative_config")
             opened(PLAIN, None)
-            lengths = draft_ladder(adaptive.info.num_speculative_tokens)[1:]
+            lengths = draft_lengths(adaptive.info.num_speculative_tokens)[1:]
             for drafts in () if methods_only else lengths:
                 name = f"{spec.method}-{drafts}"
                 if opened(name, replace(spec, adaptive=False, num_speculative_tokens=drafts)):

@@ -20,7 +20,7 @@ from manta.cluster.planner.gpus import Gpu, find_gpu
 from manta.cluster.planner.loads import closed_loop
 from manta.cluster.planner.pair import Pair
 from manta.cluster.request import Request
-from manta.cluster.speculation.ladder import draft_ladder
+from manta.cluster.speculation.draft_lengths import draft_lengths
 from manta.jobs.bench.passes import say
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.simulate.assumptions import assumptions
@@ -104,7 +104,7 @@ def _figures(
 
 
 def _cells(options: PolicyOptions, pair: Pair, gpu: Gpu) -> Iterator[Figures]:
-    lengths = [f"{ADAPTIVE}-{drafts}" for drafts in draft_ladder(pair.num_drafts)[1:]]
+    lengths = [f"{ADAPTIVE}-{drafts}" for drafts in draft_lengths(pair.num_drafts)[1:]]
     methods = [Method.parse(name) for name in (PLAIN, *lengths, ADAPTIVE)]
     for tp in options.tp:
         for acceptance in options.acceptance:

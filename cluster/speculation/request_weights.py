@@ -1,0 +1,67 @@
+"""Weights of requests when drafts are chosen: what a token of each is worth, 1 by default.
+
+* A request with a time-per-output-token target (`Request.tpot_ms`) counts up to four times as much while it
+  is
+  late, and down to half while it is early.
+* Each step of priority counts a quarter more or less, where the scheduling policy is by priority.
+* Background work beside online requests counts half.
+
+Used by `step_controller.py`. Legend: R requests, S slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..plan import FloatArray, IntArray
+from ..request import Request
+
+_MIN_LATE, _MAX_LATE = 0.5, 4.0
+_PER_PRIORITY, _MAX_PRIORITY = 1.25, 4.0
+_BACKGROUND = 0.5
+
+
+class RequestWeights:
+    """The weights of one engine's running requests.
+
+    Args:
+        num_slots: S.
+        by_priority: whether `Request.priority` counts.
+    """
+
+    def __init__(self, num_slots: int, *, by_priority: bool) -> None:
+        self._by_priority = by_priority
+        self._fixed_S = np.ones(num_slots, dtype=np.float32)
+        self._target_s_S = np.full(num_slots, np.nan)
+        self._first_s_S = np.full(num_slots, np.nan)  # time of the first token
+        self._tokens_S = np.zeros(num_slots)  # after the first
+        self._num_targets = 0
+
+    def admit(self, slot: int, request: Request) -> None:
+        """This slot has a new request."""
+        weight = _BACKGROUND if request.background else 1.0
+        if self._by_priority:
+            exponent = -min(max(request.priority, -99), 99)
+            weight *= min(max(_PER_PRIORITY**exponent, 1 / _MAX_PRIORITY), _MAX_PRIORITY)
+        self._fixed_S[slot] = weight
+        self._num_targets += (request.tpot_ms is not None) - int(not np.isnan(self._target_s_S[slot]))
+        self._target_s_S[slot] = np.nan if request.tpot_ms is None else request.tpot_ms / 1e3
+        self._first_s_S[slot], self._tokens_S[slot] = np.nan, 0.0
+
+    def count_tokens(self, slots_R: IntArray, num_tokens_R: IntArray, now_s: float) -> None:
+        """Record the tokens that a step brought each request."""
+        if not self._num_targets:
+            return
+        began_R = ~np.isnan(self._first_s_S[slots_R])
+        self._tokens_S[slots_R] += np.where(began_R, num_tokens_R, 0)
+        self._first_s_S[slots_R[~began_R & (num_tokens_R > 0)]] = now_s
+
+    def of(self, slots_R: IntArray, now_s: float) -> FloatArray:
+        """Return the weights of these requests, fp32 [R]."""
+        fixed_R = self._fixed_S[slots_R]
+        if not self._num_targets:
+            return fixed_R
+        due_s_R = self._target_s_S[slots_R] * (self._tokens_S[slots_R] + 1)
+        late_R = (now_s - self._first_s_S[slots_R]) / due_s_R
+        late_R = np.where(np.isnan(late_R), 1.0, np.clip(late_R**2, _MIN_LATE, _MAX_LATE))
+        return (fixed_R * late_R).astype(np.float32)
