@@ -29,10 +29,8 @@ _NUM_RATES, _MIN_RATES = 8, 6  # steps whose median rate is compared
 _FIRST_HALVES = 2  # of a sequence of halves: the drafts of the first one were not overlapped
 _BETTER = 1.02  # than the present mode, to change to the other
 _FIRST_TRIAL, _NEXT_TRIAL, _MAX_TRIAL = 32, 256, 4096  # steps until a trial; doubles with each failure
-_CHANGED = (
-    1.33  # times the rate at the last trial, or its inverse: another trial is due after `_CHANGED_TRIAL`
-)
-_CHANGED_TRIAL = 128
+# After so many steps a trial is due if the rate is so many times that of the last trial, or its inverse.
+_CHANGED_TRIAL, _CHANGED = 128, 1.33
 
 
 class Turn(NamedTuple):

@@ -323,7 +323,7 @@ class StepController:
                     num_online, num_drafts, _portion_of(plan, num_online), timings.total_s
                 )
             return
-        # Where drafts were withheld (no drafter, or no context) the time is not that of the choice; and the first
+        # Where drafts were withheld (no drafter, or no context) the time is not that of the choice. The first
         # estimates of what drafts bring are not good enough.
         is_known = self.acceptance is None or self._num_completed > _FIRST_STEPS // 2
         if (

@@ -255,7 +255,7 @@ def test_a_margin_means_less_at_a_higher_temperature_and_new_requests_know_it():
     again.admit(slots, heats.tolist())
     assert again.offsets(slots)[:2].tolist() == [cold, hot], "and the next engine"
     for wrong in ({}, kept | {"theta": "x"}, kept | {"reached": [float("nan")] * 3}):
-        with pytest.raises(ValueError, match="not a saved|not finite"):
+        with pytest.raises(ValueError, match=r"not a saved|not finite"):
             again.read(wrong)
     with pytest.raises(ValueError, match="another block size"):
         AcceptanceModel(4, 16).read(kept)

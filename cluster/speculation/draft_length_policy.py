@@ -15,8 +15,8 @@ between the choice stands. A review
   deviation), if the loss is covered by the budget (`loss_budget.py`);
 * where no drafts are made, schedules a trial every 64 to 1024 steps all the same, because texts change.
 
-No token depends on it. Without a clock (simulated executors) all drafts are made. Used by `step_controller.py`;
-knows no sequences.
+No token depends on it. Without a clock (simulated executors) all drafts are made. Used by
+`step_controller.py`; knows no sequences.
 
 Legend: R decoding requests, K most drafts of a request, N blocks, S drafts that are verified.
 """
@@ -293,7 +293,7 @@ class DraftLengthPolicy:
         state.length, state.estimate = length, estimates[length]
 
     def _declines(self, state: _LoadState, batch: DecodeBatch, load: StepLoad) -> BoolArray:
-        """Return which requests' drafts are not worth their part of the drafter's pass, at the present rate."""
+        """Return which requests' drafts are not worth their part of the drafter's pass."""
         count, length, rate = len(batch.slots_R), state.length, state.estimate.rate
         if count < 2 or not length:
             return np.zeros(count, dtype=np.bool_)
