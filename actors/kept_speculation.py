@@ -1,7 +1,7 @@
 """What speculation has learned is kept between starts, so that an engine begins where the last one stood.
 
     step-costs   what steps take: of this model, drafter and whatever else decides what runs, on this machine
-    survivals    how likely drafts are to stand, by margin, position and temperature: of this model and
+    acceptance   how likely drafts are to stand, by margin, position and temperature: of this model and
                  drafter, on whatever machine
 
 Read when an engine is made, written when it is closed and every few minutes in between. What is kept is
@@ -46,7 +46,7 @@ class KeptSpeculation:
         pair, self._engine = _pair(config, info), engine
         self._costs, self._kept_costs = engine.costs, Kept("step-costs", _runs(config, info) | pair)
         self._survival = engine.acceptance
-        self._kept_survival = Kept("survivals", pair | _written_s(config))
+        self._kept_survival = Kept("acceptance", pair | _written_s(config))
         spec = config.speculative_config
         self._card_lengths = [] if spec is None or spec.model is None else card_lengths(Path(spec.model))
         self._due_s = time.monotonic() + _EVERY_S

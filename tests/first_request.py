@@ -65,10 +65,9 @@ def spoil(cache: Path) -> None:
         value = kept["value"]
         if file.name.startswith("step-costs"):
             value["draft"]["seconds"] = [10 * seconds for seconds in value["draft"]["seconds"]]
-        if file.name.startswith("survivals"):
-            value["positions"][0] = [[bias - 3.0, slope] for bias, slope in value["positions"][0]]
-            reached, stood = value["foreseen"]
-            value["foreseen"] = [reached, [share / 5 for share in stood]]
+        if file.name.startswith("acceptance"):
+            value["theta"][0] -= 3.0
+            value["accepted"] = [share / 5 for share in value["accepted"]]
         file.write_text(json.dumps(kept))
 
 

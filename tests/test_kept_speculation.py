@@ -44,10 +44,10 @@ def believe(bias: float, draft_s: float = 1e-9) -> None:
         value = kept["value"]
         if file.name.startswith("step-costs"):
             value["draft"]["seconds"] = [draft_s for _ in value["draft"]["seconds"]]
-        if file.name.startswith("survivals"):
-            value["positions"][0] = [[bias, 0.0] for _ in value["positions"][0]]
-            reached_K, _ = value["foreseen"]
-            value["foreseen"] = [[9.0 for _ in reached_K], [9 / (1 + math.exp(-bias)) for _ in reached_K]]
+        if file.name.startswith("acceptance"):
+            value["theta"] = [bias, *(0.0 for _ in value["theta"][1:])]
+            value["accepted"] = [9 / (1 + math.exp(-bias)) for _ in value["reached"]]
+            value["reached"] = [9.0 for _ in value["reached"]]
         file.write_text(json.dumps(kept))
 
 
@@ -98,7 +98,7 @@ def test_a_warm_up_is_in_no_figure_and_teaches_only_costs(tiny_qwen3: Path, tiny
         llm._kept.end_warm_up()
         after = llm.stats()
         assert (after, learned(llm)[1]) == (replace(before, draft_length=after.draft_length), False)
-        assert llm._engine.costs is not None and llm._engine.costs.know_time
+        assert llm._engine.costs is not None and llm._engine.costs.has_measurements
         assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids and llm.stats().generation_tokens == 60
 
 
@@ -107,7 +107,7 @@ def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
 ) -> None:
     pair, tokens = (tiny_qwen3, tiny_drafter), list[list[int]]()
     with make(pair) as llm:
-        assert llm._engine.costs is not None and not llm._engine.costs.know_time
+        assert llm._engine.costs is not None and not llm._engine.costs.has_measurements
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     believe(3.0)
     (file,) = cache_folder().glob("step-costs-*.json")
@@ -118,7 +118,7 @@ def test_what_steps_cost_is_there_at_the_next_start_and_changes_no_token(
     kept = json.loads(file.read_text())
     file.write_text(json.dumps(kept | {"value": {"rest": "broken"}}))
     with make(pair) as llm:
-        assert llm._engine.costs is not None and not llm._engine.costs.know_time
+        assert llm._engine.costs is not None and not llm._engine.costs.has_measurements
         tokens.append(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1] == tokens[2]
     assert "measured anew" in caplog.text
