@@ -23,7 +23,7 @@ from manta.cluster.metric import Metric
 from manta.jobs.cli import app
 from manta.jobs.dashboards.alerts import rules
 from manta.jobs.dashboards.boards import boards
-from manta.jobs.dashboards.queries import Dialect, ray_names, vllm_names
+from manta.jobs.dashboards.queries import Dialect, UnknownMetricError, ray_names, vllm_names
 from prometheus_client.parser import text_string_to_metric_families
 from simulated_server import simulated
 from text_pair import LiveServer, make_text_pair
@@ -79,9 +79,15 @@ def made_up(names: Dialect, metrics: Sequence[Metric]) -> Series:
     found: dict[str, tuple[float, float]] = {}
     for metric in metrics:
         written = ",".join(f'{label}="0"' for label in metric.labels)
-        name = names.exported(metric.name, "_total" if metric.kind == "counter" else "")
+        name = names.exported(metric.name + ("_total" if metric.kind == "counter" else ""))
         found[f"{name}{{{written}}}"] = (1.0, 3.0)
     return found
+
+
+def queries(names: Dialect) -> list[tuple[str, str]]:
+    """The title of a panel and its PromQL, for each query of all boards."""
+    panels = [panel for board in boards(names) for panel in board["panels"]]
+    return [(panel["title"], query["expr"]) for panel in panels for query in panel.get("targets", ())]
 
 
 @pytest.fixture(scope="module")
@@ -148,27 +154,21 @@ def ask(prometheus: httpx.Client, expression: str) -> list[Json]:
 @needs_prometheus
 @pytest.mark.parametrize("names", [vllm_names(), ray_names()], ids=["vllm", "ray"])
 def test_no_panel_is_empty(prometheus: httpx.Client, names: Dialect) -> None:
-    empty = {
-        panel.title
-        for board in boards(names)
-        for panel in board.panels
-        for query in panel.queries
-        if not ask(prometheus, query.expression)
-    }
+    empty = {title for title, query in queries(names) if not ask(prometheus, query)}
     assert empty == EMPTY
 
 
 @needs_prometheus
 def test_a_panel_shows_what_the_server_did(prometheus: httpx.Client, served: Series) -> None:
-    names = vllm_names()
+    by_title = dict(queries(vllm_names()))
 
     def grown(metric: str) -> float:
         return sum(b - a for name, (a, b) in served.items() if name.startswith(f"{metric}_total{{"))
 
-    (length,) = ask(prometheus, names.acceptance_length())
+    (length,) = ask(prometheus, by_title["Mean acceptance length now"])
     accepted, blocks = (grown(f"vllm:spec_decode_num_{what}") for what in ("accepted_tokens", "drafts"))
     assert blocks > 0 and float(length["value"][1]) == pytest.approx(1 + accepted / blocks, rel=1e-6)
-    statuses = ask(prometheus, names.rate("http_requests", by=("status",)))
+    statuses = ask(prometheus, by_title["HTTP, by status"])
     by_status = {each["metric"]["status"] for each in statuses}
     assert {"200", "404"} <= by_status
 
@@ -176,17 +176,31 @@ def test_a_panel_shows_what_the_server_did(prometheus: httpx.Client, served: Ser
 @pytest.mark.parametrize("names", [vllm_names(), ray_names()], ids=["vllm", "ray"])
 def test_every_metric_that_an_exporter_has_is_on_a_dashboard(names: Dialect) -> None:
     found = boards(names)
-    assert names.used == set(names.metrics)
-    uids = [board.uid for board in found]
+    assert names.used == {metric.name for metric in names.samples.values()}
+    uids = [board["uid"] for board in found]
     assert len(set(uids)) == len(uids) == 4
     for board in found:
-        panels = board.as_json()["panels"]
+        panels = board["panels"]
         assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
         taken = set()
         for place in (panel["gridPos"] for panel in panels):
             cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
             assert not cells & taken and place["x"] + place["w"] <= 24
             taken |= cells
+
+
+def test_a_query_names_metrics_of_the_catalogue_alone() -> None:
+    vllm, ray = vllm_names(), ray_names()
+    query = 'sum by (replica) (rate(dflash:step_seconds_total{part="draft"}[5m]))'
+    narrowed = '{part="draft",model_name=~"$model",ReplicaId=~"$replica"}'
+    translated = f"sum by (ReplicaId) (rate(ray_dflash_step_seconds_total{narrowed}[5m]))"
+    assert ray.translate(query) == translated
+    assert vllm.translate(query, filtered=False) == query
+    for wrong in ("dflash:step_seconds", "vllm:no_such_metric", "manta_batch_row"):
+        with pytest.raises(AssertionError, match=f"{wrong} is no sample of the catalogue"):
+            vllm.translate(f"sum({wrong})")
+    with pytest.raises(UnknownMetricError, match="manta_batch_rows"):
+        vllm.translate("sum(manta_batch_rows)")
 
 
 @needs_prometheus

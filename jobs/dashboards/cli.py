@@ -108,7 +108,7 @@ def _boards(names: Names) -> list[dict[str, Any]]:  # Any: JSON
     from .queries import ray_names, vllm_names
 
     dialects = {"vllm": [vllm_names()], "ray": [ray_names()], "both": [vllm_names(), ray_names()]}[names]
-    return [board.as_json() for dialect in dialects for board in boards(dialect)]
+    return [board for dialect in dialects for board in boards(dialect)]
 
 
 def _differences(
