@@ -1,54 +1,102 @@
-"""Which document a kind is, with the lines on top that say how to use it."""
+"""The documents of `manta render`: templates (`templates/`), filled with what a Serve config needs.
+
+KubeRay gives Ray's containers /dev/shm, where plans travel, and probes of the raylet; the templates say what
+it cannot know: GPUs, the environment of HAProxy, and when a node's proxy is ready. The image of a Dockerfile
+is Ray's, with Manta's requirements at the versions that are installed here.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
-from ...cluster.errors import ConfigError
-from .deployment import read_deployment
-from .kuberay import as_yaml, ray_job, ray_service
-from .machines import dockerfile, ray_up, systemd_unit
-from .pins import own_image
+import yaml
+from minijinja import Environment
 
-_SECRET = "kubectl create secret generic hf-token --from-literal=token=hf_...     # for gated models"
-_SERVICE = f"""\
-{_SECRET}
-kubectl apply -f FILE && kubectl get rayservice {{name}}
-The endpoint: service {{name}}-serve-svc, port {{port}}. Image: `manta render dockerfile`. Folders of models
-must be in the image or on a volume that all pods see; hub ids are downloaded."""
-_JOB = f"""\
-{_SECRET}
-kubectl apply -f FILE && kubectl get rayjob {{name}}-batch
-Input and output are URLs, or paths that all pods see. A job that ended early goes on where it stopped when
-the same command runs again: that is what backoffLimit does here."""
-_RAY_UP = """\
-ray get-auth-token --generate > /dev/null && chmod 600 ~/.ray/auth_token    # once: the token of all nodes
-ray up FILE; then ray attach FILE, RAY_AUTH_MODE=token serve status. Provider, region and instances are AWS's:
-put in yours. Ray's ports (6379, 8265, 10001; 8080 for metrics, which asks for no token) are for the nodes
-alone: open them in no security group."""
+from ...cluster.errors import ConfigError
+from ..flags import ENGINE_OPTIONS
+from .deployment import Engines, read_deployment
+from .pins import ENVIRONMENT, own_image, pinned_requirements, ray_image, ray_version
+
+TEMPLATES = {
+    "kuberay-service": "kuberay-service.yaml",
+    "kuberay-job": "kuberay-job.yaml",
+    "ray-up": "ray-up.yaml",
+    "dockerfile": "Dockerfile",
+    "systemd": "manta.service",
+}
+# A stream may be as long as Serve waits for one (`GRACEFUL_SHUTDOWN_S` of actors/replica.py); an engine of a
+# job gives its rows back and goes.
+SERVICE_GRACE_S, JOB_GRACE_S = 900, 120
+_FOLDER = Path(__file__).with_name("templates")
 
 
 def render_document(
     kind: str, config: Path, gpus_per_node: int | None, image: str | None, batch_flags: Sequence[str]
 ) -> str:
-    """The text of a file; ConfigError or PlacementError says what of the config is wrong."""
+    """Return the text of a file; ConfigError or PlacementError says what of the config is wrong."""
     if bool(batch_flags) != (kind == "kuberay-job"):
         raise ConfigError(
             "kuberay-job, and it alone, needs the flags of `manta batch` behind --: manta render kuberay-job "
             "-- --input s3://bucket/in/*.parquet --output s3://bucket/out --prompt-column question",
             param="batch_flags",
         )
-    deployment, image = read_deployment(config, gpus_per_node), image or own_image()
-    names = {"name": deployment.name, "port": deployment.port}
-    match kind:
-        case "kuberay-service":
-            return as_yaml(ray_service(deployment, image), _SERVICE.format(**names))
-        case "kuberay-job":
-            return as_yaml(ray_job(deployment, image, batch_flags), _JOB.format(**names))
-        case "ray-up":
-            return as_yaml(ray_up(deployment, image), _RAY_UP)
-        case "dockerfile":
-            return dockerfile(deployment)
-        case _:
-            return systemd_unit(deployment)
+    deployment = read_deployment(config, gpus_per_node)
+    gpus, serves = deployment.node_gpus, kind == "kuberay-service"
+    command = [str(Path(sys.executable).parent / "manta"), "serve", "--config", str(deployment.file)]
+    command += ["--host", deployment.host, "--port", str(deployment.port)]
+    return _environment().render_template(
+        TEMPLATES[kind],
+        name=deployment.name,
+        port=deployment.port,
+        file=str(deployment.file),
+        model=deployment.engines[0].config.model,
+        gpus=gpus,
+        least_nodes=deployment.least_nodes,
+        most_nodes=deployment.most_nodes,
+        image=image or own_image(),
+        version=metadata.version("manta"),
+        ray_version=ray_version(),
+        ray_image=ray_image(gpu=gpus > 0),
+        requirements=pinned_requirements(gpu=gpus > 0),
+        environment=dict(ENVIRONMENT),
+        serves=serves,
+        grace_s=SERVICE_GRACE_S if serves else JOB_GRACE_S,
+        serve_config=yaml.safe_dump(deployment.behind_a_service(), sort_keys=False).rstrip("\n"),
+        entrypoint=batch_command(deployment.engines[0], batch_flags),
+        command=shlex.join(command),
+    )
+
+
+def batch_command(engines: Engines, batch_flags: Sequence[str]) -> str:
+    """Return `manta batch` with the engine's settings as flags, since the file is not in the container."""
+    words = ["manta", "batch"]
+    for name, value in engines.args.items():
+        if name in ENGINE_OPTIONS and value is not None:
+            words += _flag(name, value)
+    fewest = max(engines.least, 1)
+    count = str(fewest) if fewest == engines.most else f"{fewest}:{engines.most}"
+    return shlex.join([*words, "--concurrency", count, *batch_flags])
+
+
+def _flag(name: str, value: object) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _environment() -> Environment:
+    """Return the templates' environment: nothing is escaped, and a name that is not given is an error."""
+    return Environment(
+        loader=lambda name: (_FOLDER / name).read_text(encoding="utf-8"),
+        auto_escape_callback=lambda name: False,
+        undefined_behavior="strict",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+
+from packaging.requirements import Requirement
 
 from ..serve_environment import OF_ALL, OF_HAPROXY
 
@@ -31,29 +32,15 @@ def own_image() -> str:
 
 def pinned_requirements(*, gpu: bool) -> list[str]:
     """Manta's requirements, each at the version that is installed here; one that is not keeps its range."""
-    wanted = [_Requirement.parse(text) for text in metadata.requires("manta") or ()]
-    return [each.pinned() for each in wanted if each.extra is None or (gpu and each.extra == "gpu")]
+    wanted = [Requirement(text) for text in metadata.requires("manta") or ()]
+    extra = {"extra": "gpu" if gpu else ""}
+    return [_pinned(each) for each in wanted if each.marker is None or each.marker.evaluate(extra)]
 
 
-class _Requirement:
-    """As much of a requirement as is pinned: `ray[serve]>=2.60; extra == "x"`."""
-
-    _FORM = re.compile(
-        r"(?P<name>[\w.-]+)(?P<extras>\[[^]]*])?(?P<range>[^;]*)(?:;.*extra == \"(?P<extra>[^\"]+)\")?"
-    )
-
-    def __init__(self, name: str, extras: str, range_: str, extra: str | None) -> None:
-        self.name, self.extras, self.range, self.extra = name, extras, range_, extra
-
-    @classmethod
-    def parse(cls, text: str) -> _Requirement:
-        found = cls._FORM.match(text)
-        assert found is not None, f"the distribution's metadata holds {text!r}"
-        return cls(found["name"], found["extras"] or "", found["range"].strip(), found["extra"])
-
-    def pinned(self) -> str:
-        try:
-            version = metadata.version(self.name).partition("+")[0]  # a local build is on no index
-        except metadata.PackageNotFoundError:
-            return f"{self.name}{self.extras}{self.range}"
-        return f"{self.name}{self.extras}=={version}"
+def _pinned(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    try:
+        version = metadata.version(requirement.name).partition("+")[0]  # a local build is on no index
+    except metadata.PackageNotFoundError:
+        return f"{requirement.name}{extras}{requirement.specifier}"
+    return f"{requirement.name}{extras}=={version}"
