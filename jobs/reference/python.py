@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
 from pathlib import Path
+from textwrap import dedent
 
 from .markdown import cell, code, described, summary, table
 
@@ -41,56 +42,38 @@ def python_page() -> str:
 
 def _entry(name: str, path: Path) -> str:
     own = name.rpartition(".")[2]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = next(node for node in tree.body if getattr(node, "name", None) == own)
+    source = path.read_text(encoding="utf-8")
+    found = next(node for node in ast.parse(source).body if getattr(node, "name", None) == own)
     if isinstance(found, ast.FunctionDef):
-        return _function(f"## `{name}`", name, found)
+        return _function(f"## `{name}`", name, found, source)
     assert isinstance(found, ast.ClassDef), f"{name} is neither a class nor a function"
     methods = {each.name: each for each in found.body if isinstance(each, ast.FunctionDef)}
     text = ast.get_docstring(found)
     parts = [f"## `{name}`", summary(text)]
     if "__init__" in methods:
-        parts += [_signature(own, methods["__init__"]), _said(described(text, "Args:"))]
+        parts += [_signature(own, methods["__init__"], source), _said(described(text, "Args:"))]
     parts += [_fields(found, described(text, "Attributes:"))]
     public = (each for each in methods.values() if not each.name.startswith("_"))
     parts += [
-        _function(f"### `{own}.{each.name}`", each.name, each) for each in public if not _is_property(each)
+        _function(f"### `{own}.{each.name}`", each.name, each, source)
+        for each in public
+        if not _is_property(each)
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _function(head: str, name: str, node: ast.FunctionDef) -> str:
+def _function(head: str, name: str, node: ast.FunctionDef, source: str) -> str:
     text = ast.get_docstring(node)
-    parts = [head, _signature(name, node), summary(text), _said(described(text, "Args:"))]
+    parts = [head, _signature(name, node, source), summary(text), _said(described(text, "Args:"))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _signature(name: str, node: ast.FunctionDef) -> str:
-    """One argument a line, as the formatter would write it."""
-    shown = [line for line in _arguments(node.args) if line != "self"]
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
-    inner = "".join(f"    {line},\n" for line in shown)
-    call = f"{name}(\n{inner}){returns}" if shown else f"{name}(){returns}"
-    return f"```python\n{call}\n```"
-
-
-def _arguments(arguments: ast.arguments) -> Iterator[str]:
-    plain = [*arguments.posonlyargs, *arguments.args]
-    missing = [None] * (len(plain) - len(arguments.defaults))
-    for argument, default in zip(plain, [*missing, *arguments.defaults], strict=True):
-        yield _argument(argument, default)
-    if arguments.vararg:
-        yield f"*{ast.unparse(arguments.vararg)}"
-    elif arguments.kwonlyargs:
-        yield "*"
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield _argument(argument, default)
-    if arguments.kwarg:
-        yield f"**{ast.unparse(arguments.kwarg)}"
-
-
-def _argument(argument: ast.arg, default: ast.expr | None) -> str:
-    return ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+def _signature(name: str, node: ast.FunctionDef, source: str) -> str:
+    """Return the head of a function as its source has it, without `self` and what a class returns."""
+    head = dedent("\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]))
+    shown = re.sub(r"^def \w+", name, head).replace(" -> None:", "").rstrip(":")
+    shown = re.sub(r"\n {4}self,(?=\n)|(?<=\()self(, )?", "", shown)
+    return f"```python\n{shown}\n```"
 
 
 def _fields(node: ast.ClassDef, said: dict[str, str]) -> str:
