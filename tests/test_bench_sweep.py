@@ -277,7 +277,7 @@ def test_a_sweep_that_was_interrupted_goes_on_and_compares_all_sides_and_judges_
         "requests": 3,
         **{name: side[name] for name in ("user_tokens_per_s", "tokens_per_s")},
     }
-    assert (tmp_path / "pareto.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "pareto.svg").read_text()
     with pytest.raises(ConfigError, match="files"):
         read_figures(prompts)
     with pytest.raises(SystemExit) as refused:

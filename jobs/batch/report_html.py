@@ -1,23 +1,23 @@
-"""The page of a batch job's report: one file, no script, nothing from a network, light or dark as its reader.
-
-How a page looks is `jobs/pictures/page.py`'s. All that comes from the job's data is escaped there.
-"""
+"""The page of a batch job's report, and what its pictures show. `jobs/pictures/page.py` lays it out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...actors.batch.figures import RowFigures
 from ...actors.batch.tallies import Stretches, Timeline, length_range
 from ...cluster.acceptance import acceptance_by_position
-from ..pictures.charts import Mark, Span, bars, columns, curve
-from ..pictures.markup import Markup, element
-from ..pictures.page import Tile, card, flat, header, html_page, tile_row, two_columns
+from ..pictures.page import Card, Tile, flat, picture_card, render_page
+from ..pictures.plots import TEAL, Picture, name_rows, rows_size
 from ..tables import decimals
 from .samples import Sample
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MAX_POINTS = 80
+_MAX_LABELS = 14  # below columns
 
 
 def page(
@@ -27,35 +27,32 @@ def page(
     samples: Sequence[Sample],
     about: Mapping[str, Any],
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         tiles: the figures that come first.
         lines: all figures, by name.
         figures: what the pictures are made of.
         samples: rows to show.
-        about: the job; what is nested is shown with dots.
+        about: the job; names of nested values have dots.
     """
-    pictures = list(_pictures(figures))
-    return html_page(
-        "Batch job",
-        header("Batch job", str(about.get("output", ""))),
-        tile_row(tiles),
-        *([_samples(samples)] if samples else []),
-        *([_throughput(figures.timeline, figures.stretches)] if figures.stretches.seconds else []),
-        element("div", *pictures, class_=f"cards of{len(pictures)}"),
-        *([_errors(figures)] if figures.errors else []),
-        element(
-            "div",
-            card("Figures", "", two_columns(lines)),
-            card("The job", "", two_columns(flat(about))),
-            class_="cards",
-        ),
-    )
+    cards: list[Card] = []
+    if samples:
+        rows = [("id", "prompt", "answer"), *((each.id, each.prompt, each.answer) for each in samples)]
+        cards.append(
+            Card(title="The first rows", words="Long texts are cut.", rows=rows, has_head=True, is_wide=True)
+        )
+    cards += [picture_card(each, is_wide=each.name == "throughput") for each in pictures(figures)]
+    if figures.errors:
+        cards.append(_errors(figures))
+    cards += [Card(title="Figures", rows=lines), Card(title="The job", rows=list(flat(about)))]
+    return render_page("Batch job", str(about.get("output", "")), tiles, cards)
 
 
-def _pictures(figures: RowFigures) -> Iterator[Markup]:
-    """Those that stand beside each other."""
+def pictures(figures: RowFigures) -> Iterator[Picture]:
+    """Yield the pictures for which there are figures."""
+    if figures.stretches.seconds:
+        yield _throughput(figures.timeline, figures.stretches)
     if shares := acceptance_by_position(figures.acceptance):
         yield _by_position(shares)
     if figures.categories.ranked():
@@ -65,30 +62,36 @@ def _pictures(figures: RowFigures) -> Iterator[Markup]:
         yield _lengths("Output lengths", "answers", figures.output_lengths)
 
 
-def _throughput(timeline: Timeline, stretches: Stretches) -> Markup:
-    unit, name = next(
-        (unit, name)
-        for unit, name in ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-        if stretches.seconds >= 3 * unit or unit == 1.0
+def _throughput(timeline: Timeline, stretches: Stretches) -> Picture:
+    unit_s, unit = next(
+        (unit_s, unit)
+        for unit_s, unit in ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+        if stretches.seconds >= 3 * unit_s or unit_s == 1.0
     )
-    drawn = [
-        [
-            Span(
-                b / unit,
-                e / unit,
-                rate,
-                f"{rate:,.0f} tokens/s, from {b / unit:.1f} to {e / unit:.1f} {name}",
-            )
-            for b, e, rate in stretch
-        ]
-        for stretch in rates(timeline, stretches)
+    found = [stretch for stretch in rates(timeline, stretches) if stretch]
+
+    def draw(axes: Axes) -> None:
+        for i, stretch in enumerate(found):
+            edges = [begin / unit_s for begin, _, _ in stretch] + [stretch[-1][1] / unit_s]
+            values = [rate for _, _, rate in stretch]
+            axes.stairs(values, edges, fill=True, color=TEAL, alpha=0.2)
+            axes.stairs(values, edges, baseline=None, color=TEAL, linewidth=1.5)
+            if i:
+                axes.axvline(edges[0], color="gray", linestyle=":")
+        axes.set_xlabel(f"{unit} of work")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,g}")
+
+    pauses = "; pauses between runs are left out" if len(found) > 1 else ""
+    words = f"Tokens out per second, counted when a row ends{pauses}."
+    table = [(f"from ({unit})", f"to ({unit})", "tokens/s")]
+    table += [
+        (f"{begin / unit_s:.2f}", f"{end / unit_s:.2f}", f"{rate:,.1f}")
+        for stretch in found
+        for begin, end, rate in stretch
     ]
-    pauses = "; pauses between runs are left out" if len(drawn) > 1 else ""
-    return card(
-        "Throughput over time",
-        f"Tokens out per second, counted when a row ends{pauses}.",
-        curve(drawn, f"{name} of work", _short, lambda x: f"{x:g}"),
-    )
+    return Picture("throughput", "Throughput over time", words, draw, table, (12.0, 3.0))
 
 
 def rates(timeline: Timeline, stretches: Stretches) -> list[list[tuple[float, float, float]]]:
@@ -115,81 +118,67 @@ def rates(timeline: Timeline, stretches: Stretches) -> list[list[tuple[float, fl
     return found
 
 
-def _by_position(shares: Sequence[float]) -> Markup:
-    marks = [
-        Mark(str(i), share, f"draft {i} was accepted in {100 * share:.1f} % of the blocks")
-        for i, share in enumerate(shares, 1)
-    ]
-    return card(
-        "Acceptance by position",
-        "Share of the verified blocks in which a draft, and all before it, was accepted.",
-        columns(marks, "draft", lambda share: f"{100 * share:.0f} %", 1.0),
-    )
+def _by_position(shares: Sequence[float]) -> Picture:
+    def draw(axes: Axes) -> None:
+        axes.bar(range(1, len(shares) + 1), shares, color=TEAL)
+        axes.set_xlabel("draft")
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+
+    words = "Share of the verified blocks in which a draft, and all before it, was accepted."
+    table = [("draft", "accepted"), *((str(i), f"{share:.1%}") for i, share in enumerate(shares, 1))]
+    return Picture("acceptance", "Acceptance by position", words, draw, table)
 
 
-def _by_category(figures: RowFigures) -> Markup:
-    marks = [
-        Mark(
+def _by_category(figures: RowFigures) -> Picture:
+    ranked = figures.categories.ranked()
+
+    def draw(axes: Axes) -> None:
+        lengths = [sums.mean_acceptance_length or 0.0 for _, sums in ranked]
+        axes.bar_label(axes.barh(range(len(ranked)), lengths, color=TEAL), fmt="%.2f", padding=3)
+        name_rows(axes, [name for name, _ in ranked])
+        axes.set_xlabel("tokens per step")
+
+    table = [("category", "tokens per step", "rows", "failed", "tokens out")]
+    table += [
+        (
             name,
-            sums.mean_acceptance_length or 0.0,
-            f"{name}: {decimals(sums.mean_acceptance_length)} tokens per step, {sums.rows:,} rows, "
-            f"{sums.failed:,} failed, {sums.completion_tokens:,} tokens out",
+            decimals(sums.mean_acceptance_length),
+            f"{sums.rows:,}",
+            f"{sums.failed:,}",
+            f"{sums.completion_tokens:,}",
         )
-        for name, sums in figures.categories.ranked()
+        for name, sums in ranked
     ]
-    return card("Acceptance by category", "Tokens per step, on average.", bars(marks, lambda x: f"{x:.2f}"))
+    title, words = "Acceptance by category", "Tokens per step, on average."
+    return Picture("categories", title, words, draw, table, rows_size(len(ranked)))
 
 
-def _lengths(title: str, what: str, histogram: Sequence[int]) -> Markup:
+def _lengths(title: str, what: str, histogram: Sequence[int]) -> Picture:
     first = next(i for i, rows in enumerate(histogram) if rows)
-    marks: list[Mark] = []
-    for place, rows in list(enumerate(histogram))[first:]:
-        low, high = length_range(place)
-        span = str(low) if low == high else f"{low}-{high}"
-        marks.append(
-            Mark(str(low) if low < 1024 else f"{low >> 10}k", rows, f"{rows:,} {what} of {span} tokens")
-        )
-    top = float(max(histogram))
-    return card(
-        title,
-        f"How many {what} have so many tokens, or up to twice as many.",
-        columns(marks, "tokens", _short, top),
-    )
+    counted = list(enumerate(histogram))[first:]
+    spans = [length_range(place) for place, _ in counted]
 
+    def draw(axes: Axes) -> None:
+        axes.bar(range(len(counted)), [rows for _, rows in counted], color=TEAL)
+        names = [str(low) if low < 1024 else f"{low >> 10}k" for low, _ in spans]
+        every = -(-len(names) // _MAX_LABELS)
+        axes.set_xticks(range(0, len(names), every), names[::every])
+        axes.set_xlabel("tokens")
+        axes.yaxis.set_major_formatter("{x:,g}")
 
-def _errors(figures: RowFigures) -> Markup:
-    rows = [
-        element(
-            "tr",
-            element("th", kind),
-            element("td", f"{count.rows:,}", class_="number"),
-            element("td", count.example),
-        )
-        for kind, count in figures.ranked_errors()
+    table = [("tokens", what)]
+    table += [
+        (str(low) if low == high else f"{low}-{high}", f"{rows:,}")
+        for (low, high), (_, rows) in zip(spans, counted, strict=True)
     ]
+    words = f"How many {what} have so many tokens, or up to twice as many."
+    return Picture(title.lower().replace(" ", "-"), title, words, draw, table)
+
+
+def _errors(figures: RowFigures) -> Card:
+    rows = [(kind, f"{count.rows:,}", count.example) for kind, count in figures.ranked_errors()]
     again = sum(count.rows for count in figures.errors.values()) - figures.failed
     later = f"; {again:,} of them were answered later" if again > 0 else ""
     words = f"Rows that failed, by kind, with an example{later}."
-    return card("Errors", words, element("table", *rows))
-
-
-def _samples(samples: Sequence[Sample]) -> Markup:
-    rows = [
-        element(
-            "tr",
-            element("th", sample.id),
-            element("td", element("pre", sample.prompt)),
-            element("td", element("pre", sample.answer)),
-        )
-        for sample in samples
-    ]
-    titles = element("tr", *(element("th", name) for name in ("id", "prompt", "answer")))
-    return card("The first rows", "Long texts are cut.", element("table", titles, *rows))
-
-
-def _short(value: float) -> str:
-    """A round number in few characters."""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:g}"
+    return Card(title="Errors", words=words, rows=rows, is_wide=True)

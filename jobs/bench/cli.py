@@ -141,13 +141,14 @@ def sweep(
         ),
     )
     if html is not None or svg is not None:
-        from .load_page import write_svgs, write_sweep_page
+        from ..pictures.plots import can_plot, write_svgs
+        from .load_page import write_sweep_page
         from .load_pictures import sweep_pictures
 
         if html is not None:
             write_sweep_page(figures, html)
-        if svg is not None:
-            write_svgs(sweep_pictures(figures), svg, "sweep-")
+        if svg is not None and can_plot():
+            write_svgs(list(sweep_pictures(figures)), svg, "sweep-")
 
 
 def _engine_options_unless_files(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,37 +1,23 @@
-"""Pictures of a sweep's or a Pareto run's figures. How they are drawn: `jobs/pictures/lines.py`.
+"""Pictures of a sweep's or a Pareto run's figures, drawn by `jobs/pictures/plots.py`.
 
-Each says what it shows in words and as a table, too. `load_page.py` puts them on a page or in files.
+`load_page.py` puts them on a page; `write_svgs` of `plots.py` writes them to files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ..pictures.lines import Dot, Line, heat, lines, stacks
-from ..pictures.markup import Markup
+from ..pictures.plots import COLORS, Picture, draw_lines, draw_shares, name_rows, rows_size, show_legend
 from .load.latencies import CURVE_PERCENTILES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Figures = Mapping[str, Any]  # Any: JSON
 PARTS = ("schedule", "draft", "verify", "sample", "inject", "commit")
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One of them.
-
-    Attributes:
-        name: of its file.
-        words: what is seen.
-        table: the same as cells, the first row heads.
-    """
-
-    name: str
-    title: str
-    words: str
-    drawn: Markup
-    table: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +35,21 @@ def pareto_picture(curves: Mapping[str, Sequence[Operating]], per: str) -> Pictu
     Args:
         per: "GPU" or "machine".
     """
-    series, table = [], [["method", "requests at once", "tokens/s per user", f"tokens/s per {per}"]]
+    series: dict[str, list[tuple[float, float]]] = {}
+    table = [["method", "requests at once", "tokens/s per user", f"tokens/s per {per}"]]
     for name, points in curves.items():
         ordered = sorted(points, key=lambda point: (point.requests or 0, -point.user_tokens_per_s))
-        series.append(Line(name, [_operating_dot(point, per) for point in ordered]))
+        series[name] = [(point.user_tokens_per_s, point.tokens_per_s) for point in ordered]
         table += [
             [name, _load(p.requests), f"{p.user_tokens_per_s:.1f}", f"{p.tokens_per_s:.1f}"] for p in ordered
         ]
     words = f"Tokens per second of one {per} against those of one user; up and to the right is better."
-    drawn = lines(series, words, "tokens/s per user", f"tokens/s per {per}", spell_y=_short)
-    return Picture("pareto", "Throughput against speed for one user", words, drawn, table)
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, series, "tokens/s per user", f"tokens/s per {per}")
+        axes.set_xlim(left=0)
+
+    return Picture("pareto", "Throughput against speed for one user", words, draw, table)
 
 
 def sweep_pictures(figures: Figures) -> Iterator[Picture]:
@@ -68,7 +59,7 @@ def sweep_pictures(figures: Figures) -> Iterator[Picture]:
         yield pareto_picture(sweep_curves(figures), _per(figures))
         yield _speedup(points)
     if shares := _acceptance(figures["points"]):
-        yield _heat(*shares)
+        yield _shares(*shares)
     if points:
         yield _parts(points[len(points) // 2])
         yield from _distributions(points[len(points) // 2])
@@ -94,24 +85,26 @@ def operating(figures: Figures) -> Operating:
 def _speedup(points: Sequence[Figures]) -> Picture:
     """Against plain decoding; fixed lengths are faint."""
     sides = [name for name in points[0]["sides"] if name != "plain"]
-    sides.sort(key=lambda name: "-" in name)  # those that stand out first: their colours differ most
-    series = [
-        Line(
-            side,
-            [Dot(p["requests"], r, f"{r:.2f}x at {p['requests']}") for p, r in _ratios(points, side)],
-            faint="-" in side,
-        )
-        for side in sides
-    ]
-    table = [["side", *(str(point["requests"]) for point in points)]]
-    table += [[side, *(f"{ratio:.3f}" for _, ratio in _ratios(points, side))] for side in sides]
+    sides.sort(key=lambda name: "-" in name)  # those that stand out first: their colors differ most
+    series = {side: _ratios(points, side) for side in sides}
+    loads = [point["requests"] for point in points]
+    table = [["side", *map(str, loads)]]
+    table += [[side, *(f"{ratio:.3f}" for _, ratio in ratios)] for side, ratios in series.items()]
     words = "Tokens per second by those of plain decoding; at the broken line both are equal."
-    drawn = lines(series, words, "requests at once", "speed-up", log_x=True, even=1.0)
-    return Picture("speedup-by-load", "Speed-up by load", words, drawn, table)
+
+    fixed = [side for side in sides if "-" in side]
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, series, "requests at once", "speed-up", faint=fixed)
+        axes.axhline(1.0, color="black", linestyle="--", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(loads, [str(load) for load in loads])
+
+    return Picture("speedup-by-load", "Speed-up by load", words, draw, table, (6.4, 4.4))
 
 
-def _ratios(points: Sequence[Figures], side: str) -> list[tuple[Figures, float]]:
-    return [(point, point["sides"][side]["ratio_to_plain"]) for point in points if side in point["sides"]]
+def _ratios(points: Sequence[Figures], side: str) -> list[tuple[float, float]]:
+    return [(p["requests"], p["sides"][side]["ratio_to_plain"]) for p in points if side in p["sides"]]
 
 
 def _acceptance(points: Sequence[Figures]) -> tuple[str, dict[str, list[float]]] | None:
@@ -137,35 +130,41 @@ def _acceptance(points: Sequence[Figures]) -> tuple[str, dict[str, list[float]]]
     }
 
 
-def _heat(side: str, shares: Mapping[str, Sequence[float]]) -> Picture:
+def _shares(side: str, shares: Mapping[str, Sequence[float]]) -> Picture:
     words = (
         f"Share of verified blocks in which a draft, and all before it, was accepted, in per cent ({side})."
-    )
-    drawn = heat(
-        shares,
-        words,
-        "draft",
-        lambda name, place, share: f"{name}, draft {place}: accepted in {100 * share:.1f} % of blocks",
     )
     most = max(map(len, shares.values()))
     table = [["category", *(str(i + 1) for i in range(most))]]
     table += [[name, *(f"{100 * share:.1f} %" for share in row)] for name, row in shares.items()]
-    return Picture("acceptance", "Acceptance by draft and category", words, drawn, table)
+    draw = partial(draw_shares, rows=shares, x_title="draft")
+    title, size = "Acceptance by draft and category", rows_size(len(shares))
+    return Picture("acceptance", title, words, draw, table, size)
 
 
 def _parts(point: Figures) -> Picture:
     """Of one load, by token: sides of different numbers of steps can be compared."""
     rows = {
-        name: {part: 1e3 * side["step_seconds"].get(part, 0.0) / max(side["tokens"], 1) for part in PARTS}
+        name: [1e3 * side["step_seconds"].get(part, 0.0) / max(side["tokens"], 1) for part in PARTS]
         for name, side in point["sides"].items()
     }
     words = (
         f"Milliseconds per token by part of the engine's steps, with {point['requests']} request(s) at once."
     )
     table = [["side", *PARTS]]
-    table += [[name, *(f"{values[part]:.4f}" for part in PARTS)] for name, values in rows.items()]
-    drawn = stacks(rows, PARTS, words, "ms per token", "ms per token")
-    return Picture("step-parts", "Where a step's time goes", words, drawn, table)
+    table += [[name, *(f"{value:.4f}" for value in values)] for name, values in rows.items()]
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(rows)
+        for i, part in enumerate(PARTS):
+            widths = [values[i] for values in rows.values()]
+            axes.barh(range(len(rows)), widths, left=left, color=COLORS[i], label=part)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        name_rows(axes, list(rows))
+        axes.set_xlabel("ms per token")
+        show_legend(axes)
+
+    return Picture("step-parts", "Where a step's time goes", words, draw, table, rows_size(len(rows)))
 
 
 def _distributions(point: Figures) -> Iterator[Picture]:
@@ -180,28 +179,18 @@ def _cdf(kind: str, title: str, what: str, curves: Mapping[str, Figures]) -> Pic
     """The slowest 1 % is left out of the drawing: one hiccup would rule the axis."""
     last = CURVE_PERCENTILES.index(99) + 1
     shown = {name: told[f"{kind}_ms"] for name, told in curves.items() if told[f"{kind}_ms"]}
-    series = [
-        Line(
-            name,
-            [
-                Dot(ms, q, f"{q} % within {ms:.1f} ms")
-                for q, ms in list(zip(CURVE_PERCENTILES, row, strict=True))[:last]
-            ],
-        )
+    series = {
+        name: [(ms, q) for q, ms in zip(CURVE_PERCENTILES, row, strict=True)][:last]
         for name, row in shown.items()
-    ]
+    }
     words = f"Share of the times {what}, in per cent, that were no longer; up to 99 %."
     told = (50, 90, 95, 99)
     table = [["side", *(f"p{q} ms" for q in told)]]
     table += [
         [name, *(f"{row[CURVE_PERCENTILES.index(q)]:.1f}" for q in told)] for name, row in shown.items()
     ]
-    return Picture(kind, title, words, lines(series, words, "milliseconds", "per cent"), table)
-
-
-def _operating_dot(point: Operating, per: str) -> Dot:
-    tip = f"{point.user_tokens_per_s:.1f} tokens/s per user, {point.tokens_per_s:.1f} per {per}"
-    return Dot(point.user_tokens_per_s, point.tokens_per_s, f"{tip}, {_load(point.requests)} at once")
+    draw = partial(draw_lines, series=series, x_title="milliseconds", y_title="per cent")
+    return Picture(kind, title, words, draw, table)
 
 
 def _load(requests: int | None) -> str:
@@ -210,7 +199,3 @@ def _load(requests: int | None) -> str:
 
 def _per(figures: Figures) -> str:
     return "GPU" if figures["provenance"]["gpu"] else "machine"
-
-
-def _short(value: float) -> str:
-    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"

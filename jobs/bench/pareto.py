@@ -13,8 +13,9 @@ from typing import Any
 
 from ...actors.files import write_json
 from ...cluster.errors import ConfigError
+from ..pictures.plots import can_plot, write_svgs
 from ..tables import print_table
-from .load_page import write_pareto_page, write_svgs
+from .load_page import write_pareto_page
 from .load_pictures import Operating, pareto_picture, sweep_curves
 from .provenance import provenance
 
@@ -67,7 +68,7 @@ def run_pareto(
         write_json(output, figures)
     if html is not None:
         write_pareto_page(figures, picture, html)
-    if svg is not None:
+    if svg is not None and can_plot():
         write_svgs([picture], svg)
     return figures
 

@@ -16,6 +16,7 @@ from ...actors.files import rounded
 from ...actors.prompts import load_tokenizer
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
+from ..pictures.plots import GRAY, TEAL, can_plot, new_figure, save_figure
 from ..progress import counting
 from ..tables import decimals, print_table
 from .idleness import Watch, print_warning
@@ -69,7 +70,7 @@ def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:
     points = [_measure(config, options, prompts, requests) for requests in options.concurrency]
     print_points(points)
     figures = record(config, options, points)
-    if options.plot is not None:
+    if options.plot is not None and can_plot():
         plot_speedup(figures, options.plot)
     return figures
 
@@ -167,41 +168,29 @@ def print_points(points: Sequence[Figures]) -> None:
 
 def plot_speedup(figures: Figures, path: Path) -> None:
     """Draw bars of tokens/s, plain and DFlash, per number of requests, to an SVG or PNG file."""
-    import matplotlib  # not needed to measure
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     points = figures["points"]
-    where = range(len(points))
-    with plt.rc_context({"svg.hashsalt": "manta", "font.size": 10}):
-        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-        for side, offset, color, label in (
-            ("off", -0.2, "#9aa5b1", "plain decoding"),
-            ("on", 0.2, "#0b7285", "DFlash"),
-        ):
-            heights = [point[side]["tokens_per_s"] for point in points]
-            bars = axes.bar([x + offset for x in where], heights, 0.38, color=color, label=label)
-            axes.bar_label(bars, labels=[f"{height:.0f}" for height in heights], padding=2)
-        for x, point in zip(where, points, strict=True):
-            top = max(point[side]["tokens_per_s"] for side in ("on", "off"))
-            axes.annotate(
-                f"{point['speedup']:.2f}x",
-                (x, top),
-                xytext=(0, 16),
-                textcoords="offset points",
-                ha="center",
-                weight="bold",
-            )
-        axes.set_xticks(list(where), [_label(point["requests"]) for point in points])
-        axes.set_ylabel("tokens/s")
-        axes.margins(y=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="upper left")
-        axes.set_title(_title(figures), fontsize=9, loc="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
+    figure = new_figure(6.4, 3.2)
+    axes = figure.subplots()
+    for side, offset, color, label in (("off", -0.2, GRAY, "plain decoding"), ("on", 0.2, TEAL, "DFlash")):
+        heights = [point[side]["tokens_per_s"] for point in points]
+        bars = axes.bar([x + offset for x in range(len(points))], heights, 0.38, color=color, label=label)
+        axes.bar_label(bars, fmt="%.0f", padding=2)
+    for x, point in enumerate(points):
+        axes.annotate(
+            f"{point['speedup']:.2f}x",
+            (x, max(point[side]["tokens_per_s"] for side in ("on", "off"))),
+            xytext=(0, 16),
+            textcoords="offset points",
+            ha="center",
+            weight="bold",
+        )
+    axes.set_xticks(range(len(points)), [_label(point["requests"]) for point in points])
+    axes.set_ylabel("tokens/s")
+    axes.margins(y=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    axes.set_title(_title(figures), fontsize=9, loc="left")
+    save_figure(figure, path)
 
 
 def _label(requests: int) -> str:

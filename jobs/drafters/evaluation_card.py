@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from ...actors.files import write_json, write_whole
 from ...cluster.errors import ConfigError
 from ..bench.idleness import print_warning
-from ..bench.load_page import SVG_STYLE
-from ..pictures.drawing import write_svg
-from ..pictures.lines import heat
+from ..pictures.plots import Picture, can_plot, draw_shares, rows_size, write_svgs
 from ..tables import NO_FIGURE, print_table
 from .evaluate import OVERALL
 from .files import CARD_FILE
@@ -44,9 +43,7 @@ length: tokens of a verified block, the target's own included. Intervals are of 
 
 {acceptance}
 
-![Acceptance by category and draft](card.svg)
-
-{positions}
+{picture}{positions}
 
 ## Speed
 
@@ -58,7 +55,7 @@ turn of both is the unit of the interval.
 
 
 def write_card(figures: Figures, folder: Path) -> None:
-    """The three files.
+    """Write the three files; without matplotlib there is no picture.
 
     Raises:
         ConfigError: the folder cannot be made, or not be written.
@@ -66,9 +63,10 @@ def write_card(figures: Figures, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / CARD_FILE, figures)
-        card = _card(figures)
+        if has_picture := can_plot():
+            write_svgs([_picture(figures)], folder)
+        card = _card(figures, has_picture=has_picture)
         write_whole(folder / "card.md", lambda path: path.write_text(card, encoding="utf-8"))
-        write_svg(_picture(figures), folder / "card.svg", SVG_STYLE)
     except OSError as error:
         raise ConfigError(
             f"output={str(folder)!r} cannot be written: {error.strerror}.", param="output"
@@ -145,7 +143,7 @@ def _range(estimate: Figures, digits: int) -> str:
     return f"{estimate['low']:.{digits}f} to {estimate['high']:.{digits}f}"
 
 
-def _card(figures: Figures) -> str:
+def _card(figures: Figures, *, has_picture: bool) -> str:
     provenance, engine = figures["provenance"], figures["engine"]
     machine = provenance["gpu"] or f"{provenance['cpu']}, {provenance['cores']} cores"
     return _CARD.format(
@@ -159,6 +157,7 @@ def _card(figures: Figures) -> str:
         machine=machine,
         date=provenance["date"][:10],
         acceptance=_acceptance_table(figures),
+        picture="![Acceptance by category and draft](card.svg)\n\n" if has_picture else "",
         positions=_position_table(figures),
         speed=_markdown(_SPEED_COLUMNS, _speed_rows(figures)),
     )
@@ -224,14 +223,11 @@ def _with_reach(share: Figures) -> str:
     return value if share["low"] is None else f"{value} ± {50 * (share['high'] - share['low']):.0f}"
 
 
-def _picture(figures: Figures) -> Any:
+def _picture(figures: Figures) -> Picture:
     words = "Share of verified blocks in which a draft, and all before it, was accepted, in per cent."
     shares = _shares(figures, lambda share: share["value"])
-
-    def tip(name: str, place: int, share: float) -> str:
-        return f"{name}, draft {place}: accepted in {100 * share:.1f} % of blocks"
-
-    return heat(shares, words, "draft", tip)
+    draw = partial(draw_shares, rows=shares, x_title="draft")
+    return Picture("card", "Acceptance by category and draft", words, draw, size=rows_size(len(shares)))
 
 
 def _shares(figures: Figures, cell: Any) -> dict[str, list[Any]]:  # Any: a cell, text or number

@@ -1,1 +1,1 @@
-"""Pictures and pages of reports, as text: SVG and HTML, with no script and nothing from a network."""
+"""Pictures and pages of reports: plots by matplotlib (`plots.py`), pages of one template (`page.py`)."""

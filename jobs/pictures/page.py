@@ -1,54 +1,19 @@
 """A page of a report: one file, no script, nothing from a network, light or dark as its reader.
 
-It lays itself out for a phone, too. What its sections say is told by `jobs/batch/report_html.py` and
-`jobs/bench/load_page.py`. All that comes from data is escaped (`markup.py`).
+It lays itself out for a phone, too. What its cards say is told by `jobs/batch/report_html.py`,
+`jobs/bench/load_page.py` and `jobs/training/curves.py`. The template (`page.html`) escapes all that comes
+from data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from .markup import Markup, element
-
-COLOURS = """
-:root{color-scheme:light dark;--back:#f6f7f5;--card:#fff;--ink:#17212b;--soft:#65727f;--line:#e2e6e4;
---mark:#0d8273;--fill:#0d827322;--good:#0b6b5f}
-@media(prefers-color-scheme:dark){:root{--back:#0f1519;--card:#172026;--ink:#e7edf0;--soft:#93a3ad;
---line:#2a363e;--mark:#35c9b3;--fill:#35c9b322;--good:#5fdcc9}}
-"""
-STYLE = """
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1240px;padding:32px 20px 48px;background:var(--back);color:var(--ink);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-h1{margin:0;font-size:26px;letter-spacing:-.01em}h2{margin:0 0 2px;font-size:16px}
-p{margin:0 0 14px;color:var(--soft);font-size:13px}header p{margin:4px 0 22px;overflow-wrap:anywhere}
-.tiles,.cards{display:grid;gap:14px}.tiles{grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
-.cards{grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr))}
-.of3{grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr))}.cards,body>section{margin-top:14px}
-section,.tile{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px;
-min-width:0}
-.tile{padding:14px 18px}.tile b{display:block;font-size:25px;font-weight:650;letter-spacing:-.02em;
-font-variant-numeric:tabular-nums}.tile span{display:block;color:var(--soft);font-size:13px}
-.tile.good b{color:var(--good)}
-svg{display:block;width:100%;height:auto;overflow:visible}
-table{width:100%;border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
-td,th{padding:6px 10px 6px 0;border-top:1px solid var(--line);text-align:left;vertical-align:top;
-overflow-wrap:anywhere}
-th{font-weight:500;color:var(--soft);min-width:130px;overflow-wrap:normal}tr:first-child>*{border-top:0}
-pre{margin:0;white-space:pre-wrap;font:12px/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
-td.number{text-align:right;white-space:nowrap}code{font:13px ui-monospace,"DejaVu Sans Mono",monospace}
-footer{margin-top:18px;color:var(--soft);font-size:12px}
-"""
-CHART_STYLE = """
-svg text{fill:var(--soft);font-size:12px}
-.bar{fill:var(--mark)}g:hover>.bar{opacity:.75}.area{fill:var(--fill)}
-.line{fill:none;stroke:var(--mark);stroke-width:2;stroke-linejoin:round}
-.point{fill:transparent}g:hover>.point{fill:var(--fill)}
-.grid,.base{stroke:var(--line)}.base{stroke:var(--soft)}.pause{stroke:var(--soft);stroke-dasharray:3 4}
-"""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+from .plots import NO_MATPLOTLIB, Picture, svg_element
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,47 +25,57 @@ class Tile:
     good: bool = False
 
 
-def html_page(title: str, *content: Markup, style: str = "") -> str:
-    """A whole document.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A section of a page.
 
-    Args:
-        style: CSS of its pictures, beside that of the page and of plain charts.
+    Attributes:
+        words: what is seen.
+        rows: a table's cells; the first column, and with `has_head` the first row, are names.
+        picture: stands above the table, which is then unfolded by a click.
+        is_wide: takes the page's whole width.
     """
-    head = element(
-        "head",
-        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
-        element("title", title),
-        element("style", Markup(COLOURS + STYLE + CHART_STYLE + style)),
+
+    title: str
+    words: str = ""
+    rows: Sequence[Sequence[str]] = ()
+    has_head: bool = False
+    picture: Picture | None = None
+    is_wide: bool = False
+
+
+def picture_card(picture: Picture, *, is_wide: bool = False) -> Card:
+    return Card(
+        title=picture.title,
+        words=picture.words,
+        rows=picture.table,
+        has_head=True,
+        picture=picture,
+        is_wide=is_wide,
     )
-    return f"<!doctype html>\n{element('html', head, element('body', *content), lang='en')}\n"
 
 
-def header(title: str, words: str) -> Markup:
-    """What stands above all."""
-    return element("header", element("h1", title), element("p", words))
+def render_page(title: str, words: str, tiles: Sequence[Tile], cards: Sequence[Card]) -> str:
+    """Return the document. Without matplotlib it has no pictures, and says so; their tables are there."""
+    from minijinja import Environment
 
-
-def tile_row(figures: Iterable[Tile]) -> Markup:
-    """Large figures beside each other."""
-    return element("div", *map(_tile, figures), class_="tiles")
-
-
-def card(title: str, words: str, *content: Markup) -> Markup:
-    """A section with a heading; `words` say what is seen."""
-    said = element("p", words) if words else Markup()
-    return element("section", element("h2", title), said, *content)
-
-
-def two_columns(lines: Iterable[tuple[str, str]]) -> Markup:
-    """A table of names and values."""
-    return element(
-        "table", *(element("tr", element("th", name), element("td", value)) for name, value in lines)
+    can_plot = find_spec("matplotlib") is not None
+    drawn = [svg_element(card.picture) if card.picture and can_plot else "" for card in cards]
+    lacks = not can_plot and any(card.picture for card in cards)
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    environment = Environment(templates={"page.html": template}, trim_blocks=True, lstrip_blocks=True)
+    return environment.render_template(
+        "page.html",
+        title=title,
+        words=words,
+        note=NO_MATPLOTLIB if lacks else "",
+        tiles=tiles,
+        cards=list(zip(cards, drawn, strict=True)),
     )
 
 
 def flat(about: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, str]]:  # Any: JSON
-    """Lines for `two_columns`; what is nested gets names with dots, what is empty is left out."""
+    """Yield rows of a card: names of nested values have dots, empty values are left out."""
     for name, value in about.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{under}{name}.")
@@ -108,12 +83,3 @@ def flat(about: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, str]]
             yield f"{under}{name}", ", ".join(map(str, value))
         elif value is not None and value != "":
             yield f"{under}{name}", str(value)
-
-
-def _tile(tile: Tile) -> Markup:
-    return element(
-        "div",
-        element("b", tile.figure),
-        element("span", tile.words),
-        class_="tile good" if tile.good else "tile",
-    )

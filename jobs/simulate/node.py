@@ -22,6 +22,7 @@ from ...cluster.planner.loads import Observed, Percentiles, closed_loop, open_lo
 from ...cluster.planner.playing import Arrival
 from ...cluster.request import Request
 from ..bench.provenance import provenance
+from ..pictures.plots import can_plot
 from ..plan.trace import read_trace
 from ..progress import TimeLeft
 from ..tables import NO_FIGURE, decimals, print_table
@@ -124,7 +125,7 @@ def run_node(options: NodeOptions) -> Figures:
     _show(figures)
     if options.output is not None:
         write_json(options.output, figures)
-    if options.plot is not None:
+    if options.plot is not None and can_plot():
         from .picture import draw_node
 
         draw_node(figures, options.plot)

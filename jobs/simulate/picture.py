@@ -6,15 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-
+from ..pictures.plots import COLORS, GRAY, new_figure, save_figure
 from .methods import of_method
 
-COLORS = ("#9aa5b1", "#e8590c", "#0b7285", "#5f3dc4", "#2b8a3e", "#c2255c")
 MARKERS: Mapping[int, str] = {1: "o", 2: "s", 4: "^", 8: "D"}  # by ranks of an engine
 
 
@@ -22,28 +16,26 @@ def draw_node(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `
     """Write the picture of `figures` to `path` (SVG or PNG by suffix)."""
     points = figures["points"]
     names = list(dict.fromkeys(point["method"] for point in points))
-    with plt.rc_context({"svg.hashsalt": "manta", "font.size": 10}):
-        figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-        for name, color in zip(names, COLORS * len(names), strict=False):
-            front = of_method(points, name)
-            axes.plot(*zip(*front, strict=True), color=color, label=name, linewidth=1.8)
-            for point in points:
-                if point["method"] == name:
-                    where = point["user_tokens_per_s"], point["tokens_per_s_per_gpu"]
-                    on_front = where in front
-                    marker = MARKERS.get(point["tp"], "o")
-                    axes.plot(*where, marker, color=color, markersize=5, alpha=1.0 if on_front else 0.25)
-        axes.set_yscale("log")
-        axes.set_xlabel("tokens/s of a user (median)")
-        axes.set_ylabel("tokens/s of a GPU")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.25, which="both", linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="upper right")
-        axes.set_title(_title(figures), fontsize=9, loc="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
+    figure = new_figure(7.2, 4.2)
+    axes = figure.subplots()
+    for i, name in enumerate(names):
+        color = GRAY if name == "plain" else COLORS[i % len(COLORS)]
+        front = of_method(points, name)
+        axes.plot([x for x, _ in front], [y for _, y in front], color=color, label=name, linewidth=1.8)
+        for point in points:
+            if point["method"] == name:
+                where = point["user_tokens_per_s"], point["tokens_per_s_per_gpu"]
+                marker = MARKERS.get(point["tp"], "o")
+                axes.plot(*where, marker, color=color, markersize=5, alpha=1.0 if where in front else 0.25)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens/s of a user (median)")
+    axes.set_ylabel("tokens/s of a GPU")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    axes.set_title(_title(figures), fontsize=9, loc="left")
+    save_figure(figure, path)
 
 
 def _title(figures: Mapping[str, Any]) -> str:

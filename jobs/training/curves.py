@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..pictures.lines import SERIES_STYLE, Dot, Line, lines
-from ..pictures.page import Tile, card, header, html_page, tile_row
+from ..pictures.page import Tile, picture_card, render_page
+from ..pictures.plots import Picture, Points, draw_lines
 
-_MOST_DOTS = 200
+_MAX_POINTS = 200
 Row = dict[str, Any]  # Any: JSON values
 
 
@@ -89,7 +90,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def curves_page(title: str, rows: Sequence[Row]) -> str:
-    """Loss, acceptance and learning rate over steps."""
+    """Return the page: loss, acceptance and learning rate over steps."""
     steps = [row for row in rows if "held_out" not in row]
     measured = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
     tiles = [Tile(f"{len(steps)}", "steps")]
@@ -97,33 +98,35 @@ def curves_page(title: str, rows: Sequence[Row]) -> str:
         first, last = measured[0], measured[-1]
         words = f"tokens per step on held-out text, {first['tokens_per_step']:.2f} before"
         tiles.append(Tile(f"{last['tokens_per_step']:.2f}", words))
-    charts: tuple[tuple[str, str, list[tuple[str, list[Row], str]]], ...] = (
-        ("Loss", "", [("training", steps, "loss"), ("held out", measured, "loss")]),
+    charts = (
+        ("Loss", "", {"training": _means(steps, "loss"), "held out": _means(measured, "loss")}),
         (
             "Tokens per step",
             "In training: as if drafts stood with their chance at temperature 1. Held out: greedy "
             "drafts that are what the target said.",
-            [("training", steps, "mean_acceptance_length"), ("held out", measured, "tokens_per_step")],
+            {
+                "training": _means(steps, "mean_acceptance_length"),
+                "held out": _means(measured, "tokens_per_step"),
+            },
         ),
         (
             "First draft",
             "Its chance to stand.",
-            [("training", steps, "slot1"), ("held out", measured, "accepted")],
+            {"training": _means(steps, "slot1"), "held out": _means(measured, "accepted")},
         ),
-        ("Learning rate", "As a share of its highest.", [("learning rate", steps, "lr_factor")]),
+        ("Learning rate", "As a share of its highest.", {"learning rate": _means(steps, "lr_factor")}),
     )
-    drawn = [(name, words, [_line(*each) for each in series]) for name, words, series in charts]
-    cards = [
-        card(name, words, lines(shown, name, "step", name.lower()))
-        for name, words, series in drawn
-        if (shown := [line for line in series if line.dots])
+    pictures = [
+        Picture(name, name, words, partial(draw_lines, series=shown, x_title="step", y_title=name.lower()))
+        for name, words, series in charts
+        if (shown := {line: points for line, points in series.items() if points})
     ]
-    return html_page(title, header(title, ""), tile_row(tiles), *cards, style=SERIES_STYLE)
+    return render_page(title, "", tiles, [picture_card(picture) for picture in pictures])
 
 
-def _line(name: str, rows: Sequence[Row], key: str) -> Line:
-    """Means of neighbouring steps, where there are many."""
+def _means(rows: Sequence[Row], key: str) -> Points:
+    """Return steps and values; means of neighboring steps where there are many."""
     values = [(row["step"], row[key]) for row in rows if key in row]
-    parts = np.array_split(np.array(values, dtype=float).reshape(-1, 2), max(1, min(len(values), _MOST_DOTS)))
-    means = [part.mean(axis=0).tolist() for part in parts if len(part)]
-    return Line(name, [Dot(x, y, f"step {x:.0f}: {y:.4g}") for x, y in means])
+    num_parts = max(1, min(len(values), _MAX_POINTS))
+    parts = np.array_split(np.array(values, dtype=float).reshape(-1, 2), num_parts)
+    return [(x, y) for part in parts if len(part) for x, y in [part.mean(axis=0).tolist()]]

@@ -28,6 +28,7 @@ from manta.jobs.bench.idleness import Watch
 from manta.jobs.bench.passes import Figures, say
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.client import ServerClient, await_ready
+from manta.jobs.pictures.plots import can_plot
 from manta.jobs.serve import ServeOptions, Server, start_server
 from manta.jobs.serve_checks import free_port
 from manta.jobs.tables import print_table
@@ -198,7 +199,7 @@ def run_scale(settings: Mapping[str, Any], options: ScaleOptions) -> Figures:  #
     _show(figures)
     if options.output is not None:
         write_json(options.output, figures)
-    if options.plot is not None:
+    if options.plot is not None and can_plot():
         from .scale_plot import plot_scale
 
         plot_scale(figures, options.plot)

@@ -6,42 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-
-SERVE, CLIENTS, FIRST = "#0b7285", "#9aa5b1", "#c2410c"
+from manta.jobs.pictures.plots import COLORS, GRAY, TEAL, new_figure, save_figure
 
 
 def plot_scale(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of `scale.run_scale`
     """Write the picture to `path` (SVG or PNG by suffix)."""
     moments, windows, end_s = figures["moments"], figures["windows"], figures["seconds"]
     at_s = [*(moment["at_s"] for moment in moments), end_s]
-    with plt.rc_context({"svg.hashsalt": "manta", "font.size": 9}):
-        figure, (above, below) = plt.subplots(2, sharex=True, figsize=(7.2, 4.2), layout="constrained")
-        for name, color, label in (
-            ("clients", CLIENTS, "clients"),
-            ("serving", SERVE, "replicas that serve"),
-        ):
-            values = [moment[name] for moment in moments]
-            axes = above if name == "serving" else above.twinx()
-            axes.step(at_s, [*values, values[-1]], where="post", color=color, label=label)
-            axes.set_ylabel(label, color=color)
-            axes.set_ylim(bottom=0)
-        window_s = windows[1]["at_s"] - windows[0]["at_s"] if len(windows) > 1 else 0.0
-        below.plot(
-            [window["at_s"] + window_s / 2 for window in windows],
-            [window["first_token_s"]["p95"] * 1e3 for window in windows],
-            color=FIRST,
-            marker=".",
-        )
-        below.set_yscale("log")
-        below.set_ylabel("first token, p95 (ms)")
-        below.set_xlabel("seconds")
-        failed, asked = figures["failed"], figures["requests"]
-        above.set_title(f"{asked} requests, {failed} failed", fontsize=9, loc="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
+    window_s = windows[1]["at_s"] - windows[0]["at_s"] if len(windows) > 1 else 0.0
+    figure = new_figure(7.2, 4.2)
+    above, below = figure.subplots(2, sharex=True)
+    for axes, name, color, label in (
+        (above.twinx(), "clients", GRAY, "clients"),
+        (above, "serving", TEAL, "replicas that serve"),
+    ):
+        values = [moment[name] for moment in moments]
+        axes.step(at_s, [*values, values[-1]], where="post", color=color)
+        axes.set_ylabel(label, color=color)
+        axes.set_ylim(bottom=0)
+    below.plot(
+        [window["at_s"] + window_s / 2 for window in windows],
+        [window["first_token_s"]["p95"] * 1e3 for window in windows],
+        color=COLORS[2],
+        marker=".",
+    )
+    below.set_yscale("log")
+    below.set_ylabel("first token, p95 (ms)")
+    below.set_xlabel("seconds")
+    above.set_title(f"{figures['requests']} requests, {figures['failed']} failed", fontsize=9, loc="left")
+    save_figure(figure, path)
