@@ -306,7 +306,7 @@ def test_the_pictures_show_the_figures() -> None:
 def test_without_matplotlib_the_page_has_tables_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manta.jobs.pictures.page.find_spec", lambda name: None)
+    monkeypatch.setattr("manta.jobs.pictures.plots.find_spec", lambda name: None)
     html = measured().html()
     assert "pip install &#x27;manta[plots]&#x27;" in html and "<svg" not in html
     assert html.count("<details open>") == 5 and "As a table" in html

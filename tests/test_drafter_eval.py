@@ -26,7 +26,7 @@ from manta.jobs.cli import app
 from manta.jobs.drafters import evaluate
 from manta.jobs.drafters.against_card import card_misfits, judged
 from manta.jobs.drafters.evaluate import EvalOptions
-from manta.jobs.drafters.evaluation_card import read_card
+from manta.jobs.drafters.evaluation_card import read_card, write_card
 from manta.jobs.drafters.intervals import ratio_of_sums, student_t
 from manta.jobs.drafters.suites import open_suite
 from text_pair import VOCAB, make_text_pair
@@ -164,6 +164,16 @@ def test_the_hub_and_the_planner_read_the_card(card: Path) -> None:
     assert str(card.parent.parent) not in (card / "README.md").read_text()
     picture = ElementTree.parse(card / "card.svg").getroot()
     assert picture.tag.endswith("svg") and "overall" in "".join(picture.itertext())
+
+
+def test_without_matplotlib_the_card_has_figures_and_no_picture(
+    card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("manta.jobs.pictures.plots.find_spec", lambda name: None)
+    write_card(read_card(card / "card.json"), tmp_path)
+    assert "pip install 'manta[plots]'" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["card.json", "card.md"]
+    assert "card.svg" not in (tmp_path / "card.md").read_text()
 
 
 def test_less_than_the_card_says_is_doubted(pair: tuple[Path, Path], card: Path) -> None:

@@ -49,7 +49,14 @@ def build_wheel(folder: Path) -> zipfile.ZipFile:
 def test_the_wheel_holds_every_module_and_all_import(tmp_path: Path) -> None:
     with build_wheel(tmp_path) as wheel:
         packed = {name for name in wheel.namelist() if name.endswith(".py")}
-        assert "manta/actors/http/ui/page.html" in wheel.namelist()
+        data = {
+            path.relative_to(ROOT).as_posix()
+            for floor in ("actors", "jobs")
+            for path in (ROOT / floor).rglob("*")
+            if path.is_file() and path.suffix not in (".py", ".pyc")
+        }
+        assert "jobs/pictures/page.html" in data
+        assert {f"manta/{name}" for name in data} <= set(wheel.namelist())
         shipped = {
             path.relative_to(ROOT).as_posix()
             for path in (ROOT / "models").rglob("*")

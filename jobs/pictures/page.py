@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .plots import NO_MATPLOTLIB, Picture, svg_element
+from .plots import NO_MATPLOTLIB, Picture, has_matplotlib, svg_element
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,9 @@ def render_page(title: str, words: str, tiles: Sequence[Tile], cards: Sequence[C
     """Return the document. Without matplotlib it has no pictures, and says so; their tables are there."""
     from minijinja import Environment
 
-    can_plot = find_spec("matplotlib") is not None
-    drawn = [svg_element(card.picture) if card.picture and can_plot else "" for card in cards]
-    lacks = not can_plot and any(card.picture for card in cards)
+    draws = has_matplotlib()
+    drawn = [svg_element(card.picture) if card.picture and draws else "" for card in cards]
+    lacks = not draws and any(card.picture for card in cards)
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     environment = Environment(templates={"page.html": template}, trim_blocks=True, lstrip_blocks=True)
     return environment.render_template(

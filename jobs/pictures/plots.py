@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NO_MATPLOTLIB = "Pictures need the package matplotlib: pip install 'manta[plots]'."
 GRAY, TEAL = "#9aa5b1", "#0b7285"
-COLORS = (TEAL, "#65727f", "#c2571a", "#5b4fc4", "#b0307a", "#2f6fb0", "#8a6d00", "#4f7f1f", "#a33a3a")
+COLORS = (TEAL, "#c2571a", "#5b4fc4", "#b0307a", "#2f6fb0", "#8a6d00", "#4f7f1f", "#a33a3a", "#65727f")
 _MARKERS = "osD^"
 _MAX_MARKERS = 14  # of a line; one of more points has none
 _MAX_LABEL = 24  # characters
@@ -48,12 +48,15 @@ class Picture:
     size: tuple[float, float] = (6.4, 3.4)
 
 
+def has_matplotlib() -> bool:
+    return find_spec("matplotlib") is not None
+
+
 def can_plot() -> bool:
     """Return whether matplotlib is installed; if not, say on standard error what to install."""
-    if find_spec("matplotlib") is not None:
-        return True
-    print(NO_MATPLOTLIB, file=sys.stderr)
-    return False
+    if not has_matplotlib():
+        print(NO_MATPLOTLIB, file=sys.stderr)
+    return has_matplotlib()
 
 
 def new_figure(width: float, height: float) -> Figure:

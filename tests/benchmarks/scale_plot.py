@@ -27,7 +27,7 @@ def plot_scale(figures: Mapping[str, Any], path: Path) -> None:  # Any: JSON of 
     below.plot(
         [window["at_s"] + window_s / 2 for window in windows],
         [window["first_token_s"]["p95"] * 1e3 for window in windows],
-        color=COLORS[2],
+        color=COLORS[1],
         marker=".",
     )
     below.set_yscale("log")
