@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ...cluster.flag import parse_size
 from ...cluster.planner.gpus import GPUS
-from ..flags import parse_size
+from ..flags import text_parser
 
 LOAD = "Load"
 DRAFTS = "Drafting"
@@ -103,7 +104,7 @@ def node(
         typer.Option(
             "--max-model-len",
             help="Longest sequence; the checkpoints' limit.",
-            parser=parse_size,
+            parser=text_parser(parse_size),
             metavar="SIZE",
             show_default=False,
         ),
