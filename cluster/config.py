@@ -1,16 +1,18 @@
 """Engine settings: read once, frozen, passed down.
 
 One dataclass for the engine and one for speculation. Names are vLLM's where vLLM has them. An unknown key
-is an error that proposes the nearest known one. What can be derived is not a setting.
+is an error that proposes the nearest known one. What can be derived is not a setting. Flags are made of the
+fields (`jobs/flags.py`): `--help` shows the first sentence of what `Attributes:` says of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from .errors import ConfigError, did_you_mean
+from .flag import NO_FLAG, FilePath, Flag, Size
 from .vllm_settings import accept, accept_speculation
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -126,88 +128,93 @@ class EngineConfig:
     """One engine: a target, perhaps a drafter, and how they are run.
 
     Attributes:
-        model: folder or hub id of the target checkpoint.
-        revision: branch, tag or commit of the target on the hub, and of its tokenizer; the newest if absent.
-        download_dir: folder that snapshots from the hub are kept in; the hub's own cache (HF_HOME) if absent.
-        tokenizer: folder or hub id; the target's if absent.
-        chat_template: file of a Jinja template; the tokenizer's own if absent.
-        default_chat_template_kwargs: variables for that template, where a request does not set them.
-        trust_request_chat_template: requests may bring a template of their own. It is code: its steps are
-            bounded, what it makes of them in memory is not.
-        split_special_tokens: special tokens that messages, tools and documents contain are encoded as text,
-            so that no user closes a message or opens another: only the chat template's are control tokens.
-            Prompts that are no conversations stay as they are. Costs a second tokenizer in memory.
+        model: target checkpoint: folder or Hugging Face id.
+        revision: branch, tag or commit of the target on the hub; the newest by default. It is the
+            tokenizer's, too.
+        download_dir: folder that keeps snapshots from the hub; the hub's own cache (HF_HOME) by default.
+        tokenizer: folder or Hugging Face id of the tokenizer; the target's by default.
+        chat_template: file with a Jinja template that replaces the tokenizer's own.
+        default_chat_template_kwargs: variables for the chat template where a request sets none:
+            '{"enable_thinking": false}'.
+        trust_request_chat_template: accept chat templates in requests; they are code, and can use up memory.
+            The number of steps of a template is bounded, its memory is not.
+        split_special_tokens: encode special tokens that messages contain as text, so that no user can forge a
+            role. This covers messages, tools and documents: only the chat template's special tokens are
+            control tokens. Prompts that are not conversations stay as they are. Costs a second tokenizer in
+            memory.
         skip_tokenizer_init: work in token ids only; no text comes in or out.
-        load_format: "auto" reads the checkpoints' weights. "dummy" makes random ones, of target and drafter,
-            where they run: the same on all ranks and in every start. No file of weights is looked for, and
-            what comes out is noise: to try shapes, memory and speed.
-        hf_overrides: keys of the target's config.json that get other values; objects are merged, anything
-            else is replaced. A smaller num_hidden_layers keeps the first entries of lists that have one per
-            layer.
+        load_format: "auto" reads the checkpoints' weights; "dummy" makes random weights of the right shapes
+            and reads none. Dummy weights of target and drafter are made where they run, and are the same on
+            all ranks and in every start. The output is noise: for trying shapes, memory and speed.
+        hf_overrides: other values for keys of the target's config.json: '{"num_hidden_layers": 4}'. Objects
+            are merged, anything else is replaced. A smaller num_hidden_layers keeps the first entries of
+            lists that have one per layer.
         speculative_config: None decodes plainly.
-        dtype: "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where that is native and
-            exact (a row's bits do not depend on its batch), else float32.
-        device: "auto" takes CUDA if there is a device.
-        attention_backend: "triton" runs fused kernels and CUDA graphs; "flash_attn" the same with that
-            package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a CPU with
-            instructions for it; "torch" PyTorch's own kernels, driven from the host. "auto" takes triton on a
-            GPU where it is installed, compiled on a CPU where it runs, else torch.
-        quantization: "fp8" keeps the target's weights in eight bits (e4m3, a scale for each row), made at
-            load, on GPUs: half the bytes of bf16 are read in each step. Outputs are those of the quantised
-            target. Embedding, head, routers and experts stay as they are.
-        batch_invariant: a row's bits depend on nothing beside it, so that speculation and company change no
-            token in half precision either. Checked at start; refused where it does not hold. On a GPU a
-            product then reads its weights once per 64 rows, of prompts, too.
-        tensor_parallel_size: ranks over which the target is sharded.
-        max_model_len: longest sequence in tokens; the checkpoint's limit if absent. Bounds page-table size.
-        max_num_seqs: most requests that run at once; each costs a slot of device memory.
-        max_num_batched_tokens: most rows in one step; bounds activation memory and a step's duration.
-        enable_chunked_prefill: False gives a prompt only whole steps (it must fit the token budget).
-        enable_prefix_caching: keep pages of finished requests for prompts that begin alike.
-        page_size: tokens per K/V page; if absent 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
-            ones are read faster, waste more at sequences' ends, and begin alike in fewer prompts.
-        kv_cache_memory_bytes: memory of a rank's K/V pools and recurrent states together; derived if absent.
+        dtype: data type of weights and K/V. "auto" takes the checkpoint's on a GPU; on a CPU bfloat16 where
+            that is native and exact (a row's bits do not depend on its batch), else float32.
+        device: where the models run. "auto" takes CUDA if there is a device.
+        attention_backend: kernels of a step; "auto" takes triton on a GPU where it is installed, compiled on
+            a CPU where it runs, else torch. "triton" runs fused kernels and CUDA graphs; "flash_attn" the
+            same with that package's attention (page_size 256); "compiled" a pass in one call, bfloat16 on a
+            CPU with instructions for it; "torch" PyTorch's own kernels, driven from the host.
+        quantization: "fp8" keeps the target's weights in eight bits, on GPUs; outputs are the quantized
+            target's. Weights are e4m3 with a scale for each row, made at load: half the bytes of bf16 are
+            read in each step. Embedding, head, routers and experts stay as they are.
+        batch_invariant: give a row the same bits in any batch; refused where that cannot hold. Speculation
+            and other requests then change no token in half precision either. Checked at start. On a GPU a
+            product reads its weights once per 64 rows, of prompts, too.
+        tensor_parallel_size: ranks over which the target is sharded; more than 1 runs under Ray.
+        max_model_len: longest sequence in tokens; the checkpoint's limit by default. Bounds the size of page
+            tables.
+        max_num_seqs: most requests that run at once. Each costs a slot of device memory.
+        max_num_batched_tokens: most rows in one step. Bounds activation memory and a step's duration.
+        enable_chunked_prefill: split long prompts over steps. False gives a prompt only whole steps (it must
+            fit the token budget).
+        enable_prefix_caching: reuse the pages of finished requests for prompts that begin alike.
+        page_size: tokens per K/V page; by default 64 on a GPU (256 with flash_attn) and 16 on a CPU. Larger
+            pages are read faster, waste more at the ends of sequences, and are shared by fewer prompts.
+        kv_cache_memory_bytes: memory of a rank's K/V pools and recurrent states together; derived by default.
         gpu_memory_utilization: share of a GPU's memory that the engine may use.
-        num_pages: number of K/V pages in each pool; overrides what memory allows (tests, fairness).
-        num_states: number of recurrent states where the target has such layers: each running request takes
-            one, the others hold prefixes; by default two for each of max_num_seqs, as far as half the memory
-            goes.
-        scheduling_policy: "fcfs" or "priority" (Request.priority, lower first).
-        async_scheduling: plan the next step while one is computed; a sequence that ends costs one step more.
-            None does so on a GPU, where host work would leave it idle.
-        max_num_queued_reqs: waiting requests beyond it are refused with a retryable error; None = no limit.
-            Who comes between two steps and will find a seat does not count.
-        num_threads: threads of each CPU worker; None shares the cores it owns.
-        seed: makes requests without a seed reproducible; None draws random seeds.
+        num_pages: number of K/V pages in each pool; overrides what memory allows. For tests and fairness.
+        num_states: recurrent states where the target has such layers, of requests and prefixes. Each running
+            request takes one, the others hold prefixes; by default two for each of max_num_seqs, as far as
+            half the memory goes.
+        scheduling_policy: which request runs first: "fcfs", or "priority" (Request.priority, lower first).
+        async_scheduling: plan the next step while one is computed; by default on a GPU. A sequence that ends
+            costs one step more. On a GPU host work would otherwise leave it idle.
+        max_num_queued_reqs: refuse requests beyond this many waiting ones, with a retryable error; no limit
+            by default. A request that arrives between two steps and will find a slot does not count.
+        num_threads: threads of each CPU worker; by default the cores it owns are shared.
+        seed: makes requests without a seed reproducible; by default their seeds are random.
     """
 
-    model: str
+    model: Annotated[str, Flag("-m")]
     revision: str | None = None
     download_dir: str | None = None
     tokenizer: str | None = None
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     default_chat_template_kwargs: Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
     split_special_tokens: bool = False
-    skip_tokenizer_init: bool = False
+    skip_tokenizer_init: Annotated[bool, NO_FLAG] = False
     load_format: LoadFormat = "auto"
     hf_overrides: Mapping[str, Any] | None = None  # Any: JSON
-    speculative_config: SpeculativeConfig | None = None
+    speculative_config: Annotated[SpeculativeConfig | None, NO_FLAG] = None  # its flags: `jobs/flags.py`
     dtype: DType = "auto"
     device: DeviceKind = "auto"
     attention_backend: AttentionBackend = "auto"
     quantization: Quantization | None = None
     batch_invariant: bool = False
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
+    tensor_parallel_size: Annotated[int, Flag("-tp")] = 1
+    max_model_len: Size | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Size = 2048
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
-    page_size: int | None = None
-    kv_cache_memory_bytes: int | None = None
+    page_size: Annotated[int | None, Flag("--block-size --page-size")] = None
+    kv_cache_memory_bytes: Size | None = None
     gpu_memory_utilization: float = 0.9
-    num_pages: int | None = None
+    num_pages: Annotated[int | None, Flag("--num-gpu-blocks-override --num-pages")] = None
     num_states: int | None = None
     scheduling_policy: Policy = "fcfs"
     async_scheduling: bool | None = None

@@ -26,14 +26,16 @@ class SamplingParams:
 
     Attributes:
         n: completions per prompt; each gets a seed of its own.
-        temperature: 0 is greedy; scales the logits before anything else.
+        temperature: 0 is greedy. Scales the logits before anything else.
         top_p: smallest set of tokens whose probabilities sum to at least this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
         seed: keys the noise; drawn at random (and reported) if absent.
-        stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
+        stop: strings that end the text (the flag may be repeated). They are not part of it unless
+            `include_stop_str_in_output`.
         stop_token_ids: tokens that end the sequence, beside the model's end-of-sequence tokens.
-        max_tokens: limit of generated tokens; None means up to the context's end.
+        max_tokens: most tokens to generate; None means up to the context's end; commands and rows of a
+            dataset take 256 by default. OpenAI batch lines have OpenAI's own default.
         min_tokens: end-of-sequence and stop tokens are impossible before so many tokens.
         ignore_eos: the model's own end-of-sequence tokens do not end the sequence.
         skip_special_tokens: leave special tokens out of the text, but for `kept_special_token_ids`.
@@ -229,8 +231,8 @@ class Request:
         max_draft_tokens: most drafts per step, where the engine would take more; 0 decodes this request
             plainly, None leaves it to the engine. The tokens are the same.
         tpot_ms: the most milliseconds per output token, on average, that this request should take: a wish.
-            While it is behind, drafts of it are preferred to those of others, while far ahead, others' to
-            its own. None has no wish. The tokens are the same.
+            While it is behind, drafts of it are preferred to those of others, while far ahead, others' to its
+            own. None has no wish. The tokens are the same.
         background: served behind every request that is not, in what those leave of the engine's time: it may
             wait for hours where they never pause. Counts before `priority`.
         output_token_ids: what was generated before, by another engine, with the same parameters and seed: the

@@ -1,7 +1,8 @@
 """The command line `manta`: parses, hands over to one function per command, and turns errors into words.
 
 Not the work itself: each command checks its settings, then imports its module, so that neither `--help` nor
-a wrong flag waits for torch or Ray. A `MantaError` ends with exit code 1, wrong usage with 2.
+a wrong flag waits for torch or Ray. How flags become settings: `flags.py`. A `MantaError` ends with exit code
+1, wrong usage with 2.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,21 +21,23 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..cluster.config import EngineConfig
 from ..cluster.errors import MantaError, RequestError
 from .audit.cli import audit
 from .batch.cli import batch
 from .bench.cli import bench
 from .config_file import read_config_file
 from .dashboards.cli import dashboards
+from .demo import DemoOptions, run_demo
 from .doctor.cli import doctor
 from .drafters.cli import drafter
-from .flags import Model, engine_options, sampling_options
+from .flags import EngineFlags, Model, SamplingFlags, ServerFlags, given_flags, options_of, with_flags
 from .logs.cli import logs
 from .plan.cli import plan
 from .receipts import receipts
 from .render.cli import render
-from .server_flags import server_options
-from .settings import engine_config, sampling_params, used_config
+from .serve_options import ServeOptions
+from .settings import merge_settings, sampling_params, used_config
 from .simulate.cli import simulate
 from .stop import Stopped, StopSignals
 from .vllm_flags import without_vllm_flags
@@ -127,15 +131,14 @@ def manta(
 
 
 @app.command()
-@engine_options
-@sampling_options
+@with_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
-    settings: dict[str, Any],
-    sampling: dict[str, Any],
+    sampling: SamplingFlags,
+    config: EngineConfig,
 ) -> None:
     """Continue one prompt in this process, streaming to the terminal; figures go to standard error."""
-    config, params = engine_config(settings), sampling_params(sampling)
+    params = sampling_params(sampling)
     from .generate import generate_text
 
     text = _standard_input() if prompt == "-" else prompt
@@ -143,59 +146,36 @@ def generate(
 
 
 @app.command()
-@engine_options
-@sampling_options
+@with_flags
 def chat(
-    settings: dict[str, Any],
-    sampling: dict[str, Any],
+    sampling: SamplingFlags,
+    config: EngineConfig,
     model_: Model = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message to begin with.")] = None,
 ) -> None:
     """Talk to a model in the terminal (/reset forgets the conversation, /exit or Ctrl-D ends)."""
-    config, params = engine_config(settings), sampling_params(sampling)
+    params = sampling_params(sampling)
     from .chat import run_chat
 
     run_chat(config, params, system, limit=sampling.get("max_tokens"))
 
 
 @app.command()
-@engine_options
-@server_options
+@with_flags
 def serve(
-    context: typer.Context,
-    settings: dict[str, Any],
-    server: dict[str, Any],
+    where: Annotated[dict[str, Any], given_flags(options_of(ServeOptions, defaults=False))],
+    server: ServerFlags,
+    flags: EngineFlags,
     model_: Model = None,
-    host: Annotated[
-        str | None,
-        typer.Option("--host", help="Address to listen on; 0.0.0.0 for all. The file's, or 127.0.0.1."),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="TCP port; the file's, or 8000.")
-    ] = None,
-    plain_proxy: Annotated[
-        bool, typer.Option("--plain-proxy", help="Serve's own proxy in place of HAProxy (slower).")
-    ] = False,
-    probe_port: Annotated[
-        int | None,
-        typer.Option(
-            "--probe-port",
-            min=1,
-            max=65535,
-            help="TCP port for probes and /metrics alone, with connections that no client can take.",
-        ),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own lines, too.")] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint with Ray Serve, until Ctrl-C; then what runs may end."""
-    settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **settings, **server}
-    given = context.params
-    address = serve_address(used_config(given["config"], given["model_"] or given["model"]), host, port)
+    file = used_config(flags.pop("config", None), flags.get("model"))
+    settings = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, **merge_settings(flags, file), **server}
+    options = ServeOptions(**{**serve_address(file), **where})
     try:
         with StopSignals() as signals:
-            from .serve import ServeOptions, start_server
+            from .serve import start_server
 
-            options = ServeOptions(**address, plain_proxy=plain_proxy, probe_port=probe_port, verbose=verbose)
             with start_server(settings, options, signals=signals) as running:
                 running.serve_until_stopped()
     except Stopped as stopped:
@@ -203,40 +183,24 @@ def serve(
         raise typer.Exit(stopped.exit_code) from None
 
 
-def serve_address(file: Path | None, host: str | None, port: int | None) -> dict[str, Any]:
-    """`host` and `port` of the flags, else of the file. Names what else the file says and is not used."""
-    found = None if file is None else read_config_file(file)
-    if found is not None and found.unused:
+def serve_address(file: Path | None) -> Mapping[str, Any]:
+    """Return `host` and `port` of the file, if any. Names what else the file says and is not used."""
+    if file is None:
+        return {}
+    found = read_config_file(file)
+    if found.unused:
         typer.echo(f"manta: {file}: only `serve deploy` uses {', '.join(found.unused)}", err=True)
-    flags = {"host": host, "port": port}
-    return {**(found.address if found else {}), **{k: v for k, v in flags.items() if v is not None}}
+    return found.address
 
 
 @app.command()
-def demo(
-    target: Annotated[Path, typer.Option("--target", help="Target checkpoint.")] = Path("models/target"),
-    drafter: Annotated[Path, typer.Option("--drafter", help="Drafter checkpoint.")] = Path("models/drafter"),
-    prompts: Annotated[Path, typer.Option("--prompts", help="Sample dataset.")] = Path(
-        "models/prompts.jsonl"
-    ),
-    rows: Annotated[int, typer.Option("--rows", help="Rows of it to run.")] = 40,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every row.")] = 128,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Rows that run at once.")] = 2,
-) -> None:
+@with_flags
+def demo(options: DemoOptions) -> None:
     """The whole path on the shipped pair: HTTP, a dataset, and the comparison with plain decoding."""
     from ..actors.checkpoints import shipped
-    from .demo import DemoOptions, run_demo
 
-    run_demo(
-        DemoOptions(
-            target=shipped(target),
-            drafter=shipped(drafter),
-            prompts=shipped(prompts),
-            rows=rows,
-            max_tokens=max_tokens,
-            max_num_seqs=max_num_seqs,
-        )
-    )
+    paths = {name: shipped(getattr(options, name)) for name in ("target", "drafter", "prompts")}
+    run_demo(replace(options, **paths))
 
 
 if __name__ == "__main__":

@@ -44,10 +44,11 @@ class DemoOptions:
     """What the demo runs on.
 
     Attributes:
-        target, drafter: checkpoints.
-        prompts: the sample dataset, JSONL.
-        rows: of them, spread over the file.
-        max_tokens: of every row.
+        target: target checkpoint.
+        drafter: drafter checkpoint.
+        prompts: sample dataset, JSONL.
+        rows: rows of it to run, spread over the file.
+        max_tokens: tokens of every row.
         max_num_seqs: rows that run at once. Few, as on a laptop: many rows together leave a CPU no spare
             arithmetic for verifying drafts.
     """

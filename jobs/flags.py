@@ -1,8 +1,25 @@
-"""The flags that commands share, as typer options: engine settings and sampling parameters.
+"""Command-line flags, made of the dataclasses that hold the options.
 
-A command declared with `@engine_options` receives them as `settings`, a flat mapping (see `settings.py`);
-with `@sampling_options` as `sampling`, the parameters that were given. Names are vLLM's where vLLM has them.
-Imports neither torch nor Ray: `--help` starts at once.
+How an option gets from the terminal to the code that uses it:
+
+1. It is declared once, as a field of a frozen dataclass: `EngineConfig` (cluster/config.py), `ServerSettings`
+   (actors/http/settings.py) or the options of a command (`BatchOptions`, `AuditOptions`, ...). The field has
+   its name, type and default. Its entry under `Attributes:` describes it: `--help` shows the first sentence,
+   the reference all of it. A `Flag` (cluster/flag.py) beside the type adds other spellings or a parser.
+2. A command names the dataclass as the type of a parameter: `def audit(options: AuditOptions, config:
+   EngineConfig)`. `with_flags` shows typer an option for each field in place of that parameter.
+3. typer parses the command line. `with_flags` makes the dataclass of the values and calls the command.
+
+A YAML file can hold the settings of the engine and of the server, too. Their flags have no default, so that
+those that were given win over the file (`settings.py`). A command receives them by the type of its parameter:
+
+    config: EngineConfig      the engine's settings, checked
+    settings: Settings        the same as a mapping, with what the file says of the server
+    flags: EngineFlags        the engine's flags that were given, without the file
+    server: ServerFlags       the endpoint's flags that were given
+    sampling: SamplingFlags   fields of `SamplingParams` that were given
+
+Imports neither torch nor Ray: `--help` starts at once, and so do the modules that hold commands' options.
 """
 
 from __future__ import annotations
@@ -10,29 +27,32 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..cluster.config import (
-    AttentionBackend,
-    DeviceKind,
-    DraftMethod,
-    DType,
-    LoadFormat,
-    Policy,
-    Quantization,
-)
-from .settings import merge_settings
+from ..actors.http.settings import ServerSettings
+from ..cluster.config import DraftMethod, EngineConfig
+from ..cluster.flag import NO_FLAG, Flag
+from ..cluster.request import SamplingParams
+from .reference.markdown import described
+from .settings import engine_config, merge_settings
 
 ENGINE = "Engine"
 SPECULATION = "Speculation"
+SERVER = "Server"
 SAMPLING = "Sampling"
-_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+# To the first full stop with a new sentence behind it.
+_FIRST_SENTENCE = re.compile(r".+?\.(?= [A-Z0-9\"'`]|$)")
 
+# Any in this module: fields, types and values of whichever dataclass.
 Command = Callable[..., None]
+Options = Mapping[str, inspect.Parameter]
 
 # The target as a command's own argument, beside `--model`.
 Model = Annotated[
@@ -40,229 +60,257 @@ Model = Annotated[
 ]
 
 
-def parse_size(text: str | int) -> int:
-    """A whole number, perhaps with k, m, g (powers of 1000) or K, M, G (powers of 1024): 32k, 1.5G."""
-    text = str(text).strip()
-    factor = _SIZES.get(text[-1:], 1)
-    try:
-        return int(float(text[:-1]) * factor) if factor > 1 else int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number; write 4096, 32k or 1G.") from None
-
-
-def parse_object(text: str | dict[str, Any]) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        found = json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object; write it like '{{\"key\": true}}'.")
-    return found
-
-
-def _option(kind: Any, *names: str, panel: str, help: str, **more: Any) -> Any:  # Any: a typing form
-    return Annotated[kind | None, typer.Option(*names, help=help, rich_help_panel=panel, **more)]
-
-
-def _engine(kind: Any, *names: str, help: str, **more: Any) -> Any:
-    return _option(kind, *names, panel=ENGINE, help=help, **more)
-
-
-def _size(*names: str, help: str) -> Any:
-    return _engine(int, *names, help=help, parser=parse_size, metavar="SIZE")
-
-
-# Setting -> option. None always means "not given", so that YAML and the engine's own defaults hold.
-ENGINE_OPTIONS: Mapping[str, Any] = {
-    "config": _engine(
-        Path,
-        "--config",
-        help="YAML: a ray_config.yaml (applications[0].args), or flag names. Flags win. Without it and "
-        "--model, ./ray_config.yaml is read.",
-    ),
-    "model": _engine(str, "--model", "-m", help="Target checkpoint: folder or Hugging Face id."),
-    "revision": _engine(str, "--revision", help="Branch, tag or commit of the target on the hub."),
-    "download_dir": _engine(
-        str, "--download-dir", help="Where snapshots from the hub are kept; its own cache if absent."
-    ),
-    "tokenizer": _engine(str, "--tokenizer", help="Folder or id; the target's if absent."),
-    "chat_template": _engine(
-        str,
-        "--chat-template",
-        parser=lambda path: str(Path(path).absolute()),
-        metavar="FILE",
-        help="A Jinja template in place of the tokenizer's own.",
-    ),
-    "default_chat_template_kwargs": _engine(
-        dict,
-        "--default-chat-template-kwargs",
-        parser=parse_object,
-        metavar="JSON",
-        help="Variables for the template where a request sets none: '{\"enable_thinking\": false}'.",
-    ),
-    "trust_request_chat_template": _engine(
-        bool,
-        "--trust-request-chat-template/--no-trust-request-chat-template",
-        help="Take templates from requests; they are code, and can use up memory.",
-    ),
-    "split_special_tokens": _engine(
-        bool,
-        "--split-special-tokens/--no-split-special-tokens",
-        help="Encode special tokens that messages contain as text, so that no user can forge a role.",
-    ),
-    "load_format": _engine(
-        LoadFormat, "--load-format", help="dummy: random weights of the right shapes; none are read."
-    ),
-    "hf_overrides": _engine(
-        dict,
-        "--hf-overrides",
-        parser=parse_object,
-        metavar="JSON",
-        help="Other values for keys of the target's config.json: '{\"num_hidden_layers\": 4}'.",
-    ),
-    "dtype": _engine(DType, "--dtype", help="Of weights and K/V."),
-    "device": _engine(DeviceKind, "--device", help="Where the models run."),
-    "attention_backend": _engine(
-        AttentionBackend,
-        "--attention-backend",
-        help="Kernels of a step; auto is triton on a GPU, compiled on a CPU that can.",
-    ),
-    "quantization": _engine(
-        Quantization,
-        "--quantization",
-        help="fp8: the target's weights in eight bits, on GPUs; outputs are the quantised target's.",
-    ),
-    "batch_invariant": _engine(
-        bool,
-        "--batch-invariant/--no-batch-invariant",
-        help="Give a row the same bits in any batch; refused where that cannot hold.",
-    ),
-    "tensor_parallel_size": _engine(
-        int, "--tensor-parallel-size", "-tp", help="Ranks that share the target; more than 1 runs under Ray."
-    ),
-    "max_model_len": _size("--max-model-len", help="Longest sequence in tokens."),
-    "max_num_seqs": _engine(int, "--max-num-seqs", help="Most requests that run at once."),
-    "max_num_batched_tokens": _size("--max-num-batched-tokens", help="Most rows in one step."),
-    "enable_chunked_prefill": _engine(
-        bool, "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts over steps."
-    ),
-    "enable_prefix_caching": _engine(
-        bool, "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse pages of equal beginnings."
-    ),
-    "page_size": _engine(
-        int, "--block-size", "--page-size", help="Tokens per K/V page; by device if absent."
-    ),
-    "num_pages": _engine(int, "--num-gpu-blocks-override", "--num-pages", help="K/V pages of each pool."),
-    "num_states": _engine(int, "--num-states", help="Recurrent states, of requests and prefixes."),
-    "kv_cache_memory_bytes": _size("--kv-cache-memory-bytes", help="Memory of all K/V pools of a rank."),
-    "gpu_memory_utilization": _engine(float, "--gpu-memory-utilization", help="Share of a GPU to use."),
-    "scheduling_policy": _engine(Policy, "--scheduling-policy", help="Who runs first."),
-    "async_scheduling": _engine(
-        bool, "--async-scheduling/--no-async-scheduling", help="Plan a step while the last one is computed."
-    ),
-    "max_num_queued_reqs": _engine(
-        int, "--max-num-queued-reqs", help="Refuse requests beyond so many waiting."
-    ),
-    "num_threads": _engine(int, "--num-threads", help="Threads of each CPU worker."),
-    "seed": _engine(int, "--seed", help="Makes requests without a seed reproducible."),
-    "speculative_config": _option(
-        str,
-        "--speculative-config",
-        panel=SPECULATION,
-        help='JSON: \'{"model": DRAFTER, "num_speculative_tokens": 15, "placement": "colocated"}\'; '
-        "none decodes plainly.",
-    ),
-    "spec_model": _option(
-        str, "--spec-model", panel=SPECULATION, help="Drafter checkpoint (instead of --speculative-config)."
-    ),
-    "spec_method": _option(
-        DraftMethod,
-        "--spec-method",
-        panel=SPECULATION,
-        help="dflash (the default), eagle3, or ngram, which needs no --spec-model.",
-    ),
-    "spec_tokens": _option(
-        int,
-        "--spec-tokens",
-        panel=SPECULATION,
-        help="num_speculative_tokens: drafts per step, at most the drafter's block size - 1 (the default; 15 "
-        "for a block of 16, whose first slot holds the last accepted token). SGLang's "
-        "--speculative-num-draft-tokens counts that slot too: its 16 is 15 here. 5 for eagle3, 8 for ngram.",
-    ),
-    "no_speculation": _option(
-        bool, "--no-speculation", panel=SPECULATION, help="Decode plainly, whatever the YAML file says."
-    ),
-}
-
-
-def _sampling(kind: Any, *names: str, help: str) -> Any:
-    return _option(kind, *names, panel=SAMPLING, help=help)
-
-
-SAMPLING_OPTIONS: Mapping[str, Any] = {
-    "max_tokens": _sampling(
-        int,
-        "--max-tokens",
-        help="Most tokens to generate (256; OpenAI batch lines have OpenAI's own default).",
-    ),
-    "min_tokens": _sampling(int, "--min-tokens", help="No end before so many tokens."),
-    "temperature": _sampling(float, "--temperature", "-t", help="0 is greedy."),
-    "top_p": _sampling(float, "--top-p", help="Nucleus sampling, in (0, 1]."),
-    "top_k": _sampling(int, "--top-k", help="Keep the k most likely tokens; 0 keeps all."),
-    "min_p": _sampling(float, "--min-p", help="Least likelihood relative to the most likely token."),
-    "stop": _sampling(list[str], "--stop", help="A string that ends the text; may be repeated."),
-    "ignore_eos": _sampling(bool, "--ignore-eos", help="Go on after the model's end of sequence."),
-}
-
-
-def engine_options(command: Command) -> Command:
-    """Give `command` the engine flags; it receives the merged `settings`, also from a positional `model_`."""
-
-    def gather(flags: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-        positional = arguments.pop("model_", None)
-        if positional is not None and flags["model"] is not None:
-            raise typer.BadParameter("Give the model as an argument or with --model, not both.")
-        flags["model"] = positional if positional is not None else flags["model"]
-        return merge_settings(flags, flags.pop("config"))
-
-    return with_options(command, ENGINE_OPTIONS, "settings", gather)
-
-
-def sampling_options(command: Command) -> Command:
-    """Give `command` the sampling flags; it receives those that were given as `sampling`."""
-
-    def gather(flags: dict[str, Any], _: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in flags.items() if value not in (None, [])}
-
-    return with_options(command, SAMPLING_OPTIONS, "sampling", gather)
-
-
-def with_options(
-    command: Command,
-    options: Mapping[str, Any],
-    receives: str,
-    gather: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]],
-) -> Command:
-    """Append `options` to the signature that typer sees; `gather` makes one argument of their values."""
+def with_flags(command: Command) -> Command:
+    """Replace each parameter of `command` that is made of flags by those flags, for typer to see."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups = {name: group for name, each in parameters.items() if (group := _group(each.annotation))}
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
-        flags = {name: arguments.pop(name) for name in options}
-        command(**{receives: gather(flags, arguments)}, **arguments)
+        if (model := arguments.pop("model_", None)) is not None:
+            if arguments["model"] is not None:
+                raise typer.BadParameter("Give the model as an argument or with --model, not both.")
+            arguments["model"] = model
+        values = {
+            name: group.build({option: arguments.pop(option) for option in group.options})
+            for name, group in groups.items()
+        }
+        command(**values, **arguments)
 
-    own = [p for p in _parameters(command) if p.name != receives]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in options.items()
+    shown = [
+        option
+        for name, each in parameters.items()
+        for option in (groups[name].options.values() if name in groups else (each,))
     ]
-    signature = inspect.Signature([*own, *added])
+    # By keyword, so that any order of defaults is legal.
+    signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown])
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    wrapped.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
     return wrapped
 
 
-def _parameters(command: Command) -> list[inspect.Parameter]:
-    """The command's parameters by keyword, so that any order of defaults is legal."""
-    found = inspect.signature(command, eval_str=True).parameters.values()
-    return [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in found]
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """Flags that become one argument of a command.
+
+    Attributes:
+        options: typer's parameters, by name.
+        build: makes the argument of their values.
+    """
+
+    options: Options
+    build: Callable[[dict[str, Any]], Any]
+
+
+def _group(kind: Any) -> FlagGroup | None:
+    """Return the flags that a parameter of this type is made of, or None for typer's own parameters."""
+    if get_origin(kind) is Annotated:
+        return next((each for each in get_args(kind) if isinstance(each, FlagGroup)), None)
+    if kind is EngineConfig:
+        return FlagGroup(ENGINE_OPTIONS, lambda values: engine_config(_merged_with_file(values)))
+    return FlagGroup(options_of(kind), functools.partial(_make, kind)) if is_dataclass(kind) else None
+
+
+def _make(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Make a dataclass of its flags' values; where one is None, the field has its default."""
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given(values).items()})
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of flags that were given, or have a default."""
+    return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def given_flags(options: Options) -> FlagGroup:
+    return FlagGroup(options, given)
+
+
+def options_of(
+    kind: Any, panel: str | None = None, *, defaults: bool = True, only: Mapping[str, Flag] | None = None
+) -> Options:
+    """Return a typer parameter for each field of a dataclass that has a flag.
+
+    Args:
+        panel: heading of the flags in the reference.
+        defaults: False if None stands for a flag that is not given, whatever the field's default is.
+        only: the fields that have flags, where those are not declared beside their types.
+    """
+    types = get_type_hints(kind, include_extras=True)
+    said: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        said |= described(each.__doc__, "Attributes:")
+    found: dict[str, inspect.Parameter] = {}
+    for field in fields(kind):
+        value, repeats, flag = _read_type(types[field.name])
+        flag = flag if only is None else only.get(field.name, NO_FLAG)
+        if not flag.absent:
+            default = _default(field, repeats) if defaults else None
+            shown = _typer_parameter(field.name, value, flag, said.get(field.name, ""), panel, default)
+            value = list[value] if repeats else value
+            found[field.name] = inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[value | None if default is None else value, shown],
+            )
+    return found
+
+
+def _read_type(hint: Any) -> tuple[Any, bool, Flag]:
+    """Return the type of one value, whether the flag may be repeated, and the `Flag` beside the type.
+
+    A tuple is a flag that may be repeated, a mapping is JSON. Of `int | str` the flag takes text, of
+    `str | tuple[str, ...]` it may be repeated.
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kind, repeats, flag = _read_type(inner[0])
+        for beside in inner[1:]:
+            flag = _over(beside, flag)
+            if beside.parser is not None:
+                kind, repeats = str, False
+        return kind, repeats, flag
+    if origin in (Union, UnionType):
+        kinds = [each for each in inner if each is not NoneType]
+        tuples = (each for each in kinds if get_origin(each) is tuple)
+        return _read_type(next(tuples, str if str in kinds else kinds[0]))
+    if origin is tuple:
+        kind, _, flag = _read_type(inner[0])
+        return kind, True, flag
+    if origin is Mapping:
+        return str, False, Flag(metavar="JSON", parser=parse_object)
+    return hint, False, Flag()
+
+
+def _over(flag: Flag, inner: Flag) -> Flag:
+    """Return `inner` with what `flag` says otherwise."""
+    own = {field.name: getattr(flag, field.name) for field in fields(Flag)}
+    return replace(inner, **{name: value for name, value in own.items() if value != getattr(Flag(), name)})
+
+
+def _default(field: Field[Any], repeats: bool) -> Any:
+    """Return the default as typer takes it: a list if the flag may be repeated; None for an empty one."""
+    if field.default is MISSING and field.default_factory is MISSING:
+        return inspect.Parameter.empty
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return (list(default) if repeats else default) or None if isinstance(default, tuple | dict) else default
+
+
+def _typer_parameter(name: str, kind: Any, flag: Flag, said: str, panel: str | None, default: Any) -> Any:
+    more: dict[str, Any] = {"metavar": flag.metavar, "min": flag.least, "max": flag.most}
+    if flag.parser is not None:
+        more["parser"] = text_parser(flag.parser)
+    said = said[:1].upper() + said[1:]
+    sentence = _FIRST_SENTENCE.match(said)
+    more |= {"help": sentence[0] if sentence else said, "rich_help_panel": panel}
+    if flag.positional:
+        return typer.Argument(**more)
+    names = flag.names.split()
+    if not any(each.startswith("--") for each in names):
+        own = name.replace("_", "-")
+        # False can only be said where something else may be true.
+        both = kind is bool and default in (None, True)
+        names = [f"--{own}/--no-{own}" if both else f"--{own}", *names]
+    return typer.Option(*names, **more)
+
+
+def text_parser(parser: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Return the parser as typer calls it: also with defaults, which are parsed already."""
+
+    def parse(value: Any) -> Any:
+        try:
+            return parser(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parse
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r} is not a JSON object; write it like '{{\"key\": true}}'.")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlagsBeside:
+    """Flags of the engine that are no fields of `EngineConfig`.
+
+    Attributes:
+        config: YAML file: a ray_config.yaml (applications[0].args) or a mapping of flag names; flags win over
+            it, and without it and --model ./ray_config.yaml is read.
+    """
+
+    config: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationFlags:
+    """Flags for a `SpeculativeConfig`, whole or in parts (`settings.merge_speculation`).
+
+    Attributes:
+        speculative_config: JSON: '{"model": DRAFTER, "num_speculative_tokens": 15, "placement":
+            "colocated"}'; none decodes plainly.
+        spec_model: drafter checkpoint (instead of --speculative-config).
+        spec_method: how drafts are made: dflash (the default), eagle3, or ngram, which needs no --spec-model.
+        spec_tokens: drafts per step (num_speculative_tokens), at most the drafter's block size - 1 (the
+            default: 15 for a block of 16, whose first slot holds the last accepted token; SGLang's
+            --speculative-num-draft-tokens counts that slot too: its 16 is 15 here); 5 for eagle3, 8 for
+            ngram.
+        no_speculation: decode plainly, whatever the YAML file says.
+    """
+
+    speculative_config: str | None = None
+    spec_model: str | None = None
+    spec_method: DraftMethod | None = None
+    spec_tokens: int | None = None
+    no_speculation: Annotated[bool, Flag("--no-speculation")] = False
+
+
+# `SamplingParams` is what requests and Python bring, too; these of its fields have flags.
+_SAMPLING = {
+    **{name: Flag() for name in ("max_tokens", "min_tokens", "top_p", "top_k", "min_p", "stop")},
+    "temperature": Flag("-t"),
+    "ignore_eos": Flag("--ignore-eos"),
+}
+
+ENGINE_OPTIONS: Options = {
+    **options_of(EngineFlagsBeside, ENGINE, defaults=False),
+    **options_of(EngineConfig, ENGINE, defaults=False),
+    **options_of(SpeculationFlags, SPECULATION, defaults=False),
+}
+
+
+def _merged_with_file(values: Mapping[str, Any]) -> dict[str, Any]:
+    flags = given(values)
+    return merge_settings(flags, flags.pop("config", None))
+
+
+def _server_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    flags = given(values)
+    if "allowed_origins" in flags:
+        flags["allowed_origins"] = _listed(flags["allowed_origins"])
+    return flags
+
+
+def _listed(values: Sequence[str]) -> list[str]:
+    """Return values of which some are lists in JSON, as vLLM's --allowed-origins takes them."""
+    try:
+        return [item for value in values for item in (json.loads(value) if value[:1] == "[" else [value])]
+    except ValueError:
+        raise typer.BadParameter(f"--allowed-origins: {values!r} holds a list that is no JSON.") from None
+
+
+Settings = Annotated[dict[str, Any], FlagGroup(ENGINE_OPTIONS, _merged_with_file)]
+EngineFlags = Annotated[dict[str, Any], given_flags(ENGINE_OPTIONS)]
+ServerFlags = Annotated[
+    dict[str, Any], FlagGroup(options_of(ServerSettings, SERVER, defaults=False), _server_flags)
+]
+SamplingFlags = Annotated[
+    dict[str, Any], given_flags(options_of(SamplingParams, SAMPLING, defaults=False, only=_SAMPLING))
+]

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -38,6 +37,7 @@ from .serve_checks import (
     warning_of_exposure,
 )
 from .serve_environment import ServeEnvironment
+from .serve_options import ServeOptions
 from .stop import Stopped, StopSignals
 
 if TYPE_CHECKING:
@@ -53,35 +53,6 @@ ROOM_TIMEOUT_S = 60.0
 NEW_NODE_TIMEOUT_S = 900.0
 # Serve's own lines are for those who look for a fault in Serve; requests have a line of ours.
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Where and how to serve.
-
-    Attributes:
-        host: address to listen on; 0.0.0.0 for all.
-        port: TCP port; it must be free.
-        plain_proxy: Serve's own proxy instead of HAProxy (several times the cost per token).
-        probe_port: TCP port on which HAProxy answers probes and /metrics alone, whatever clients do.
-        verbose: let Ray log on this terminal, too.
-        name: of the Serve application.
-        num_cpus: that a Ray started here may give out; None counts the machine's.
-        ready_timeout_s: loading longer than that is a failure.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    plain_proxy: bool = False
-    probe_port: int | None = None
-    verbose: bool = False
-    name: str = "manta"
-    num_cpus: int | None = None
-    ready_timeout_s: float = 1800.0
-
-    @property
-    def url(self) -> str:
-        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
 
 
 class Server:

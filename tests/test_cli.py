@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from manta.cluster.errors import ConfigError
+from manta.cluster.flag import parse_size
 from manta.jobs.cli import main
-from manta.jobs.flags import parse_size
 from manta.jobs.settings import engine_config, merge_settings, read_settings
 
 ROOT = Path(__file__).parent.parent

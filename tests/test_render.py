@@ -197,7 +197,7 @@ def test_the_entrypoint_of_the_job_is_a_batch_command_with_the_engines_settings(
         8192,
         False,
     )
-    assert json.loads(found["speculative_config"]) == spec and found["concurrency"] == "1:4"
+    assert json.loads(found["speculative_config"]) == spec and str(found["concurrency"]) == "1:4"
     assert found["output"] == "s3://bucket/out" and found["prompt_column"] == "question"
     assert "/run/keys" not in rendered("kuberay-job", file)["spec"]["entrypoint"], "no key of the server's"
     with pytest.raises(ConfigError, match="needs the flags of `manta batch`"):

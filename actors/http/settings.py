@@ -1,7 +1,8 @@
 """Settings of the HTTP front, and how one flat mapping becomes them and the engine's.
 
-`ray_config.yaml` (`args:`) and the command line give one mapping; `split_settings` sorts it. Not the
-settings of Serve itself (replicas, ports): those are Serve's own keys beside `args:`.
+`ray_config.yaml` (`args:`) and the command line give one mapping; `split_settings` sorts it. Flags are made
+of the fields of `ServerSettings` (`jobs/flags.py`). Not the settings of Serve itself (ports, routes): those
+are Serve's own keys beside `args:`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from ...cluster.autoscaling import ScalingRules
 from ...cluster.config import EngineConfig, from_mapping, one_of
 from ...cluster.errors import ConfigError, did_you_mean, shown, shown_url
+from ...cluster.flag import NO_FLAG, Flag, FolderPath, Size
 from ...cluster.label_values import ANY, is_label
 from ...cluster.vllm_settings import accept
 from ..process_log import LogFormat
@@ -55,84 +57,92 @@ class ServerSettings:
     """How the OpenAI-compatible front behaves.
 
     Attributes:
-        served_model_name: name, or list of names, that requests may use; the first is reported. The
-            engine's `model` if absent.
-        generation_config: "auto" takes the checkpoint's `generation_config.json` for what a request
-            leaves open; "openai" ignores that file; a folder has one of its own.
-        override_generation_config: keys of that file that get other values: temperature, top_p, top_k, min_p,
-            repetition_penalty, max_new_tokens.
-        unknown_params: unknown request fields are ignored in silence, ignored with the header
-            X-Ignored-Params and a log line ("warn"), or refused with 400 ("reject").
-        tool_call_parser: how the model calls tools: the name of a format (`actors/chat/formats.py`), "auto"
-            to find it by the chat template, "none".
-        reasoning_parser: how it writes what it thinks; likewise.
-        enable_auto_tool_choice: requests may leave it to the model whether to call their tools.
-        reasoning_field_name: the field of an answer that holds its reasoning; None: `reasoning` (vLLM) and
-            `reasoning_content` (most others).
-        enable_per_request_metrics: responses tell the request's times in `metrics`.
-        per_request_spec_decode_metrics: they tell there what speculation did, too: "summary", or "detailed"
+        served_model_name: name of the model in the API; may be repeated. The first is reported. By default
+            the engine's `model`.
+        generation_config: sampling defaults: the checkpoint's generation_config.json ("auto"), OpenAI's
+            ("openai"; vLLM's name is vllm), or those of a folder.
+        override_generation_config: other values for keys of that file: '{"temperature": 0.6}'. The keys are
+            temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
+        unknown_params: unknown fields of a request: ignore them, answer with the header X-Ignored-Params
+            ("warn", the default), or reject the request. "warn" also writes a log line; "reject" answers 400.
+        tool_call_parser: format of the model's tool calls: hermes, qwen3_coder, llama3_json, openai, ... (see
+            actors/chat/formats.py); auto (by its chat template), none.
+        reasoning_parser: format of the model's reasoning: qwen3, ...; auto (by its chat template), none.
+        enable_auto_tool_choice: requests may leave the choice of tools to the model ("auto"); by default they
+            may.
+        reasoning_field_name: field of an answer that holds its reasoning; by default both do: `reasoning`
+            (vLLM's) and `reasoning_content` (that of most others).
+        enable_per_request_metrics: responses report the request's times in `metrics`.
+        per_request_spec_decode_metrics: responses report speculation there, too: "summary", or "detailed"
             with each step, or "none". Requests can ask for more with `speculative.return_trace`.
-        sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it
-            is set, a stream may begin (status 200) before its first token.
-        max_request_bytes: larger request bodies are refused with 413.
-        max_unread_bytes: memory that a client's streams may hold because it does not read them, all streams
-            of a request together; beyond it they end with an error event (408), and their slots are free.
-            A streamed token takes about 12 bytes, with 20 log probabilities 1,600.
-        reader_timeout: seconds after which a client is cut off that takes nothing of an answer which waits
-            for it; 0 waits for ever.
-        max_requests_per_key: completions of one API key, running and waiting, that may be under way at each
-            replica; more get 429. None sets no limit; a server without keys has nobody to count.
-        api_key: key, or list of keys, one of which requests must bring as a bearer token; None asks none.
-            Behind a key may stand the tenant that its requests count for ("KEY TENANT"), or `*` for a proxy's
-            key whose X-Tenant is believed. Only from flags and code: no YAML file may hold keys (`keys.py`).
-        api_key_file: a file with such keys, one a line. MANTA_API_KEY stands in for both.
-        admin_api_key, admin_api_key_file: the same for the operators' routes (`keys.ADMIN_PATHS`), good for
-            all others, and for what other keys own; None guards those routes as the others.
-            MANTA_ADMIN_API_KEY stands in for both.
-        metrics_api_key, metrics_api_key_file: the same for `/metrics` alone, so that whoever scrapes needs no
-            admin key, which opens it too. None: an admin key, or else any key, opens it; without any key it
-            is open. MANTA_METRICS_API_KEY stands in for both.
-        prefix_cache_isolation: whose prompts share their beginnings in the prefix cache, so that answers come
-            sooner and tell by `cached_tokens` what was there: "none" (of all), "key" (of one key) or "tenant"
-            (of one tenant; of a key that has none, that key's). A system prompt that keys have in common is
-            then computed and kept once for each. None: "key" where there are several keys, else "none".
-        allowed_origins: browser origins that may call (CORS); none by default.
-        batch_storage: absolute path or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all
-            they know; every replica must reach it, and one endpoint must have it for itself. None: those
-            routes answer 501.
-        receipts: absolute path of a folder, shared by all replicas, where it is kept what was spent for each
-            tenant and category, by day, and saved (`GET /receipts`). None keeps none.
+        sse_keep_alive_interval: seconds between comment lines in a silent stream; 0 sends none. When it is
+            set, a stream may begin (status 200) before its first token.
+        max_request_bytes: largest body of a request. Larger ones are refused with 413.
+        max_unread_bytes: memory for the part of its streams that a client has not read (4 MiB by default);
+            beyond it they end (408). It counts all streams of a request together; their slots are freed. A
+            streamed token takes about 12 bytes, with 20 log probabilities 1,600.
+        reader_timeout: seconds after which a client that reads nothing of its answer is cut off; 300 by
+            default, 0: never.
+        max_requests_per_key: completions of one API key, running and waiting, at each replica; more get 429.
+            No limit by default; a server without keys counts none.
+        api_key: key that requests must bring as a bearer token; may be repeated; other users of the machine
+            can see flags: better use api_key_file or MANTA_API_KEY. Behind a key may stand the tenant that
+            its requests count for ("KEY TENANT"), or `*` for a proxy's key whose X-Tenant is believed. Only
+            from flags and code: no YAML file may hold keys (`keys.py`).
+        api_key_file: file with such keys, one a line, each followed by its tenant or *, if any. MANTA_API_KEY
+            replaces both settings.
+        admin_api_key: key for the operators' routes (/load), good for all others and for what other keys own;
+            may be repeated; also in MANTA_ADMIN_API_KEY. The routes are `keys.ADMIN_PATHS`; without such a
+            key they are guarded as the others.
+        admin_api_key_file: file with such keys, one a line.
+        metrics_api_key: key for /metrics alone; may be repeated; also in MANTA_METRICS_API_KEY; by default
+            the admin key opens it, or else any key. A scraper then needs no admin key. Without any key
+            /metrics is open.
+        metrics_api_key_file: file with such keys, one a line.
+        prefix_cache_isolation: which prompts share cached beginnings: all ("none"), those of a "key" (the
+            default with several keys), or those of a "tenant". Sharing shows in times and `cached_tokens`. A
+            key without a tenant counts as its own. A system prompt that keys have in common is then computed
+            and kept once for each.
+        allowed_origins: origin whose web pages may call (CORS); may be repeated.
+        batch_storage: folder or URL (s3://, gs://, abfs://) where /v1/files and /v1/batches keep all their
+            data. Every replica must reach it (in YAML: an absolute path), and no other endpoint may use it.
+            Without it those routes answer 501.
+        receipts: folder for what each tenant and category used, by day, and what speculation saved (`manta
+            receipts`). All replicas share it (in YAML: an absolute path); also `GET /receipts`.
         max_batch_file_bytes: larger uploads are refused with 413.
-        max_stored_bytes: files and batches' outputs that one key may keep in `batch_storage`; beyond it
-            uploads and new batches are refused with 413. A file counts 4 KiB at least.
+        max_stored_bytes: bytes of files and batches' outputs that one key may keep in `batch_storage` (10 GB
+            by default). Beyond it uploads and new batches are refused with 413. A file counts 4 KiB at least.
         max_batch_lines: batches of files with more lines fail.
-        replicas: engines behind the one endpoint: a number, or "least:most" for as many as the load asks for.
-            All but a plain 1 (and several models) have a gateway in front, which chooses among them and keeps
-            streams alive whose replica dies; "1:1" is one engine with such a gateway.
-        shutdown_timeout: seconds that requests may go on once their replica is to go (at the server's end,
-            when fewer replicas are wanted, in an update); what runs then gets an error event and `[DONE]`.
-        scaling: how eagerly their number follows the load: fields of `ScalingRules` (cluster/autoscaling.py).
+        replicas: number of engines; 1:4 follows the load, 0:4 goes to none when idle, 1:1 keeps streams when
+            the engine dies. All but a plain 1 (and several models) have a gateway in front, which chooses
+            among the replicas and keeps streams alive whose replica dies.
+        shutdown_timeout: seconds that requests may go on after Ctrl-C or SIGTERM; `manta serve` has 30. The
+            same holds for each replica that is stopped, when fewer are wanted and in an update. What still
+            runs then gets an error event and `[DONE]`.
+        scaling: how eagerly the number of replicas follows the load: fields of `ScalingRules`
+            (cluster/autoscaling.py).
         ui: serve the live page at /ui.
-        log_format: of all processes behind the endpoint: "text", or "json", an object a line.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector that takes OTLP over HTTP; a span of each
-            generation request goes there. None: OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment,
-            or no tracing at all. Needs the extra `otel`.
-        lossless_audit: the share of answers (0 to 1) that are computed once more, without speculation, while
-            nobody asks, and compared token by token. 0 leaves an idle engine idle.
-        capture: absolute path of a folder that gets prompts and answers as token ids, to adapt drafters to
-            them (`manta drafter adapt`); made with mode 0700, if need be. None keeps nothing. Requests that
-            say `"store": false` or `Cache-Control: no-store` are not kept.
-        capture_fraction: the share of requests (0 to 1) that are kept.
-        capture_max_bytes: of the folder; the oldest goes first. A token takes about five bytes.
-        capture_redact: `module:function`, called with each completion before it is kept; returns it, changed
-            perhaps, or None (`actors/capture/redaction.py`). It runs in a process of its own.
-        capture_prompts: false keeps answers without their prompts.
+        log_format: format of the log lines of all processes: text, or json, an object a line.
+        otlp_traces_endpoint: URL of a collector that gets a span of each request (OTLP over HTTP); needs
+            manta[otel]. Without it OTEL_EXPORTER_OTLP_ENDPOINT of the replica's environment, or no tracing.
+        lossless_audit: share of answers that an idle engine computes again without speculation, and compares:
+            0 (none) to 1. They are compared token by token. 0 leaves an idle engine idle.
+        capture: folder that keeps prompts and answers, as token ids, to adapt drafters to them. Made with
+            mode 0700 (in YAML: an absolute path), for `manta drafter adapt`. Requests that say `"store":
+            false` or `Cache-Control: no-store` are not kept.
+        capture_fraction: share of requests to keep: 0 to 1 (all).
+        capture_max_bytes: most bytes that the folder holds; the oldest go first. A token takes about five
+            bytes.
+        capture_redact: function that is called with each completion before it is kept; returns it, perhaps
+            changed, or None. It runs in a process of its own (`actors/capture/redaction.py`).
+        capture_prompts: keep prompts, too. False keeps answers without their prompts.
         max_metric_labels: tenants, and categories, that metrics and receipts tell apart (`actors/asker.py`),
-            first come, first served; all others count as "other". Each is two series in Prometheus. 0 tells
+            first come, first served. All others count as "other". Each is two series in Prometheus. 0 tells
             none apart.
-        tenants: names that any request may count for (X-Tenant); other names count as "other", unless the
-            request's key has a tenant, or `*`. ("*",) takes any name: for a port that only a proxy reaches.
-        categories: names that requests may be counted under (X-Category), likewise.
+        tenants: name that X-Tenant may give, told apart in metrics and receipts; may be repeated, * for any.
+            Other names count as "other", unless the request's key has a tenant, or `*`. Use * only for a port
+            that only a proxy reaches.
+        categories: name that X-Category may give; may be repeated, * for any.
     """
 
     served_model_name: str | tuple[str, ...] | None = None
@@ -143,39 +153,40 @@ class ServerSettings:
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = True
     reasoning_field_name: ReasoningField | None = None
-    enable_per_request_metrics: bool = True
-    per_request_spec_decode_metrics: SpeculationMetrics = "summary"
+    enable_per_request_metrics: Annotated[bool, NO_FLAG] = True
+    per_request_spec_decode_metrics: Annotated[SpeculationMetrics, NO_FLAG] = "summary"
     sse_keep_alive_interval: float = 0.0
-    max_request_bytes: int = 32 * 1024 * 1024
-    max_unread_bytes: int = 4 * 1024 * 1024
+    max_request_bytes: Size = 32 * 1024 * 1024
+    max_unread_bytes: Size = 4 * 1024 * 1024
     reader_timeout: float = 300.0
     max_requests_per_key: int | None = None
     api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
-    api_key_file: str | None = None
+    api_key_file: Annotated[str | None, Flag(metavar="FILE")] = None
     admin_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
-    admin_api_key_file: str | None = None
+    admin_api_key_file: Annotated[str | None, Flag(metavar="FILE")] = None
     metrics_api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
-    metrics_api_key_file: str | None = None
+    metrics_api_key_file: Annotated[str | None, Flag(metavar="FILE")] = None
     allowed_origins: tuple[str, ...] = ()
     prefix_cache_isolation: Isolation | None = None
-    batch_storage: str | None = field(default=None, repr=False)  # a URL may hold secrets
-    receipts: str | None = None
-    max_batch_file_bytes: int = 200 * 10**6
-    max_stored_bytes: int = 10 * 10**9
-    max_batch_lines: int = 50_000
-    replicas: int | str = 1
+    # A URL may hold secrets.
+    batch_storage: Annotated[FolderPath | None, Flag(metavar="FOLDER|URL")] = field(default=None, repr=False)
+    receipts: FolderPath | None = None
+    max_batch_file_bytes: Annotated[int, NO_FLAG] = 200 * 10**6
+    max_stored_bytes: Size = 10 * 10**9
+    max_batch_lines: Annotated[int, NO_FLAG] = 50_000
+    replicas: Annotated[int | str, Flag("--replicas --data-parallel-size -dp", metavar="N|LEAST:MOST")] = 1
     shutdown_timeout: float = 900.0
-    scaling: ScalingRules = field(default_factory=ScalingRules)
+    scaling: Annotated[ScalingRules, NO_FLAG] = field(default_factory=ScalingRules)
     ui: bool = True
     log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = field(default=None, repr=False)
-    lossless_audit: float = 0.0
-    capture: str | None = None
-    capture_fraction: float = 1.0
-    capture_max_bytes: int = 2**30
-    capture_redact: str | None = None
+    otlp_traces_endpoint: Annotated[str | None, Flag(metavar="URL")] = field(default=None, repr=False)
+    lossless_audit: Annotated[float, Flag(metavar="SHARE")] = 0.0
+    capture: FolderPath | None = None
+    capture_fraction: Annotated[float, Flag(metavar="SHARE")] = 1.0
+    capture_max_bytes: Size = 2**30
+    capture_redact: Annotated[str | None, Flag(metavar="MODULE:FUNCTION")] = None
     capture_prompts: bool = True
-    max_metric_labels: int = 64
+    max_metric_labels: Annotated[int, NO_FLAG] = 64
     tenants: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
 

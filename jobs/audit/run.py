@@ -10,7 +10,7 @@ near-tie may fall otherwise in other company: that is told as what it is, a mism
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,10 @@ from ..bench.passes import encode_prompts, read_rows
 from ..bench.provenance import provenance
 from ..generate import open_llm
 from ..progress import TimeLeft, say
+from .cli import AuditOptions
 
 Certificate = dict[str, Any]  # Any: JSON
 SHOWN = 20  # mismatches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditOptions:
-    """
-    Attributes:
-        prompts: JSONL.
-        num_prompts: of it, spread evenly; None takes all.
-        temperatures: each prompt is answered at each, with its place as the seed.
-    """
-
-    prompts: Path
-    num_prompts: int | None = None
-    max_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    output: Path | None = None
 
 
 def run_audit(config: EngineConfig, options: AuditOptions) -> Certificate:

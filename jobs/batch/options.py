@@ -4,64 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ...actors.batch.rows import Layout
-from ...actors.batch.source import InputFormat, OutputFormat, Source
 from ...cluster.config import EngineConfig
 from ...cluster.errors import ConfigError
+from ...cluster.flag import NO_FLAG, Flag
 from ...cluster.pool_size import Concurrency
+
+if TYPE_CHECKING:  # they import pyarrow, for which `--help` does not wait
+    from ...actors.batch.rows import Layout
+    from ...actors.batch.source import OutputFormat, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """See the module's text.
+    """What a batch job does.
 
     Attributes:
-        input: files, folders, patterns and URLs, of one format together.
+        input: file, folder, pattern or URL (s3://, gs://, abfs://, hf://); may be repeated, of one format.
         output: folder or URL for the results.
-        input_format: found from suffix and content if absent.
-        output_format: the input's if results can be of it, else JSONL.
-        overwrite: replace what an earlier job has left in `output`.
+        input_format: format of the input; by default found from suffix and content.
+        output_format: format of the results; by default the input's, or JSONL; OpenAI batch lines are
+            answered in kind.
+        overwrite: replace earlier results in the output.
         resume: "no" refuses an output that is not empty; "force" goes on though settings or input differ.
-        retry_failed: answer rows again that stand as failed.
-        preserve_order: parts, read by name, give the rows in the input's order.
-        sample: answer that many rows only, drawn by `seed`.
-        duplicate_ids: what to do about rows with an id that an earlier row has.
-        limit_time_s: end after that long, keeping what is answered.
-        concurrency: engines at once.
-        prompt_column, id_column: found by name if absent.
-        template: makes the prompt of several columns, in place of a column.
-        pass_through: columns handed on to the results; ("*",) is all of them.
+        retry_failed: answer rows again that have failed.
+        preserve_order: parts, read by name, hold the rows in the input's order.
+        sample: answer N rows only, drawn by --seed.
+        duplicate_ids: refuse rows with the same id, or number them.
+        limit_time_s: end after this time, keeping what is answered (exit code 3).
+        concurrency: engines at once; 1:4 grows and shrinks.
+        prompt_column: column with text, token ids or messages; by default `messages` or `prompt`.
+        template: the prompt, made of columns: "Translate {text} to {language}."
+        id_column: column with the row's id; by default `custom_id`, `id`, or a hash of the row's content.
+        pass_through: column to copy to the results; may be repeated; * is all of them.
         sampling: fields for rows that bring none.
         model_name: in OpenAI responses; the engine's `model` if absent.
-        category_column: rows are counted by its values in the report.
-        plain_sample: rows answered without speculation, to measure what it is worth; by itself as many as
-            that takes, where that is a small share of the job's.
-        price_per_gpu_hour: in any currency, for the report; not applied to cores.
+        category_column: count rows by the values of this column in the report.
+        plain_sample: rows to answer without speculation, to measure what it is worth; 0 is none; by default
+            as many as that takes, where it costs little.
+        price_per_gpu_hour: price for the report, in any currency. Not applied to cores.
     """
 
-    input: tuple[str, ...] = field(repr=False)  # URLs may hold secrets
-    output: str = field(repr=False)
-    input_format: InputFormat | None = None
-    output_format: OutputFormat | None = None
+    # Texts, not paths: those would take the second slash out of a URL. URLs may hold secrets.
+    input: Annotated[tuple[str, ...], Flag("-i --input-file --input")] = field(repr=False)
+    output: Annotated[str, Flag("-o")] = field(repr=False)
+    input_format: Literal["parquet", "jsonl", "csv", "openai", "text"] | None = None
+    output_format: Literal["parquet", "jsonl", "openai"] | None = None
     overwrite: bool = False
-    resume: Literal["yes", "no", "force"] = "yes"
+    resume: Annotated[Literal["yes", "no", "force"], NO_FLAG] = "yes"
     retry_failed: bool = False
     preserve_order: bool = False
-    sample: int | None = None
+    sample: Annotated[int | None, Flag(metavar="N")] = None
     duplicate_ids: Literal["refuse", "number"] = "refuse"
-    limit_time_s: float | None = None
-    concurrency: Concurrency = field(default_factory=Concurrency)
+    limit_time_s: Annotated[float | None, Flag("--limit-time", metavar="SECONDS")] = None
+    concurrency: Annotated[Concurrency, Flag(metavar="N|MIN:MAX", parser=Concurrency.parse)] = field(
+        default_factory=Concurrency
+    )
     prompt_column: str | None = None
     template: str | None = None
     id_column: str | None = None
     pass_through: tuple[str, ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    model_name: str | None = None
+    sampling: Annotated[Mapping[str, Any], NO_FLAG] = field(default_factory=dict)
+    model_name: Annotated[str | None, NO_FLAG] = None
     category_column: str | None = None
-    plain_sample: int | None = None
-    price_per_gpu_hour: float | None = None
+    plain_sample: Annotated[int | None, Flag(metavar="N")] = None
+    price_per_gpu_hour: Annotated[float | None, Flag(metavar="PRICE")] = None
 
     def __post_init__(self) -> None:
         if not self.input:
@@ -78,6 +86,8 @@ class BatchOptions:
 
     def layout(self, source: Source, config: EngineConfig) -> Layout:
         """How the rows of the input are read."""
+        from ...actors.batch.rows import Layout
+
         return Layout(
             kind="openai" if source.format == "openai" else "dataset",
             lines=source.lines,

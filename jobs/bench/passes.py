@@ -25,45 +25,16 @@ from ...actors.prompts import Chat, encode_prompt
 from ...actors.tokenizer import Tokenizer
 from ...cluster.acceptance import mean_acceptance_length
 from ...cluster.config import EngineConfig
-from ...cluster.errors import ConfigError, DatasetError
+from ...cluster.errors import DatasetError
 from ...cluster.request import SamplingParams
 from ..generate import open_llm
 from ..progress import say as say
+from .options import RunOptions
 from .provenance import provenance
 
 MODES = ("on", "off")
 Figures = dict[str, Any]  # Any: JSON
 Prompt = tuple[str, list[int]]  # id, token ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """What is run.
-
-    Attributes:
-        prompts: a JSONL file with `prompt` or `messages` per line.
-        num_prompts: of them, spread over the file.
-        concurrency: numbers of requests that run at once.
-        rounds: repetitions of each side; the median counts.
-        max_tokens: of every request; generation goes on after an end of sequence.
-        output: JSON file for the figures.
-    """
-
-    prompts: Path = Path("models/prompts.jsonl")
-    num_prompts: int = 20
-    concurrency: tuple[int, ...] = (1, 8)
-    rounds: int = 3
-    max_tokens: int = 128
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "rounds", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise ConfigError(
-                f"concurrency={self.concurrency} must be numbers of at least 1.", param="concurrency"
-            )
 
 
 @dataclass

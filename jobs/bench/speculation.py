@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...actors.files import rounded
@@ -20,12 +19,12 @@ from ..pictures.plots import GRAY, TEAL, can_plot, new_figure, save_figure
 from ..progress import counting
 from ..tables import decimals, print_table
 from .idleness import Watch, print_warning
+from .options import BenchOptions
 from .passes import (
     MODES,
     EngineRun,
     Figures,
     Prompt,
-    RunOptions,
     SteppedPass,
     encode_prompts,
     open_engines,
@@ -39,22 +38,6 @@ from .turns import prompts_per_turn, ratios, run_rounds, split_evenly
 TRIAL_PROMPTS = 4
 LINE_S = 4.0  # between lines while nothing else is told
 _Runs = Mapping[tuple[str, str], EngineRun]  # by mode and dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions(RunOptions):
-    """What is measured.
-
-    Attributes:
-        temperature: of every request.
-        trial: try dtypes and keep each mode's fastest; else the engine chooses, as it does everywhere else.
-        plot: SVG or PNG file for the speed-up.
-    """
-
-    rounds: int = 5
-    temperature: float = 0.0
-    trial: bool = True
-    plot: Path | None = None
 
 
 def run_bench(config: EngineConfig, options: BenchOptions) -> Figures:

@@ -9,20 +9,21 @@ In this process, without Ray. The steps: `step_times.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...actors.files import write_json
 from ...actors.targets.loading.plan import LoadPlan, plan_models
 from ...cluster.acceptance import expected_acceptance_length
-from ...cluster.config import AttentionBackend, DeviceKind, DType, EngineConfig, SpeculativeConfig
+from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.errors import ConfigError
 from ...cluster.roofline import Roofline, check_survival, geometric_survival
 from ..shapes import drafter_shape, target_shape
 from ..tables import print_table
 from .device_rates import find_device
 from .idleness import print_warning
+from .options import StepOptions
 from .provenance import provenance
 from .random_pair import PairShape
 from .step_times import Measured, Memory, Point, Seen, measure_points
@@ -30,56 +31,6 @@ from .step_times import Measured, Memory, Point, Seen, measure_points
 ACCEPTANCE = 0.86  # of each draft, those before it being accepted: a length of 6.5 at 15 drafts
 DRAFTING, PLAIN = ("draft", "verify", "sample", "inject"), ("verify", "sample")  # parts of a step
 Figures = dict[str, Any]  # Any: JSON
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """What is measured.
-
-    Attributes:
-        model, spec_model: folders or config.json files; None are Qwen3-8B (on a GPU) and z-lab's b16 drafter.
-        num_drafts: drafts per request; the drafter's most if None.
-        batches, contexts: every pair of them is a point; a context is in tokens.
-        steps: measured at each point, after a few that are not; medians count.
-        acceptance_rates: how likely each draft and all before it are accepted; None is 0.86^1, 0.86^2, ...
-        device_rates: "GB/s,TFLOP/s" that the device sustains; None knows or measures them.
-        output: JSON file for the figures.
-    """
-
-    model: str | None = None
-    spec_model: str | None = None
-    num_drafts: int | None = None
-    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
-    contexts: tuple[int, ...] = (1024, 8192)
-    steps: int = 20
-    acceptance_rates: tuple[float, ...] | None = None
-    dtype: DType = "auto"
-    device: DeviceKind = "auto"
-    attention_backend: AttentionBackend = "auto"
-    page_size: int | None = None
-    device_rates: str | None = None
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batches", "contexts"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"{name}={values} must be numbers of at least 1.", param=name)
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps} must be at least 1.", param="steps")
-
-
-def parse_rates(text: str | None) -> tuple[float, ...] | None:
-    """Acceptance rates as written on a command line: numbers between commas."""
-    if text is None:
-        return None
-    try:
-        return tuple(float(rate) for rate in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"synthetic_acceptance_rates={text!r} must be numbers between commas, like 0.9,0.8,0.7.",
-            param="synthetic_acceptance_rates",
-        ) from None
 
 
 def bench_step(options: StepOptions) -> Figures:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...actors.checkpoints import resolve_checkpoint
 from ...actors.files import write_json
 from ...actors.tokenizer import Tokenizer
-from ...cluster.errors import ConfigError
 from ..bench.load.asks import Asks
 from ..bench.passes import PromptRow, say
 from ..tables import decimals, print_table
@@ -28,6 +29,7 @@ from ..training.train import Trained, train
 from .adapt_text import Asked, Example, Text, prepare_text
 from .evaluate import OVERALL, engine_of, measure_acceptance, open_whole
 from .gate import Measured, Verdict, judge
+from .options import AdaptOptions
 
 # Lower rates than those of a new drafter, which has nothing to lose; found on the shipped pair.
 RECIPE = DrafterSettings(
@@ -41,53 +43,14 @@ MEASURED_TOKENS = 128
 _AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptOptions:
-    """What is asked for.
-
-    Attributes:
-        drafter: folder or hub id of the one to begin with.
-        target: folder or hub id.
-        data: captured traffic, or a JSONL file with `prompt` or `messages`.
-        replay: the same of general text, which it must not forget.
-        output: folder of the adapted drafter; made if the gate lets it pass, and never written over.
-        minutes: for answers and training; measuring comes on top.
-        min_gain: least gain of tokens per step on the new text, as a share.
-    """
-
-    drafter: str
-    target: str
-    data: Path
-    replay: Path
-    output: Path
-    minutes: float = 20.0
-    min_gain: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.minutes <= 0:
-            raise ConfigError(f"minutes={self.minutes} must be more than 0.", param="minutes")
-        if self.output.exists():
-            raise ConfigError(
-                f"output={str(self.output)!r} is there already: name a new folder.", param="output"
-            )
-
-    @property
-    def work(self) -> Path:
-        """Private: text of users is in it."""
-        return self.output.with_name(f"{self.output.name}.work")
-
-    @property
-    def candidate(self) -> Path:
-        """The drafter that is judged."""
-        return self.work / "training" / "drafter"
-
-
 def run_adapt(options: AdaptOptions, report: Callable[[str], None] = say) -> dict[str, Any]:
     """Adapt, judge, and write `output` if the gate lets it pass. The figures, `passed` among them.
 
     Raises:
         ConfigError, CheckpointError, DatasetError: before anything is trained.
     """
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
     target = resolve_checkpoint(options.target, field="target")
     begun = resolve_checkpoint(options.drafter, field="drafter")
     asked = Asked(str(begun), str(target), str(options.data), str(options.replay), options.minutes)

@@ -9,6 +9,9 @@ from typing import Annotated, Literal, TypeVar
 
 import typer
 
+from ..flags import with_flags
+from .options import AdaptOptions, TrainOptions
+
 # Arguments that the commands share.
 Drafter = Annotated[str, typer.Argument(help="Folder or hub id of a drafter.")]
 Target = Annotated[str, typer.Option("--target", "-m", help="Folder or hub id of the target.")]
@@ -172,42 +175,11 @@ def convert(
 
 
 @drafter.command()
-def adapt(
-    name: Drafter,
-    target: Target,
-    data: Annotated[
-        Path,
-        typer.Option("--data", help="The folder of --capture, or JSONL with `prompt` or `messages` a line."),
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder; made, and never written over.")],
-    minutes: Annotated[
-        float, typer.Option("--minutes", help="For answers and training; measuring comes on top.")
-    ] = 20.0,
-    replay: Annotated[
-        Path, typer.Option("--replay", help="General text that it must not forget, as --data.")
-    ] = Path("models/prompts.jsonl"),
-    min_gain: Annotated[
-        float, typer.Option("--min-gain", help="Tokens per step that new text must gain, as a share.")
-    ] = 0.05,
-    num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
-    as_json: AsJson = False,
-) -> None:
+@with_flags
+def adapt(options: AdaptOptions, as_json: AsJson = False) -> None:
     """Train a drafter on new traffic and replayed text; if it is no better, write nothing and end with 1."""
-    from .adapt import AdaptOptions, print_figures, run_adapt
+    from .adapt import print_figures, run_adapt
 
-    if num_threads is not None:
-        import torch
-
-        torch.set_num_threads(num_threads)
-    options = AdaptOptions(
-        drafter=name,
-        target=target,
-        data=data,
-        replay=replay,
-        output=output,
-        minutes=minutes,
-        min_gain=min_gain,
-    )
     figures = run_adapt(options)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
@@ -218,70 +190,12 @@ def adapt(
 
 
 @drafter.command()
-def train(
-    target: Target,
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", help="Folder of the run, which gets drafter/; the same one resumes."),
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            help="JSON lines or Parquet with messages, prompt or text; or captured traffic. May be repeated; "
-            "without it, prompts cut out of Python's standard library.",
-        ),
-    ] = None,
-    head: Annotated[
-        Literal["dflash", "selector", "dflash2", "eagle3"], typer.Option("--head", help="What is trained.")
-    ] = "dflash",
-    initial: Annotated[
-        str | None, typer.Option("--from", help="Drafter to begin with; else layers of the target.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Of the run; 6 epochs if absent.")] = None,
-    hours: Annotated[
-        float | None, typer.Option("--hours", help="Time for training, in place of steps.")
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            "--layers", help="Of a new drafter, 3 if absent; with --from, more than it has: silent at first."
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option("--block-size", help="Of a new drafter; 16 if absent.")
-    ] = None,
-    mask_token_id: Annotated[
-        int | None, typer.Option("--mask-token-id", help="Of a new drafter; one that no text has.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="Of an answer the target is asked for.")
-    ] = 192,
-    workers: Annotated[
-        int | None, typer.Option("--workers", help="Train on so many GPUs (or cores) of a Ray cluster.")
-    ] = None,
-    num_threads: Annotated[int | None, typer.Option("--num-threads", help="Of torch on a CPU.")] = None,
-) -> None:
+@with_flags
+def train(options: TrainOptions) -> None:
     """Train a drafter for a target that stays as it is; killed at any point, the same command goes on."""
-    from .train import TrainOptions, train_drafter
+    from .train import train_drafter
 
-    train_drafter(
-        TrainOptions(
-            target=target,
-            data=tuple(data or ()),
-            folder=output,
-            head=head,
-            initial=initial,
-            steps=steps,
-            hours=hours,
-            layers=layers,
-            block_size=block_size,
-            mask_token_id=mask_token_id,
-            max_tokens=max_tokens,
-            workers=workers,
-            num_threads=num_threads,
-        )
-    )
+    train_drafter(options)
 
 
 # Of a running application.

@@ -6,7 +6,7 @@ A run's folder holds all there is of it. The same command again goes on where it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,37 +15,18 @@ from ...actors.checkpoints import has_tokenizer, resolve_checkpoint
 from ...actors.tokenizer import Tokenizer
 from ...cluster.errors import ConfigError
 from ..ray_session import join_or_start_ray
-from ..training.answers import MAX_NEW_TOKENS
 from ..training.budget import Length
 from ..training.cards import DrafterFacts, write_drafter_card
 from ..training.continuations import Continuations
 from ..training.loop import Report
-from ..training.settings import RECIPES, DrafterSettings, Head, Settings
+from ..training.settings import RECIPES, DrafterSettings, Settings
 from ..training.train import Trained, machine, read_target
 from ..training.workers import DATA, HELD_OUT, Run, run_here, run_on_workers
+from .options import TrainOptions
 from .train_data import Asking, gather
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
 _EPOCHS = 6  # as published
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What the command was given; its flags say what each means."""
-
-    target: str
-    data: tuple[str, ...]
-    folder: Path
-    head: Head = "dflash"
-    initial: str | None = None
-    steps: int | None = None
-    hours: float | None = None
-    layers: int | None = None
-    block_size: int | None = None
-    mask_token_id: int | None = None
-    max_tokens: int = MAX_NEW_TOKENS
-    workers: int | None = None
-    num_threads: int | None = None
 
 
 def train_drafter(options: TrainOptions, report: Report = lambda line: print(line, flush=True)) -> Trained:

@@ -1,109 +1,87 @@
-"""`manta plan` as a command; `jobs/cli.py` has the others."""
+"""`manta plan` as a command, and its options; `jobs/cli.py` has the others."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from ...cluster.config import Quantization
+from ...cluster.errors import ConfigError
+from ...cluster.flag import Flag, Size
 from ...cluster.planner.gpus import GPUS
-from ..flags import parse_size
-
-PlanDType = Literal["auto", "bfloat16", "float16"]  # rates are known for 16 bits alone
-_SIZE = {"parser": parse_size, "metavar": "SIZE", "show_default": False}
+from ..flags import with_flags
+from ..yaml_file import check_new_file
 
 
-def plan(
-    model: Annotated[str, typer.Option("--model", "-m", help="Target: folder or Hugging Face id.")],
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the node.")] = 8,
-    gpu: Annotated[str, typer.Option("--gpu", help=f"Their kind: {', '.join(GPUS)}.")] = "h200",
-    drafter: Annotated[
-        str | None,
-        typer.Option("--drafter", "--spec-model", show_default=False, help="DFlash drafter; none if absent."),
-    ] = None,
-    dtype: Annotated[
-        PlanDType, typer.Option("--dtype", help="The checkpoint's if auto; bfloat16 where that is float32.")
-    ] = "auto",
-    quantization: Annotated[
-        Quantization | None,
-        typer.Option("--quantization", "-q", show_default=False, help="fp8: the target's weights in a byte."),
-    ] = None,
-    drafter_quantization: Annotated[
-        Quantization | None,
-        typer.Option("--drafter-quantization", show_default=False, help="The same of the drafter's."),
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            "--acceptance",
-            show_default=False,
-            help="Mean acceptance length, as 4.2, or how likely each draft and all before it are accepted, "
-            "as 0.8,0.7,...; the drafter's card's, or 4, if absent.",
-        ),
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None,
-        typer.Option("--slo-tpot-ms", show_default=False, help="Most milliseconds per output token."),
-    ] = None,
-    slo_ttft_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--slo-ttft-ms", show_default=False, help="Most milliseconds to the first token, in a trace."
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            show_default=False,
-            help="JSONL of arrivals (arrival_s, prompt_tokens, output_tokens): played through every layout.",
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", help="Longest sequence; the checkpoints' limit.", **_SIZE)
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option("--context", help="Tokens of a sequence on average; the trace's, or 4096.", **_SIZE),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch", show_default=False, help="Requests at once on the node; each layout's best if absent."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON in place of tables.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", show_default=False, help="File for the Serve config.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is planned.
+
+    Attributes:
+        model: target: folder or Hugging Face id.
+        num_gpus: GPUs of the node.
+        gpu: kind of the GPUs.
+        drafter: DFlash drafter; by default plain decoding is planned.
+        dtype: the checkpoint's if auto; bfloat16 where that is float32. Rates are known for 16 bits alone.
+        quantization: of the target's weights; fp8 keeps them in a byte.
+        drafter_quantization: of the drafter's weights; fp8 keeps them in a byte.
+        acceptance: mean acceptance length, as 4.2, or how likely each draft and all before it are accepted,
+            as 0.8,0.7,...; by default that of the drafter's card, or 4.
+        slo_tpot_ms: most milliseconds per output token.
+        slo_ttft_ms: most milliseconds to the first token, in a trace.
+        trace: JSONL of arrivals (arrival_s, prompt_tokens, output_tokens), played through every layout.
+        max_model_len: longest sequence; the checkpoints' limit by default.
+        context: tokens of a sequence on average; by default the trace's, or 4096.
+        batch: requests at once on the node; by default each layout's best.
+        as_json: the report as JSON in place of tables.
+        output: file for the Serve config.
+        force: replace a file that exists.
+    """
+
+    model: Annotated[str, Flag("-m")]
+    num_gpus: Annotated[int, Flag("--gpus")] = 8
+    gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
+    drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    quantization: Annotated[Quantization | None, Flag("-q")] = None
+    drafter_quantization: Quantization | None = None
+    acceptance: str | None = None
+    slo_tpot_ms: float | None = None
+    slo_ttft_ms: float | None = None
+    trace: Path | None = None
+    max_model_len: Size | None = None
+    context: Size | None = None
+    batch: int | None = None
+    as_json: Annotated[bool, Flag("--json")] = False
+    output: Annotated[Path | None, Flag("-o")] = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "context", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1.", param=name)
+        for name in ("slo_tpot_ms", "slo_ttft_ms"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
+        if self.drafter_quantization is not None and self.drafter is None:
+            raise ConfigError(
+                "drafter_quantization is a drafter's: give --drafter, too.", param="drafter_quantization"
+            )
+        if self.slo_ttft_ms is not None and self.trace is None:
+            raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")
+        if self.output is not None:
+            check_new_file(self.output, force=self.force)
+
+
+@with_flags
+def plan(options: PlanOptions) -> None:
     """Lay out a model over a node's GPUs: what fits, how fast it would be, the ray_config.yaml of the best.
 
     From shapes and rates alone: needs no GPU, no weights and no Ray.
     """
-    from .run import PlanOptions, make_plan
+    from .run import make_plan
 
-    make_plan(
-        PlanOptions(
-            num_gpus=gpus,
-            gpu=gpu,
-            model=model,
-            drafter=drafter,
-            dtype=dtype,
-            quantization=quantization,
-            drafter_quantization=drafter_quantization,
-            acceptance=acceptance,
-            slo_tpot_ms=slo_tpot_ms,
-            slo_ttft_ms=slo_ttft_ms,
-            trace=trace,
-            max_model_len=max_model_len,
-            context=context,
-            batch=batch,
-            as_json=as_json,
-            output=output,
-            force=force,
-        )
-    )
+    make_plan(options)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ...cluster.config import EngineConfig, Quantization, SpeculativeConfig
-from ...cluster.errors import ConfigError
+from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...cluster.planner.choice import check_fitting, choose, choose_by_trace
 from ...cluster.planner.estimates import Estimate, Misfit, estimate
 from ...cluster.planner.gpus import Gpu, find_gpu
@@ -16,69 +13,13 @@ from ...cluster.planner.layouts import Layout, layouts
 from ...cluster.planner.pair import Demand
 from ...cluster.planner.playing import Arrival, Played, Slo, play
 from ...cluster.planner.step_time import StepTimes
-from ..yaml_file import check_new_file
+from .cli import PlanOptions
 from .config_file import Quantized, serve_config, write_config
 from .models import ReadPair, read_pair
 from .tables import as_json, print_candidates, print_played
 from .trace import read_trace
 
 DEFAULT_CONTEXT = 4096  # tokens of a sequence, where neither a flag nor a trace says more
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What is planned.
-
-    Attributes:
-        num_gpus: of one node.
-        gpu: its kind, by name.
-        drafter: checkpoint; None plans plain decoding alone.
-        quantization, drafter_quantization: of weights, as the engine's settings.
-        acceptance: see `read_pair`.
-        slo_tpot_ms, slo_ttft_ms: most per output token, and (of a trace) until the first.
-        trace: JSONL file of arrivals.
-        context: tokens of a sequence on average; the trace's own, or 4096.
-        batch: requests at once on the node; each layout's best if None.
-        as_json: the report as JSON in place of tables.
-        output: file for the Serve config.
-        force: replace it if it is there.
-    """
-
-    num_gpus: int
-    gpu: str
-    model: str
-    drafter: str | None = None
-    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    quantization: Quantization | None = None
-    drafter_quantization: Quantization | None = None
-    acceptance: str | None = None
-    slo_tpot_ms: float | None = None
-    slo_ttft_ms: float | None = None
-    trace: Path | None = None
-    max_model_len: int | None = None
-    context: int | None = None
-    batch: int | None = None
-    as_json: bool = False
-    output: Path | None = None
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_gpus", "context", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.", param=name)
-        for name in ("slo_tpot_ms", "slo_ttft_ms"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
-        if self.drafter_quantization is not None and self.drafter is None:
-            raise ConfigError(
-                "drafter_quantization is a drafter's: give --drafter, too.", param="drafter_quantization"
-            )
-        if self.slo_ttft_ms is not None and self.trace is None:
-            raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")
-        if self.output is not None:
-            check_new_file(self.output, force=self.force)
 
 
 def make_plan(options: PlanOptions) -> dict[str, Any]:  # Any: JSON

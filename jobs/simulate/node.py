@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ..plan.trace import read_trace
 from ..progress import TimeLeft
 from ..tables import NO_FIGURE, decimals, print_table
 from .assumptions import assumptions
+from .cli import NodeOptions
 from .methods import Figures, Method, matched_speed
 from .subjects import Drafting, Subject, read_shapes, subjects
 from .workload import Workload
@@ -35,72 +36,29 @@ LEAST_REQUESTS = 16  # that are counted at a load
 ROW_WORK = 0.01  # of a request in a step, where the step's own is 1: for the estimate of time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """What is played.
-
-    Attributes:
-        model, drafter: checkpoints; configurations are enough.
-        gpu, num_gpus: of the node.
-        tp: ranks of an engine, several ways; empty: each that fits.
-        methods: see `methods.py`.
-        acceptance: mean acceptance length of the DFlash drafter's whole block, or by category.
-        eagle3_acceptance, eagle3_drafts: the same of an EAGLE-3 drafter that makes so many drafts.
-        spread: of requests' texts, see `cluster/planner/texts.py`.
-        concurrency: requests at once in each engine, one load each (closed loop).
-        rate_per_s: requests a second on the node (open loop, Poisson), in place of `concurrency`.
-        num_requests: that arrive at each rate.
-        trace: JSONL of arrivals and their lengths, in place of all of that.
-        workload: lengths.
-        max_model_len: longest sequence; the models' own if None.
-        output, plot: JSON and SVG.
-    """
-
-    model: str
-    drafter: str | None = None
-    gpu: str = "b300"
-    num_gpus: int = 8
-    tp: tuple[int, ...] = ()
-    methods: tuple[str, ...] = ("plain", "eagle3-3", "dflash")
-    acceptance: str = "4.0"
-    eagle3_acceptance: str = "3.0"
-    eagle3_drafts: int = 7
-    spread: float = 0.5
-    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    rate_per_s: tuple[float, ...] = ()
-    num_requests: int = 200
-    trace: Path | None = None
-    workload: Workload = Workload()  # noqa: RUF009 (frozen)
-    max_model_len: int | None = None
-    output: Path | None = None
-    plot: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("concurrency", "rate_per_s", "tp"):
-            if any(not value > 0 for value in getattr(self, name)):
-                raise ConfigError(f"{name}={list(getattr(self, name))} must be above 0.", param=name)
-        for name in ("num_gpus", "eagle3_drafts", "num_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
-        if self.drafter is None and any(Method.parse(name).kind == "dflash" for name in self.methods):
-            raise ConfigError("methods: dflash needs a drafter's shape: give --drafter.", param="drafter")
-
-
 def run_node(options: NodeOptions) -> Figures:
     """Play, print tables, write files where asked. Returns the figures."""
+    methods = [Method.parse(name) for name in options.methods]
+    if options.drafter is None and any(method.kind == "dflash" for method in methods):
+        raise ConfigError("methods: dflash needs a drafter's shape: give --drafter.", param="drafter")
     gpu, read = find_gpu(options.gpu), read_shapes(options.model, options.drafter, options.max_model_len)
     begin_s = time.monotonic()
     points: list[Figures] = []
     trace: list[Arrival] = []
     if options.trace is not None:
         trace = sorted(read_trace(options.trace, read.max_model_len), key=lambda a: a.arrival_s)
-    workload = replace(options.workload, max_tokens=read.max_model_len)
+    workload = drawn = Workload(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        sigma=options.sigma,
+        seed=options.seed,
+        max_tokens=read.max_model_len,
+    )
     if trace:
-        workload = replace(workload, trace=tuple((a.prompt_tokens, a.output_tokens) for a in trace))
+        workload = replace(drawn, trace=tuple((a.prompt_tokens, a.output_tokens) for a in trace))
     drafting = Drafting(
         options.acceptance, options.eagle3_acceptance, options.eagle3_drafts, options.spread, workload.seed
     )
-    methods = [Method.parse(name) for name in options.methods]
     played = list(subjects(read.pair, gpu, options.num_gpus, options.tp, methods, drafting, workload))
     arrivals_s = [arrival.arrival_s for arrival in trace]
     work = sum(_work(subject, options, trace) for subject in played)
@@ -112,6 +70,7 @@ def run_node(options: NodeOptions) -> Figures:
         "provenance": provenance(),
         "options": {
             **asdict(options),
+            "workload": asdict(drawn),
             "name": _name(options.model),
             "output": None,
             "plot": None,

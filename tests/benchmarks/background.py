@@ -23,17 +23,18 @@ from manta.actors.batch.storage import Storage
 from manta.actors.checkpoints import with_absolute_paths
 from manta.actors.prompts import Chat
 from manta.cluster.config import EngineConfig
-from manta.cluster.errors import ConfigError, MantaError
+from manta.cluster.errors import MantaError
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.load.arrivals import Arrivals
 from manta.jobs.bench.load.asks import Ask, Asks
 from manta.jobs.bench.load.latencies import describe
-from manta.jobs.bench.passes import Figures, RunOptions, read_rows, record, say
+from manta.jobs.bench.passes import Figures, read_rows, record, say
 from manta.jobs.bench.turns import begin_with
 from manta.jobs.client import ServerClient
 from manta.jobs.tables import print_table
 
 from .http_load import ServedPass, Target, find_server, pass_figures, send
+from .options import BackgroundOptions
 from .own_server import manta_serve
 
 BAR = 1.1
@@ -44,32 +45,6 @@ WARM_UP = 8  # requests
 ENDED = ("completed", "cancelled", "expired", "failed")
 
 SIDES = ("alone", "beside")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundOptions(RunOptions):
-    """What is asked.
-
-    Attributes:
-        rates: online requests per second, a point each.
-        num_requests: online requests of a side in a round.
-        lines: of the batch; it must not end before the requests do.
-        temperature: of online requests; the batch is greedy.
-    """
-
-    num_prompts: int = 240
-    rates: tuple[float, ...] = (2.0,)
-    num_requests: int = 48
-    lines: int = 5000
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        for name in ("num_requests", "lines"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
-        for rate in self.rates:
-            Arrivals(rate)
 
 
 def run_background_bench(config: EngineConfig, options: BackgroundOptions) -> Figures:

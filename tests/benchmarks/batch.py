@@ -11,21 +11,19 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from manta.actors.checkpoints import with_absolute_paths
 from manta.actors.files import rounded
 from manta.actors.prompts import load_tokenizer
-from manta.cluster.config import EngineConfig, one_of
-from manta.cluster.errors import ConfigError
+from manta.cluster.config import EngineConfig
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.passes import (
     Figures,
     Pass,
     Prompt,
-    RunOptions,
     encode_prompts,
     read_prompts,
     record,
@@ -35,35 +33,11 @@ from manta.jobs.bench.turns import begin_with, ratios
 from manta.jobs.tables import NO_FIGURE, decimals, print_table
 
 from .batch_sides import GenerateSide, HttpSide, JobPass, JobSide, LlmSide, Work
+from .options import BatchBenchOptions
 
-SIDES = ("job", "llm", "http", "generate", "engines")
 GENERATE_SHARE = 0.05  # of the rows: `generate` is slow, and its speed does not depend on how many follow
 LEAST_GENERATED = 16
 LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchBenchOptions(RunOptions):
-    """What is compared.
-
-    Attributes:
-        rows: of the dataset; the file's prompts, repeated.
-        sides: who takes part, of SIDES.
-        engines: of the job whose engines are to be busy.
-    """
-
-    rows: int = 2000
-    max_tokens: int = 64
-    sides: Sequence[str] = SIDES
-    engines: int = 2
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        for name in ("rows", "engines"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
-        for name in self.sides:
-            one_of("side", name, SIDES)
 
 
 class Side(Protocol):

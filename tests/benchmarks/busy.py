@@ -24,7 +24,6 @@ from manta.jobs.bench.passes import (
     EngineRun,
     Figures,
     Prompt,
-    RunOptions,
     SteppedPass,
     encode_prompts,
     joined,
@@ -38,31 +37,10 @@ from manta.jobs.tables import print_table
 
 from .busy_processes import busy_processes
 from .cpu_quota import QuotaGroup, quota_group
+from .options import BusyOptions
 
 NAMES = {"on": "DFlash", "off": "plain"}
 STATES = ("idle", "busy")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BusyOptions(RunOptions):
-    """What is measured.
-
-    Attributes:
-        busy: numbers of busy processes, each of which wants one core.
-        cpu_quotas: quotas, in cores.
-    """
-
-    num_prompts: int = 24
-    rounds: int = 5
-    busy: tuple[int, ...] = (1, 2, 4)
-    cpu_quotas: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        if min(self.busy, default=1) < 1:
-            raise ConfigError(f"busy={self.busy} must be numbers of at least 1.", param="busy")
-        if min(self.cpu_quotas, default=1) <= 0:
-            raise ConfigError(f"cpu_quotas={self.cpu_quotas} must be above 0.", param="cpu_quotas")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,7 +27,6 @@ from manta.jobs.bench.passes import (
     MODES,
     Figures,
     Pass,
-    RunOptions,
     encode_prompts,
     open_engines,
     read_prompts,
@@ -42,34 +40,12 @@ from manta.jobs.tables import decimals, print_table
 
 from .contender_server import OpenAIServer
 from .contenders import Contender, DFlashLoop, HuggingFaceGenerate, Prompts, Runner, TransformersTarget, Way
+from .options import CompareOptions
 
 NAMES = {"on": "Manta, DFlash", "off": "Manta, plain"}
 WARM_UP_TOKENS = 4
 TRIAL_TOKENS = 32
 TRIAL_PROMPTS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions(RunOptions):
-    """What is compared.
-
-    Attributes:
-        num_prompts: fewer than `manta bench` takes: `generate` is slow.
-        server: URL of an OpenAI-compatible server of the same target.
-        server_model: its name there; the first that the server lists if absent.
-    """
-
-    num_prompts: int = 16
-    server: str | None = None
-    server_model: str | None = None
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        if self.server_model is not None and self.server is None:
-            raise ConfigError(
-                f"server_model={self.server_model!r} names a model of a server: give --server too.",
-                param="server",
-            )
 
 
 def run_compare(config: EngineConfig, options: CompareOptions) -> Figures:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from manta.actors.files import write_json
@@ -28,6 +27,8 @@ from manta.drafter.grammars.states import GrammarStates
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.generate import open_llm
 
+from .options import GrammarOptions
+
 _TEXT = {"type": "string", "maxLength": 200}
 _PERSON = {
     "type": "object",
@@ -40,21 +41,6 @@ SCHEMAS: tuple[dict[str, Any], ...] = (  # Any: JSON
     {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}, "text": _TEXT}, "required": ["kind"]},
     {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 4},
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarOptions:
-    """What is measured: so many requests at once, and tokens of each; figures go to `output`, as JSON."""
-
-    requests: int = 8
-    max_tokens: int = 128
-    rounds: int = 5
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "max_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", param=name)
 
 
 def run_grammars(config: EngineConfig, options: GrammarOptions) -> dict[str, float]:

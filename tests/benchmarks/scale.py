@@ -9,20 +9,17 @@ speed. Not the policy (`cluster/autoscaling.py`), nor a fleet (`simulate/fleet.p
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from manta.actors.files import write_json
 from manta.actors.http.settings import parse_replicas, split_settings
-from manta.cluster.autoscaling import ScalingRules
-from manta.cluster.errors import ConfigError, MantaError
+from manta.cluster.errors import MantaError
 from manta.cluster.placement import Topology
 from manta.jobs.bench.idleness import Watch
 from manta.jobs.bench.passes import Figures, say
@@ -33,61 +30,11 @@ from manta.jobs.serve import ServeOptions, Server, start_server
 from manta.jobs.serve_checks import free_port
 from manta.jobs.tables import print_table
 
+from .options import ScaleOptions
+
 LOOK_S = 0.5
 WINDOW_S = 5.0  # over which first tokens are summed up
 SPARE_CPUS = 2  # for what Serve may need besides replicas; entries in Ray's book, not cores
-QUICK_RULES = ScalingRules(up_after_s=1.0, down_after_s=10.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleOptions:
-    """What is run.
-
-    Attributes:
-        replicas: the fewest and the most.
-        rules: of the policy; quicker than those that save money.
-        few, many: clients at once; None is a quarter more than it takes to want the most replicas.
-        hold_s: that a number of clients lasts after the replicas are as many as they should be.
-        timeout_s: for them to become as many.
-        max_tokens: of every request.
-        output, plot: JSON and SVG files.
-    """
-
-    replicas: tuple[int, int] = (1, 3)
-    rules: ScalingRules = QUICK_RULES
-    few: int = 1
-    many: int | None = None
-    hold_s: float = 20.0
-    timeout_s: float = 300.0
-    max_tokens: int = 128
-    output: Path | None = None
-    plot: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.replicas[0] < self.replicas[1]:
-            raise ConfigError(
-                f"replicas={self.replicas[0]}:{self.replicas[1]} must be LEAST:MOST, as 1:3 or 0:3.",
-                param="replicas",
-            )
-        if self.few < 1 or (self.many is not None and self.many <= self.few):
-            raise ConfigError(f"many={self.many} must be more than few={self.few}.", param="many")
-
-    def height(self, slots: int) -> int:
-        """Clients at the height of the load, for replicas of so many slots.
-
-        Raises:
-            ConfigError: the policy would not want the most replicas for the clients that were asked for.
-        """
-        enough = math.floor((self.replicas[1] - 1) * slots * self.rules.load_high) + 1
-        if self.many is None:
-            return max(math.ceil(1.25 * enough), self.few + 1)
-        if self.many < enough:
-            raise ConfigError(
-                f"many={self.many} clients do not fill {self.replicas[1]} replicas of max_num_seqs={slots}: "
-                f"send {enough} at least (--clients), or fewer slots (--max-num-seqs).",
-                param="many",
-            )
-        return self.many
 
 
 @dataclass(frozen=True, slots=True)

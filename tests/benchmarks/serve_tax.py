@@ -21,14 +21,13 @@ from manta.actors.batch.rows import row_seed
 from manta.actors.checkpoints import with_absolute_paths
 from manta.actors.files import rounded
 from manta.actors.prompts import load_tokenizer
-from manta.cluster.config import EngineConfig, one_of
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.passes import (
     Figures,
     Pass,
     Prompt,
-    RunOptions,
     encode_prompts,
     read_prompts,
     record,
@@ -37,6 +36,7 @@ from manta.jobs.bench.passes import (
 from manta.jobs.bench.turns import begin_with, ratios
 from manta.jobs.tables import NO_FIGURE, print_table
 
+from .options import ServeTaxOptions
 from .process_clocks import ROLES, read_role_clocks
 from .serve_tax_sides import NAMES, SIDES, Asker, Question, Reply
 
@@ -45,34 +45,6 @@ MOST_GROUPS = 4  # of streams that are open at once: at a point's end places sta
 MOST_STREAMS = 64
 WARM_UP_TOKENS = 32
 LOOK_EVERY_S = 1.0  # for the processes of a side's Ray, which end with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeTaxOptions(RunOptions):
-    """What is measured.
-
-    Attributes:
-        concurrency: numbers of streams that are open at once.
-        temperatures: each with every concurrency; a point is one of both.
-        sides: who takes part, of SIDES.
-    """
-
-    concurrency: tuple[int, ...] = (1, 8, 32)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    sides: Sequence[str] = tuple(SIDES)
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        for name in self.sides:
-            one_of("side", name, tuple(SIDES))
-        if not self.temperatures or min(self.temperatures) < 0.0:
-            raise ConfigError(
-                f"temperatures={self.temperatures} must be numbers of at least 0.", param="temperatures"
-            )
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        return [(streams, t) for t in self.temperatures for streams in self.concurrency]
 
 
 @dataclass

@@ -17,61 +17,27 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
 
 import ray
 from manta.actors.checkpoints import with_absolute_paths
 from manta.actors.prompts import load_tokenizer
-from manta.cluster.config import EngineConfig, SpeculativeConfig, one_of
+from manta.cluster.config import EngineConfig, SpeculativeConfig
 from manta.cluster.errors import ConfigError
 from manta.cluster.placement import Topology, total
 from manta.jobs.bench.idleness import Watch, print_warning
 from manta.jobs.bench.load.asks import Asks, encode_rows
-from manta.jobs.bench.passes import Figures, RunOptions, read_rows, record, say
+from manta.jobs.bench.passes import Figures, read_rows, record, say
 from manta.jobs.bench.turns import begin_with
 from manta.jobs.ray_session import join_or_start_ray
 from manta.jobs.tables import NO_FIGURE, decimals, print_table
 
 from .engine_hosts import Turn, open_hosts
+from .options import SharedDrafterOptions
+from .options import SharedDrafterSide as Side
 
-Side = Literal["shared", "split", "colocated"]
-SIDES: tuple[Side, ...] = get_args(Side)
 LOOK_EVERY_S = 1.0
 Runs = Callable[[int, int, float], list[Turn]]  # engines, requests at once at each, seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedDrafterOptions(RunOptions):
-    """What is measured.
-
-    Attributes:
-        concurrency: requests at once at each engine, a point each.
-        engines: numbers of engines, a point each.
-        sides: who takes part, of SIDES.
-        seconds: of a turn.
-        temperature: of all requests.
-    """
-
-    concurrency: tuple[int, ...] = (4,)
-    engines: tuple[int, ...] = (1, 2, 3)
-    sides: Sequence[Side] = SIDES
-    seconds: float = 3.0
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        for name in self.sides:
-            one_of("side", name, SIDES)
-        if not self.engines or min(self.engines) < 1:
-            raise ConfigError(f"engines={self.engines} must be numbers of at least 1.", param="engines")
-        if self.seconds <= 0.0:
-            raise ConfigError(f"seconds={self.seconds:g} must be more than 0.", param="seconds")
-
-    @property
-    def points(self) -> list[tuple[int, int]]:
-        """(engines, requests at each)."""
-        return [(engines, requests) for requests in self.concurrency for engines in self.engines]
 
 
 def run_shared_drafter(config: EngineConfig, options: SharedDrafterOptions) -> Figures:

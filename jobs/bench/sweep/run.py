@@ -9,64 +9,25 @@ happens; the same command goes on from there (`kept.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import get_args
 
 from ....actors.prompts import load_tokenizer
 from ....cluster.config import EngineConfig
 from ....cluster.errors import ConfigError
 from ...tables import decimals, print_table
 from ..idleness import print_warning
-from ..load.arrivals import Arrivals
 from ..load.asks import Asks, Traffic, encode_rows
-from ..passes import Figures, RunOptions, read_rows, record, say, subject
+from ..options import SweepOptions
+from ..passes import Figures, read_rows, record, say, subject
 from .figures import point_figures, verdicts
 from .kept import Kept, read_kept
 from .point import Point, measure
 from .sides import open_sides
 from .starts import measure_starts
 
-CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
-MIXED = (8, 32)
 STARTS_SHARE = 0.25  # of the time; what one round of them takes at least
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions(RunOptions):
-    """What is run.
-
-    Attributes:
-        num_prompts: of the file, spread over it.
-        concurrency: numbers of requests in closed loops.
-        mixed: those with mixed traffic besides.
-        open_loops: arrivals of points besides (or alone, where `concurrency` is empty).
-        rounds: of each side at a point at most.
-        temperature: of requests, but the hostile ones of mixed traffic.
-        methods: speculative configs besides, by name.
-        minutes: how long it may take, about.
-        window_s: after a start, and after a change of load, that is told apart.
-        methods_only: no fixed lengths, no shuffled drafter, no starts.
-    """
-
-    num_prompts: int = 240
-    concurrency: tuple[int, ...] = CONCURRENCY
-    mixed: tuple[int, ...] = MIXED
-    open_loops: tuple[Arrivals, ...] = ()
-    rounds: int = 5
-    temperature: float = 0.0
-    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    minutes: float = 15.0
-    window_s: float = 5.0
-    methods_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.concurrency or not self.open_loops:
-            RunOptions.__post_init__(self)
-        if not self.minutes > 0:
-            raise ConfigError(f"minutes={self.minutes} must be above 0.", param="minutes")
-        if min(self.mixed, default=1) < 1:
-            raise ConfigError(f"mixed={self.mixed} must be numbers of at least 1.", param="mixed")
 
 
 def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:

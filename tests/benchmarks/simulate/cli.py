@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from manta.cluster.config import EngineConfig
 from manta.cluster.errors import ConfigError
+from manta.cluster.flag import parse_size
 from manta.cluster.planner.gpus import GPUS
-from manta.jobs.flags import Model, engine_options, parse_size
-from manta.jobs.settings import engine_config
+from manta.jobs.flags import Model, text_parser, with_flags
 
-# Any: settings are plain data, checked where they become dataclasses.
+from ..options import ValidateOptions
+
 TRAFFIC = "Traffic"
 REPLICA = "A replica"
 ENGINE = "A replica that is an engine on GPUs"
@@ -57,7 +59,7 @@ def fleet(
         typer.Option(
             "--kv-tokens",
             help="That its pages hold.",
-            parser=parse_size,
+            parser=text_parser(parse_size),
             metavar="SIZE",
             rich_help_panel=REPLICA,
         ),
@@ -197,7 +199,7 @@ def policy(
         typer.Option(
             "--context",
             help="Tokens of prompts; may be repeated (1k, 8k, 64k).",
-            parser=parse_size,
+            parser=text_parser(parse_size),
             metavar="SIZE",
         ),
     ] = None,
@@ -235,38 +237,11 @@ def policy(
     )
 
 
-@engine_options
-def validate(
-    settings: dict[str, Any],
-    model_: Model = None,
-    prompts: Annotated[Path, typer.Option("--prompts", help="JSONL with `prompt` or `messages`.")] = Path(
-        "models/prompts.jsonl"
-    ),
-    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Of the file.")] = 40,
-    concurrency: Annotated[
-        list[int] | None,
-        typer.Option("--max-concurrency", help="Requests at once; may be repeated (1, 4 and 16)."),
-    ] = None,
-    requests: Annotated[int, typer.Option("--requests", help="That are counted at each.")] = 48,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of every request.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    spread: Annotated[float, typer.Option("--spread", help="Of requests' hardness.")] = 0.5,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
-) -> None:
+@with_flags
+def validate(options: ValidateOptions, config: EngineConfig, model_: Model = None) -> None:
     """Hold the simulation against this machine's engine: measure its steps, then the same load on both."""
-    config = engine_config(settings)
-    from .validate import ValidateOptions, run_validate
+    from .validate import run_validate
 
-    options = ValidateOptions(
-        prompts=prompts,
-        num_prompts=num_prompts,
-        concurrency=tuple(concurrency or (1, 4, 16)),
-        requests=requests,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        spread=spread,
-        output=output,
-    )
     run_validate(config, options)
 
 

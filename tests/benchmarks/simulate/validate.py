@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from manta.actors.executor import make_executor
@@ -20,7 +19,6 @@ from manta.actors.files import write_json
 from manta.actors.prompts import load_tokenizer
 from manta.cluster.config import EngineConfig
 from manta.cluster.engine import Engine
-from manta.cluster.errors import ConfigError
 from manta.cluster.executor import Executor
 from manta.cluster.planner.driven import DrivenEngine
 from manta.cluster.planner.loads import Observed, closed_loop
@@ -31,41 +29,11 @@ from manta.jobs.bench.passes import encode_prompts, read_prompts
 from manta.jobs.bench.provenance import provenance
 from manta.jobs.tables import decimals, print_table
 
+from ..options import ValidateOptions
 from .measured_cost import MeasuredCost, measure_costs
 
 Figures = dict[str, Any]  # Any: JSON
 COMPARED = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidateOptions:
-    """What is compared.
-
-    Attributes:
-        prompts: JSONL file.
-        num_prompts: of it; asked again in turn.
-        concurrency: requests at once, one load each.
-        requests: that are counted at each load; as many as that and the clients again warm up.
-        max_tokens: of every answer.
-        temperature: of every request.
-        spread: of requests' hardness, see `cluster/planner/texts.py`.
-        output: JSON file.
-    """
-
-    prompts: Path
-    num_prompts: int = 40
-    concurrency: tuple[int, ...] = (1, 4, 16)
-    requests: int = 48
-    max_tokens: int = 128
-    temperature: float = 0.0
-    spread: float = 0.5
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.requests < 1 or self.max_tokens < 1 or self.num_prompts < 1 or min(self.concurrency) < 1:
-            raise ConfigError(
-                "requests, max_tokens, num_prompts and concurrency must be at least 1.", param="requests"
-            )
 
 
 def run_validate(config: EngineConfig, options: ValidateOptions) -> Figures:

@@ -1,0 +1,58 @@
+"""What a dataclass says of its fields' flags: a `Flag` beside a field's type, data alone.
+
+`Annotated[int, Flag("-n")]` declares an option in the place where its name, type, default and description
+are. `jobs/flags.py` makes typer options of the fields; its module docstring follows an option from the
+terminal to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What a field's name, type and default do not say of its flag.
+
+    Attributes:
+        names: all spellings, separated by spaces; if all are short ("-m"), `--field-name` is one, too.
+        metavar: what stands for the value in `--help`.
+        parser: makes the value from the text. The message of its ValueError is a usage error.
+        least, most: bounds of a number.
+        positional: the value is an argument without a flag.
+        absent: the field can only be set in Python or YAML.
+    """
+
+    names: str = ""
+    metavar: str | None = None
+    parser: Callable[[str], Any] | None = None  # Any: the field's type
+    least: float | None = None
+    most: float | None = None
+    positional: bool = False
+    absent: bool = False
+
+
+def parse_size(text: str) -> int:
+    """Read an integer, perhaps with k, m, g (powers of 1000) or K, M, G (powers of 1024): 32k, 1.5G."""
+    text = text.strip()
+    factor = _SIZES.get(text[-1:], 1)
+    try:
+        return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number; write 4096, 32k or 1G.") from None
+
+
+def absolute_path(text: str) -> str:
+    """Return the absolute path of a file or folder, for processes elsewhere; a URL stays as it is."""
+    return text if "://" in text else str(Path(text).absolute())
+
+
+NO_FLAG = Flag(absent=True)
+Size = Annotated[int, Flag(metavar="SIZE", parser=parse_size)]
+FilePath = Annotated[str, Flag(metavar="FILE", parser=absolute_path)]
+FolderPath = Annotated[str, Flag(metavar="FOLDER", parser=absolute_path)]
