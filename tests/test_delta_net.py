@@ -5,22 +5,19 @@ Slots here are a memory's, rows those of a layer's product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.state_shape import StateGeometry
-from manta.drafter.compute.backend import PlacedRows
+from manta.drafter.compute.backend import Backend
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.eager.delta_net import chunk, conv_chunk, conv_fold, fold, unit
 from manta.drafter.compute.loops.backend import CpuBackend
 from manta.drafter.compute.recurrent import DeltaNetShape
-from manta.drafter.compute.state_memory import Save, StateMemory, StateRows
+from manta.drafter.compute.state_memory import Save, StateMemory
+from manta.jobs.doctor.cases.delta_rule import DeltaLayer
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
@@ -53,46 +50,19 @@ def make_shape() -> DeltaNetShape:
 SHAPE = make_shape()
 
 
-@dataclass
-class Layer:
-    """A layer of a backend with memory, and where each slot stands."""
+def layer_of(backend: Backend, dtype: torch.dtype = torch.float32) -> DeltaLayer:
+    memory = StateMemory(2, KIND, NUM_SLOTS, MAX_DRAFTS, dtype, "cpu")
+    return DeltaLayer(backend, SHAPE, memory, page_size=16, layer=LAYER)
 
-    backend: Any
-    dtype: torch.dtype = torch.float32
-    pending: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SLOTS, dtype=np.int64))
 
-    def __post_init__(self) -> None:
-        self.memory = StateMemory(2, KIND, NUM_SLOTS, MAX_DRAFTS, self.dtype, "cpu")
-        self._run = self.backend.delta_net(SHAPE)
-
-    def run(self, given: list[tuple[int, Tensor, int]], saves: tuple[Save, ...] = ()) -> Tensor:
-        """A pass.
-
-        Args:
-            given: slot, rows, and how many of these, the last ones, are drafts.
-        """
-        slots, counts, drafts = (
-            np.array(x, dtype=np.int64) for x in zip(*((s, len(x), d) for s, x, d in given), strict=True)
-        )
-        states = StateRows(slots, counts, drafts, self.pending[slots], saves)
-        placed = PlacedRows(torch.zeros(0), (), (), states=states)
-        cache: Any = SimpleNamespace(states=self.memory)
-        mixed = torch.cat([x for _, x, _ in given]).to(self.dtype)
-        out = self._run(mixed, self.backend.begin(placed), cache, LAYER)
-        self.pending[slots] = 0
-        return out
-
-    def accept(self, slot: int, count: int) -> None:
-        self.pending[slot] = count
-
-    def plain(self, slot: int, given: Tensor) -> Tensor:
-        """One known row after the other."""
-        return torch.cat([self.run([(slot, row, 0)]) for row in given.split(1)])
+def run_row_by_row(layer: DeltaLayer, slot: int, given: Tensor) -> Tensor:
+    """All rows are known."""
+    return torch.cat([layer.run([(slot, row, 0)]) for row in given.split(1)])
 
 
 @pytest.fixture(params=BACKENDS, ids=("eager", "loops"))
-def layer(request: pytest.FixtureRequest) -> Layer:
-    return Layer(request.param)
+def layer(request: pytest.FixtureRequest) -> DeltaLayer:
+    return layer_of(request.param)
 
 
 @pytest.mark.parametrize("count", [1, 7, 70])
@@ -126,7 +96,7 @@ def test_the_convolution_is_transformers() -> None:
     torch.testing.assert_close(torch.cat((first, second)), theirs)
 
 
-def test_a_layer_is_made_of_transformers_parts(layer: Layer) -> None:
+def test_a_layer_is_made_of_transformers_parts(layer: DeltaLayer) -> None:
     mixed = rows(30)
     x, z, b, a = mixed.split([KIND.channels, 72, 6, 6], dim=1)
     y = causal_conv1d_fn(x.T[None], SHAPE.kernel_CT, activation="silu")[0].T
@@ -143,10 +113,10 @@ def test_a_layer_is_made_of_transformers_parts(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("stood", range(MAX_DRAFTS + 1))
-def test_rejected_drafts_leave_no_trace_in_any_bit(layer: Layer, stood: int) -> None:
+def test_rejected_drafts_leave_no_trace_in_any_bit(layer: DeltaLayer, stood: int) -> None:
     """A prompt, drafts of which some stood, more drafts, the rest: as if all had come row by row."""
     given, wrong = rows(24), rows(24, seed=20)
-    expected = layer.plain(0, given)
+    expected = run_row_by_row(layer, 0, given)
     told = [layer.run([(1, given[:9], 0)])]
     drafts = torch.cat((given[9 : 10 + stood], wrong[: MAX_DRAFTS - stood]))
     told.append(layer.run([(1, drafts, MAX_DRAFTS)])[: 1 + stood])
@@ -160,9 +130,9 @@ def test_rejected_drafts_leave_no_trace_in_any_bit(layer: Layer, stood: int) -> 
         assert torch.equal(part[LAYER, 0], part[LAYER, 1]) and not part[1 - LAYER].any()
 
 
-def test_a_state_that_is_saved_on_the_way_goes_on_like_the_original(layer: Layer) -> None:
+def test_a_state_that_is_saved_on_the_way_goes_on_like_the_original(layer: DeltaLayer) -> None:
     given, other = rows(20), rows(6, seed=21)
-    expected = layer.plain(0, given)
+    expected = run_row_by_row(layer, 0, given)
     # Two in one pass, beside a request that saves nothing; the second behind the last known row.
     saves = (Save(1, 4, 2), Save(1, 7, 3))
     layer.run([(0, other, 2), (1, torch.cat((given[:7], other[:3])), 3)], saves)
@@ -171,9 +141,9 @@ def test_a_state_that_is_saved_on_the_way_goes_on_like_the_original(layer: Layer
     assert torch.equal(layer.run([(1, given[7:], 0)]), expected[7:])
 
 
-def test_a_copy_takes_records_along(layer: Layer) -> None:
+def test_a_copy_takes_records_along(layer: DeltaLayer) -> None:
     given = rows(20)
-    expected = layer.plain(0, given)
+    expected = run_row_by_row(layer, 0, given)
     layer.run([(1, given[:8], 3)])
     layer.memory.copy(np.array([1]), np.array([2]))
     layer.memory.reset(np.array([1]))
@@ -186,7 +156,7 @@ def test_a_copy_takes_records_along(layer: Layer) -> None:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_loops_do_what_the_definition_says(dtype: torch.dtype, data: st.DataObject) -> None:
-    layers = [Layer(backend, dtype) for backend in BACKENDS]
+    layers = [layer_of(backend, dtype) for backend in BACKENDS]
     for step in range(3):
         who = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
         given = []

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
@@ -14,11 +9,11 @@ pytest.importorskip("triton")
 
 from devices import DEVICE, HALVES
 from manta.cluster.state_shape import StateGeometry
-from manta.drafter.compute.backend import PlacedRows
 from manta.drafter.compute.eager.backend import TorchBackend
 from manta.drafter.compute.gpu.backend import TritonBackend
 from manta.drafter.compute.recurrent import DeltaNetShape
-from manta.drafter.compute.state_memory import DeviceStateRows, Save, StateMemory, StateRows
+from manta.drafter.compute.state_memory import Save, StateMemory
+from manta.jobs.doctor.cases.delta_rule import DeltaLayer
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
@@ -50,55 +45,22 @@ def rows_of(kind: StateGeometry, count: int, seed: int = 0) -> Tensor:
     return dice(count, width, seed=seed)
 
 
-@dataclass
-class Layer:
-    """A layer with memory, and where each slot stands: of the definition, or of the device's kernels."""
-
-    kind: StateGeometry
-    on_device: bool
-    dtype: torch.dtype = torch.float32
-    invariant: bool = False
-    padding: int = 0  # rows of nobody behind the others
-    pending: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SLOTS, dtype=np.int64))
-    first: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SLOTS, dtype=np.int64))
-
-    def __post_init__(self) -> None:
-        self.device = DEVICE if self.on_device else torch.device("cpu")
-        backend = TritonBackend(DEVICE, batch_invariant=self.invariant) if self.on_device else TorchBackend()
-        self.backend = backend
-        self.memory = StateMemory(2, self.kind, NUM_SLOTS, MAX_DRAFTS, self.dtype, self.device)
-        self._run: Any = backend.delta_net(make_shape(self.kind, self.device))
-
-    def run(self, given: list[tuple[int, Tensor, int]], saves: tuple[Save, ...] = ()) -> Tensor:
-        """A pass.
-
-        Args:
-            given: slot, rows, and how many of these, the last ones, are drafts; without rows a request that
-                is padding.
-        """
-        given_R = given if self.on_device else [each for each in given if len(each[1])]
-        slots, counts, drafts = (
-            np.array(x, dtype=np.int64) for x in zip(*((s, len(x), d) for s, x, d in given_R), strict=True)
-        )
-        states: Any = StateRows(slots, counts, drafts, self.pending[slots], saves)
-        if self.on_device:
-            states = DeviceStateRows.of(states, self.first[slots], DEVICE)
-        placed = PlacedRows(torch.zeros(0), (), (), states=states)
-        cache: Any = SimpleNamespace(states=self.memory, page_size=PAGE_SIZE)
-        padding = [torch.full_like(given[0][1][:1], torch.nan)] * self.padding
-        mixed = torch.cat([*(x for _, x, _ in given), *padding]).to(self.device, self.dtype)
-        out = self._run(mixed, self.backend.begin(placed), cache, LAYER)
-        assert not out[len(mixed) - self.padding :].any()
-        self.pending[slots] = 0
-        self.first[slots] += counts - drafts
-        return out[: len(mixed) - self.padding].cpu()
-
-    def accept(self, slot: int, count: int) -> None:
-        self.pending[slot] = count
-        self.first[slot] += count
+def layer_of(
+    kind: StateGeometry,
+    on_device: bool,
+    dtype: torch.dtype = torch.float32,
+    *,
+    invariant: bool = False,
+    padding: int = 0,
+) -> DeltaLayer:
+    """Of the definition, or of the device's kernels."""
+    device = DEVICE if on_device else torch.device("cpu")
+    backend = TritonBackend(DEVICE, batch_invariant=invariant) if on_device else TorchBackend()
+    memory = StateMemory(2, kind, NUM_SLOTS, MAX_DRAFTS, dtype, device)
+    return DeltaLayer(backend, make_shape(kind, device), memory, PAGE_SIZE, layer=LAYER, padding=padding)
 
 
-def assert_same_memory(mine: Layer, theirs: Layer, tolerance: float) -> None:
+def assert_same_memory(mine: DeltaLayer, theirs: DeltaLayer, tolerance: float) -> None:
     for part, other in zip(mine.memory.tensors, theirs.memory.tensors, strict=True):
         torch.testing.assert_close(part.cpu(), other.cpu(), atol=tolerance, rtol=tolerance)
 
@@ -116,14 +78,14 @@ def test_ragged_passes_do_what_the_definition_says(
     kind: StateGeometry, prompt: int, dtype: torch.dtype
 ) -> None:
     """Prompts in chunks and rows with states saved on the way, blocks of which some stood, nobody's rows."""
-    layers = [Layer(kind, False, dtype), Layer(kind, True, dtype, padding=2)]
+    layers = [layer_of(kind, False, dtype), layer_of(kind, True, dtype, padding=2)]
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     enter = [(3, rows_of(kind, prompt, 1), 0), (2, rows_of(kind, 0), 0), (0, rows_of(kind, 2, 2), 0)]
     blocks = [(0, rows_of(kind, 1 + MAX_DRAFTS, 3), MAX_DRAFTS), (3, rows_of(kind, 3, 4), 2)]
     again = [(3, rows_of(kind, 18, 5), 0), (0, rows_of(kind, 4, 6), 3)]
     saves = (Save(0, min(prompt, 16), 4),)
     for given, saved, stood in ((enter, saves, (0, 0)), (blocks, (), (4, 2)), (again, (), (1, 0))):
-        outs = [layer.run(given, saved) for layer in layers]
+        outs = [layer.run(given, saved).cpu() for layer in layers]
         torch.testing.assert_close(outs[1].float(), outs[0].float(), atol=tolerance, rtol=tolerance)
         assert_same_memory(layers[1], layers[0], tolerance)
         for layer in layers:
@@ -133,7 +95,7 @@ def test_ragged_passes_do_what_the_definition_says(
 
 def test_a_prompt_s_chunks_read_what_transformers_say_where_keys_are_alike() -> None:
     """As of a token that is repeated: A is nearly all ones below its diagonal."""
-    kind, layer = ODD, Layer(ODD, True)
+    kind, layer = ODD, layer_of(ODD, True)
     mixed = rows_of(kind, 1).repeat(50, 1) + 0.01 * rows_of(kind, 50, 3)
     mixed[:, -12:-6], mixed[:, -6:] = 4.0, -9.0  # beta near 1, nothing decays
     shape = make_shape(kind)
@@ -149,14 +111,14 @@ def test_a_prompt_s_chunks_read_what_transformers_say_where_keys_are_alike() -> 
     )
     normed = torch.nn.functional.rms_norm(read[0], (12,), shape.norm_F, shape.eps).flatten(1)
     expected = normed * torch.nn.functional.silu(z)
-    torch.testing.assert_close(layer.run([(2, mixed, 0)]), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer.run([(2, mixed, 0)]).cpu(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layer.memory.states_LZVDF[LAYER, 2].cpu(), state[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_no_bit_of_a_row_depends_on_who_else_is_in_the_pass(invariant: bool) -> None:
-    def layer() -> Layer:
-        return Layer(SMALL, True, invariant=invariant)
+    def layer() -> DeltaLayer:
+        return layer_of(SMALL, True, invariant=invariant)
 
     prompt, block = rows_of(SMALL, 20, 1), rows_of(SMALL, 6, 2)
     alone, crowded = layer(), layer()
@@ -168,7 +130,7 @@ def test_no_bit_of_a_row_depends_on_who_else_is_in_the_pass(invariant: bool) -> 
         assert torch.equal(got[begin : begin + len(given)], expected)
         for part in crowded.memory.tensors:
             part[:, 3] = 0
-        crowded.first[3] = 0
+        crowded.first_Z[3] = 0
         for each in (alone, crowded):
             each.accept(1, 3 if drafts else 0)
     for mine, theirs in zip(crowded.memory.tensors, alone.memory.tensors, strict=True):
@@ -178,8 +140,8 @@ def test_no_bit_of_a_row_depends_on_who_else_is_in_the_pass(invariant: bool) -> 
 @pytest.mark.parametrize("stood", (0, 2, MAX_DRAFTS))
 def test_rejected_drafts_leave_no_trace_in_any_bit(stood: int) -> None:
     """Where bits do not depend on how rows are cut: as if all had come one by one."""
-    layer, given, wrong = Layer(SMALL, True, invariant=True), rows_of(SMALL, 12), rows_of(SMALL, 12, 20)
-    plain = Layer(SMALL, True, invariant=True)
+    layer, given, wrong = layer_of(SMALL, True, invariant=True), rows_of(SMALL, 12), rows_of(SMALL, 12, 20)
+    plain = layer_of(SMALL, True, invariant=True)
     expected = torch.cat([plain.run([(1, row, 0)]) for row in given.split(1)])
     told = [layer.run([(1, given[:3], 0)])]
     drafts = torch.cat((given[3 : 4 + stood], wrong[: MAX_DRAFTS - stood]))

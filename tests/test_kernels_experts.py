@@ -1,6 +1,6 @@
 """Routed experts in Triton: tiles, products of plain and packed weights, sums; where, says `devices.py`.
 
-Against PyTorch in fp64, rounded where `eager/experts.py` rounds.
+Against the definition in fp64.
 
 Legend: N rows, k experts chosen per row, P = N k pairs, E experts, O outputs, H hidden, I inner size.
 """
@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from manta.cluster.errors import CheckpointError
 from manta.drafter.compute.eager import routing
 from manta.drafter.compute.eager.backend import TorchBackend
-from manta.drafter.compute.eager.experts import expert_gate, weighted_sum
 from manta.drafter.compute.experts import ExpertActivation, ExpertWeights, Router, RouterWeights
 from manta.drafter.compute.gpu.backend import TritonBackend
 from manta.drafter.compute.gpu.expert_pairs import ExpertTiles, list_tiles
@@ -26,8 +25,9 @@ from manta.drafter.compute.gpu.expert_products import multiply_tiles
 from manta.drafter.compute.gpu.expert_tiles import HEIGHTS, INVARIANT_HEIGHT, most_tiles, tile_height
 from manta.drafter.compute.gpu.mxfp4 import MOST_EXPONENT
 from manta.drafter.compute.gpu.routing import choose
-from manta.drafter.compute.layers import RMSNorm
+from manta.drafter.compute.layers import RMSNorm, gate
 from manta.drafter.compute.mxfp4 import MXFP4
+from manta.jobs.doctor.cases.experts import exact_experts
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -136,7 +136,7 @@ def test_a_router_may_look_at_the_raw_residual_with_a_norm_of_its_own():
 
 
 class Layer:
-    """Random experts, packed or not, and what fp64 makes of them."""
+    """Random experts, packed or not, and rows for them."""
 
     def __init__(
         self,
@@ -166,26 +166,6 @@ class Layer:
         x_NH = torch.randn(count, hidden).to(self.dtype)
         return x_NH, random_ids(count, experts), torch.rand(count, PLACES)
 
-    def exact(self, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        outputs_NkH = torch.zeros(*ids_Nk.shape, x_NH.shape[1], dtype=torch.float64)
-        for row, place in torch.cartesian_prod(*(torch.arange(size) for size in ids_Nk.shape)).tolist():
-            expert = int(ids_Nk[row, place]) - self.weights.first_expert
-            if 0 <= expert < self.weights.gate_up.shape[0]:
-                outputs_NkH[row, place] = self._expert(expert, x_NH[row : row + 1])[0]
-        return weighted_sum(outputs_NkH, weights_Nk.double()).to(self.dtype)
-
-    def _expert(self, expert: int, x_1H: Tensor) -> Tensor:
-        of = self.weights
-        inner_1I = self.product(x_1H, of.gate_up, of.gate_up_bias_EI, expert)
-        inner_1I = expert_gate(inner_1I, of.activation, of.limit)
-        return self.product(inner_1I, of.down, of.down_bias_EH, expert)
-
-    def product(self, x: Tensor, weight: Tensor | MXFP4, bias_EO: Tensor | None, expert: int) -> Tensor:
-        """Rounded once."""
-        plain = weight.dequantised(self.dtype) if isinstance(weight, MXFP4) else weight
-        y = x.double() @ plain[expert].double().T
-        return (y if bias_EO is None else y + bias_EO[expert].double()).to(self.dtype)
-
 
 def random_plain(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return (inputs**-0.5 * torch.randn(experts, outputs, inputs)).to(dtype)
@@ -198,10 +178,10 @@ def random_packed(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -
     return MXFP4(blocks_EOBJ, torch.randint(119, 123, shape, dtype=torch.uint8))
 
 
-def assert_near(actual: Tensor, expected: Tensor):
-    assert actual.shape == expected.shape
+def assert_near(actual: Tensor, exact: Tensor):
+    assert actual.shape == exact.shape
     tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, exact.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,7 +191,8 @@ def test_experts_are_those_of_their_rows(activation: ExpertActivation, packed: b
     """Rows and columns of weights that fill no tile, inputs that fill no step."""
     layer = Layer(dtype, packed=packed, biases=activation != "silu", activation=activation)
     given_ = layer.rows(13)
-    assert_near(TritonBackend(DEVICE).experts(layer.weights)(*given_), layer.exact(*given_))
+    experts = TritonBackend(DEVICE).experts(layer.weights)
+    assert_near(experts(*given_), exact_experts(layer.weights, *given_))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -221,8 +202,9 @@ def test_tiles_of_every_height_are_the_same_products(height: int, packed: bool, 
     layer = Layer(dtype, hidden=256, experts=2, packed=packed)
     weight, (x_NH, ids_Nk, _) = layer.weights.gate_up, layer.rows(20)
     got_PI = multiply_tiles(x_NH, weight, list_tiles(ids_Nk, 2, 0, height, reads()), activation="silu")
+    plain_EIH = weight if isinstance(weight, Tensor) else weight.dequantised(torch.float32)
     for expert in range(2):
-        exact_NI = expert_gate(layer.product(x_NH, weight, None, expert), "silu", None)
+        exact_NI = gate(x_NH.double() @ plain_EIH[expert].double().T, "silu")
         assert_near(got_PI[ids_Nk.flatten() == expert], exact_NI)  # each row chose both
 
 
@@ -232,7 +214,7 @@ def test_ranks_with_whole_experts_or_parts_of_all_make_the_sum(packed: bool):
     given_, of = layer.rows(5), layer.weights
     gate_up_bias_EI, down_bias_EH = of.gate_up_bias_EI, of.down_bias_EH
     assert gate_up_bias_EI is not None and down_bias_EH is not None
-    expected = layer.exact(*given_)
+    expected = exact_experts(of, *given_)
     ranks = [
         replace(
             of,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from devices import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manta.cluster.plan import Trim
 from manta.cluster.speculation.draft_trimming import survivals, trimmed
-from manta.drafter.step.device.rows import StepRequests, pack
-from manta.drafter.step.device.trimming import TrimLists, trim_drafts
+from manta.jobs.doctor.cases.drafts import cut
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
 
@@ -34,38 +32,6 @@ def margins_of(rng: np.random.Generator, drafts_R: np.ndarray, most: int) -> np.
     return np.where(np.arange(most) < drafts_R[:, None], margins_RK, np.float32(np.nan))
 
 
-def trim_on_the_device(
-    drafts_R: np.ndarray, margins_RK: np.ndarray, trim: Trim | None, num_rows: int, padding: int
-) -> tuple[StepRequests, torch.Tensor]:
-    """The kernel's requests, and the margins that go home; with so many requests of padding."""
-    count, most = margins_RK.shape
-    room = StepRequests.room(count + padding)
-    ones, drafts = np.ones(count, bool), drafts_R.astype(np.int32)
-    lists = torch.from_numpy(pack(np.arange(count, dtype=np.int32), 1 + drafts, drafts, ones, room))
-    drafted = StepRequests.decoding(lists.to(DEVICE), count + padding, most + 1, num_rows)
-    margins_N = np.full(int((1 + drafts).sum()) + 5, 99.0, np.float32)
-    margins_N[np.repeat(np.cumsum(1 + drafts) - drafts, drafts) + ranks(drafts)] = margins_RK[
-        ~np.isnan(margins_RK)
-    ]
-    values = torch.from_numpy(TrimLists.pack(trim, np.arange(count), room, most)).to(DEVICE)
-    home = torch.full((count + padding, most), 5.0, device=DEVICE)
-    num_drafts = torch.full((count + padding,), 77, dtype=torch.int32, device=DEVICE)
-    found = trim_drafts(
-        drafted,
-        torch.from_numpy(margins_N).to(DEVICE),
-        TrimLists.over(values, room),
-        num_rows,
-        num_drafts,
-        home,
-    )
-    return found, home
-
-
-def ranks(counts: np.ndarray) -> np.ndarray:
-    """0, 1, .. within each of so many."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**20))
 def test_the_drafts_that_are_worth_most_fill_the_rows(
@@ -77,7 +43,7 @@ def test_the_drafts_that_are_worth_most_fill_the_rows(
     num_rows = int(rng.integers(num_requests, most_rows + 3))
     trim, margins_RK = trim_of(rng, num_requests, most, num_rows), margins_of(rng, drafts_R, most)
     expected_R = trimmed(margins_RK, drafts_R.astype(np.int32), num_requests, trim)
-    found, home = trim_on_the_device(drafts_R, margins_RK, trim, num_rows, padding)
+    found, home = cut(drafts_R, margins_RK, trim, num_rows, DEVICE, padding)
     assert found.num_drafts_R.tolist() == [*expected_R.tolist(), *[0] * padding]
     ends = np.cumsum(1 + expected_R).tolist()
     assert found.cu_rows_R1.tolist() == [0, *ends, *[ends[-1]] * padding]
@@ -90,7 +56,7 @@ def test_the_drafts_that_are_worth_most_fill_the_rows(
 def test_without_a_trim_all_drafts_stay() -> None:
     drafts_R = np.array([3, 0, 2])
     margins_RK = margins_of(np.random.default_rng(0), drafts_R, 3)
-    found, _ = trim_on_the_device(drafts_R, margins_RK, None, num_rows=8, padding=1)
+    found, _ = cut(drafts_R, margins_RK, None, 8, DEVICE, padding=1)
     assert found.num_drafts_R.tolist() == [3, 0, 2, 0] and found.cu_rows_R1.tolist() == [0, 4, 5, 8, 8]
 
 
@@ -100,7 +66,7 @@ def test_as_many_as_run_are_cut_as_on_the_host() -> None:
     drafts_R, num_rows = np.full(256, 15), 1000
     trim, margins_RK = trim_of(rng, 256, 15, num_rows), rng.exponential(2.0, (256, 15)).astype(np.float32)
     expected_R = trimmed(margins_RK, drafts_R.astype(np.int32), 256, trim)
-    found, _ = trim_on_the_device(drafts_R, margins_RK, trim, num_rows, padding=0)
+    found, _ = cut(drafts_R, margins_RK, trim, num_rows, DEVICE)
     found_R = found.num_drafts_R.cpu().numpy()
     assert found_R.sum() == num_rows - 256
     worth_RK = trim.weights_R[:, None] * survivals(margins_RK, drafts_R.astype(np.int32), trim)

@@ -22,6 +22,7 @@ from manta.cluster.page_groups import KVGeometry
 from manta.cluster.plan import SchedulerOutput, StateEntry, StateSaves, StepResult
 from manta.cluster.state_shape import StateGeometry
 from manta.drafter.compute.backend import PlacedRows
+from manta.drafter.compute.eager.attention_batch import TorchPass
 from manta.drafter.compute.eager.recurrent import TorchDeltaNet
 from manta.drafter.compute.kv_cache import PagedKVCache
 from manta.drafter.compute.recurrent import DeltaNetShape
@@ -65,8 +66,8 @@ def new_cache(num_states: int) -> PagedKVCache:
 
 def read(tokens: list[int], rows: StateRows, cache: PagedKVCache) -> Tensor:
     """What rows of these tokens read in all layers, [N, L * G]."""
-    placed = PlacedRows(torch.empty(0), (), (), states=rows)
-    return torch.cat([layer.run(MIXED[i][tokens], placed, cache, i) for i, layer in enumerate(LAYERS)], dim=1)
+    step = TorchPass(PlacedRows(torch.empty(0), (), (), states=rows))
+    return torch.cat([layer(MIXED[i][tokens], step, cache, i) for i, layer in enumerate(LAYERS)], dim=1)
 
 
 def read_whole(tokens: list[int]) -> Tensor:

@@ -226,9 +226,9 @@ CHOSEN_LATE = (
     "actors/targets/runners/guide.py",
     "actors/targets/runners/iteration.py",
     "actors/targets/runners/told.py",
-    "jobs/doctor/product_kernels.py",
-    "jobs/doctor/step_kernels.py",
-    "jobs/doctor/draft_kernels.py",
+    "jobs/doctor/cases/products.py",
+    "jobs/doctor/cases/steps.py",
+    "jobs/doctor/cases/drafts.py",
     "jobs/doctor/capture.py",
     "actors/workers/device_drafter.py",
 )

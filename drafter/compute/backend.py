@@ -1,11 +1,11 @@
 """How a model's blocks are computed: the seam between what a model is and what a machine is good at.
 
-    Backend          what models ask for, at load: a stack of blocks, a norm, the drafter's context writer
+    Backend          what models ask for, at load: a stack of blocks, a norm, the drafter's context writer;
+                     and operators, of which a stack is made where Python drives it (`blocks.py`)
       TorchBackend     PyTorch's operators, anywhere: what the others mean     eager/backend.py
       CpuBackend       compiled loops around the products                      loops/backend.py
       CompiledBackend  a whole pass in one call, bf16 on a CPU                 compiled/backend.py
       TritonBackend    fused kernels, on a GPU                                 gpu/backend.py
-    Operators        what a stack of blocks is made of where Python drives it (`blocks.py`)
     StackSpec, Machine  what each of these files is asked before one is chosen: `why_not(spec, machine)`
 
 Legend: N rows, H hidden, O outputs, Q query heads, K kv heads, J = Q + 2K, D head dim, L layers, I inner
@@ -369,10 +369,6 @@ class Backend(Protocol):
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter: ...
 
-
-class Operators(Protocol):
-    """What `blocks.BlockStack` calls, layer by layer."""
-
     def begin(self, rows: PlacedRows) -> Any:
         """Once per pass: what its layers share."""
         ...
@@ -384,8 +380,6 @@ class Operators(Protocol):
     def delta_net(self, shape: DeltaNetShape) -> Attention:
         """The same of a layer with states."""
         ...
-
-    def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor: ...
 
     def residual_norm(
         self,
@@ -423,7 +417,3 @@ class Operators(Protocol):
     def as_tensor(self, normed_NH: Normed) -> Tensor:
         """A norm's result for whoever is no product: [N, H]."""
         ...
-
-
-class OperatingBackend(Backend, Operators, Protocol):
-    """A backend whose operators serve passes that are no stack of blocks, too; all of ours do."""

@@ -19,10 +19,10 @@ from torch import Tensor
 from .backend import (
     Attention,
     AttentionShape,
+    Backend,
     BlockWeights,
     MixerShape,
     Normed,
-    Operators,
     PlacedRows,
     Projection,
     Stack,
@@ -63,7 +63,7 @@ class OperatorBackend:
         return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
 
     def stack(
-        self: Operators,
+        self: Backend,
         blocks: Sequence[tuple[MixerShape, BlockWeights]],
         final_norm: RMSNorm,
         tap_ids: Sequence[int] = (),
@@ -71,7 +71,7 @@ class OperatorBackend:
         return BlockStack(self, blocks, final_norm, tap_ids)
 
     def convolved_stack(
-        self: Operators, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm
+        self: Backend, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm
     ) -> ConvolvedStack:
         return ConvolvedStack(self, blocks, final_norm)
 
@@ -81,7 +81,7 @@ class BlockStack:
 
     def __init__(
         self,
-        operators: Operators,
+        operators: Backend,
         blocks: Sequence[tuple[MixerShape, BlockWeights]],
         final_norm: RMSNorm,
         tap_ids: Sequence[int],
@@ -111,7 +111,7 @@ class Block:
 
     __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 
-    def __init__(self, operators: Operators, shape: MixerShape, weights: BlockWeights) -> None:
+    def __init__(self, operators: Backend, shape: MixerShape, weights: BlockWeights) -> None:
         self._operators = operators
         self._attention = _mixer(operators, shape)
         self._mlp = make_mlp(operators, weights)
@@ -142,7 +142,7 @@ class Block:
         return self._mlp(normed_NH, x_NH, next_norm)
 
 
-def _mixer(operators: Operators, shape: MixerShape) -> Attention:
+def _mixer(operators: Backend, shape: MixerShape) -> Attention:
     if isinstance(shape, AttentionShape):
         return operators.attention(shape)
     return operators.delta_net(shape)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .backend import ConvolvedBlock, DenseMLP, Operators, PlacedRows
+from .backend import Backend, ConvolvedBlock, DenseMLP, PlacedRows
 from .kv_cache import PagedKVCache
 from .layers import RMSNorm
 
@@ -24,7 +24,7 @@ from .layers import RMSNorm
 class ConvolvedStack:
     """`backend.Stack` of such blocks, without taps; holds no state of requests."""
 
-    def __init__(self, operators: Operators, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> None:
+    def __init__(self, operators: Backend, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> None:
         self._operators, self._blocks, self._final_norm = operators, tuple(blocks), final_norm
         self._attentions = [operators.attention(block.shape) for block in blocks]
 

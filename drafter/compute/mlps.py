@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .backend import Beside, BlockWeights, DenseMLP, Normed, Operators, Routed
+from .backend import Backend, Beside, BlockWeights, DenseMLP, Normed, Routed
 from .layers import RMSNorm
 
 
@@ -31,7 +31,7 @@ class Mlp(Protocol):
         ...
 
 
-def make_mlp(operators: Operators, weights: BlockWeights) -> Mlp:
+def make_mlp(operators: Backend, weights: BlockWeights) -> Mlp:
     ends = weights.mlp_out_norm, weights.scalar
     match weights.mlp:
         case DenseMLP():
@@ -46,7 +46,7 @@ class _Dense:
     __slots__ = ("_operators", "_out_norm", "_scalar", "_weights")
 
     def __init__(
-        self, operators: Operators, weights: DenseMLP, out_norm: RMSNorm | None, scalar: float | None
+        self, operators: Backend, weights: DenseMLP, out_norm: RMSNorm | None, scalar: float | None
     ) -> None:
         self._operators, self._weights = operators, weights
         self._out_norm, self._scalar = out_norm, scalar
@@ -61,7 +61,7 @@ class _Routed:
     __slots__ = ("_operators", "_out_norm", "_scalar", "_sum")
 
     def __init__(
-        self, operators: Operators, weights: Routed, out_norm: RMSNorm | None, scalar: float | None
+        self, operators: Backend, weights: Routed, out_norm: RMSNorm | None, scalar: float | None
     ) -> None:
         self._operators, self._sum = operators, _RoutedSum(operators, weights)
         self._out_norm, self._scalar = out_norm, scalar
@@ -75,7 +75,7 @@ class _Beside:
     __slots__ = ("_operators", "_out_norm", "_routed", "_scalar", "_weights")
 
     def __init__(
-        self, operators: Operators, weights: Beside, out_norm: RMSNorm | None, scalar: float | None
+        self, operators: Backend, weights: Beside, out_norm: RMSNorm | None, scalar: float | None
     ) -> None:
         self._operators, self._weights = operators, weights
         self._out_norm, self._scalar = out_norm, scalar
@@ -94,7 +94,7 @@ class _RoutedSum:
 
     __slots__ = ("_operators", "_weights")
 
-    def __init__(self, operators: Operators, weights: Routed) -> None:
+    def __init__(self, operators: Backend, weights: Routed) -> None:
         self._operators, self._weights = operators, weights
 
     def __call__(self, u_NH: Tensor, x_NH: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _RoutedSum:
         return y_NH if weights.all_reduce is None else weights.all_reduce(y_NH)
 
 
-def _dense(operators: Operators, weights: DenseMLP, normed_NH: Normed) -> Tensor:
+def _dense(operators: Backend, weights: DenseMLP, normed_NH: Normed) -> Tensor:
     return weights.down(operators.gated(weights.gate_up, normed_NH, weights.activation))
 
 

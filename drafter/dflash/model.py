@@ -57,7 +57,7 @@ class DFlashDrafter:
         self._lends = lends
         fc = weights["fc.weight"]
         self.dtype, self.device = fc.dtype, fc.device
-        weights = arranged(config, weights)
+        weights = arranged(config.rope, weights, config.attention_value_scale)
         groups: dict[int, list[int]] = {}
         for layer, place in enumerate(self.places):
             groups.setdefault(place.group, []).append(layer)

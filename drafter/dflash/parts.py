@@ -27,17 +27,17 @@ from ..compute.backend import (
 )
 from ..compute.kv_cache import PagedKVCache
 from ..compute.layers import RMSNorm
-from ..compute.rope import RotaryEmbedding
+from ..compute.rope import RopeConfig, RotaryEmbedding
+from ..drafter_shape import DrafterShape, DraftLayer
 from ..step.paths import Codebooks
-from .config import DrafterConfig, DraftLayer, SelectorSize
+from .config import DrafterConfig, SelectorSize
 
 SELECTOR = "candidate_selector"  # of tensors' names
 
 
-def arranged(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def arranged(rope: RopeConfig, weights: Mapping[str, Tensor], scale: float = 1.0) -> Mapping[str, Tensor]:
     """Query and key rows in the order that the rotation's tables want; value rows scaled."""
-    scale = config.attention_value_scale
-    if config.rope.permutation() is None and scale == 1.0:
+    if rope.permutation() is None and scale == 1.0:
         return weights
     rotated = tuple(
         f"self_attn.{name}"
@@ -48,7 +48,7 @@ def arranged(config: DrafterConfig, weights: Mapping[str, Tensor]) -> Mapping[st
 
     def arranged(name: str, tensor: Tensor) -> Tensor:
         if name.endswith(rotated):
-            return config.rope.arranged(tensor)
+            return rope.arranged(tensor)
         return tensor * scale if name.endswith(scaled) else tensor
 
     return {name: arranged(name, tensor) for name, tensor in weights.items()}
@@ -62,7 +62,7 @@ class QKVWeights:
     """
 
     def __init__(
-        self, config: DrafterConfig, weights: Mapping[str, Tensor], groups: Iterable[Sequence[int]]
+        self, config: DrafterShape, weights: Mapping[str, Tensor], groups: Iterable[Sequence[int]]
     ) -> None:
         self._order = [layer for layers in groups for layer in layers]
         self._qkv_LOH = self._gathered(weights, "weight")
@@ -90,7 +90,7 @@ class QKVWeights:
 
 
 def make_block(
-    config: DrafterConfig,
+    config: DrafterShape,
     kind: DraftLayer,
     weights: Mapping[str, Tensor],
     at: str,
@@ -98,21 +98,20 @@ def make_block(
     rope: RotaryEmbedding,
     backend: Backend,
 ) -> tuple[AttentionShape, BlockWeights]:
-    eps = config.rms_norm_eps
-    sinks_Q = weights[f"{at}self_attn.attention_sink_bias"].float() if config.attention_sinks else None
+    eps, sinks_Q = config.rms_norm_eps, weights.get(f"{at}self_attn.attention_sink_bias")
     shape = AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         v_head_dim=config.head_dim,
-        q_norm_D=weights[f"{at}self_attn.q_norm.weight"],
-        k_norm_D=weights[f"{at}self_attn.k_norm.weight"],
+        q_norm_D=weights.get(f"{at}self_attn.q_norm.weight"),
+        k_norm_D=weights.get(f"{at}self_attn.k_norm.weight"),
         eps=eps,
         rope=rope,
         scale=config.head_dim**-0.5,
         causal=kind.causal,
         window=kind.window,
-        sinks_Q=sinks_Q,
+        sinks_Q=None if sinks_Q is None else sinks_Q.float(),
     )
     gate_up_IH = torch.cat([weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     parts = BlockWeights(

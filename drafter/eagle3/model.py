@@ -17,27 +17,20 @@ Legend: N rows, X rows of the head, m taps, H hidden, K kv heads, D head dim, V 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...cluster.page_groups import LayerPlace
-from ..compute.backend import (
-    AttentionShape,
-    Backend,
-    BlockWeights,
-    DenseMLP,
-    OperatingBackend,
-    PlacedRows,
-    Projection,
-)
+from ..compute.backend import Backend, PlacedRows, Projection
 from ..compute.blocks import Block
 from ..compute.eager.backend import TorchBackend
 from ..compute.kv_cache import PagedKVCache
 from ..compute.layers import HeadNorm, RMSNorm
 from ..compute.rope import RotaryEmbedding
 from ..dflash.features import TargetLends
+from ..dflash.parts import QKVWeights, arranged, make_block
 from .config import Eagle3Config
 
 LAYER = "layers.0."  # of tensors' names
@@ -65,8 +58,7 @@ class Eagle3Drafter:
     ) -> None:
         self.config = config
         self.places = tuple(places) or (LayerPlace(0, 0),)
-        # All backends have operators, though most callers want none but `Backend`'s.
-        operators = self._operators = cast(OperatingBackend, backend or TorchBackend())
+        operators = self._operators = backend or TorchBackend()
         self._lends = lends
         fc, eps = weights["fc.weight"], config.rms_norm_eps
         self.dtype, self.device = fc.dtype, fc.device
@@ -87,52 +79,19 @@ class Eagle3Drafter:
             self._target_ids_V = torch.arange(len(d2t), device=d2t.device) + d2t
 
     def _make_layer(
-        self, weights: Mapping[str, Tensor], backend: OperatingBackend
+        self, weights: Mapping[str, Tensor], backend: Backend
     ) -> tuple[Block, Projection, HeadNorm | None]:
         """The layer; and of it what makes K and V, for entries of which nothing else is wanted."""
         config, eps = self.config, self.config.rms_norm_eps
-        qkv_OH = torch.cat([self._arranged(weights, f"{kind}_proj.weight") for kind in "qkv"])
-        bias_O = None
-        if config.attention_bias:
-            bias_O = torch.cat([self._arranged(weights, f"{kind}_proj.bias") for kind in "qkv"])
-        q_norm_D, k_norm_D = (
-            self._arranged(weights, f"{kind}_norm.weight") if config.head_norms else None for kind in "qk"
+        weights = arranged(config.rope, weights)
+        qkv = QKVWeights(config, weights, [[0]])
+        shape, parts = make_block(
+            config, config.layers[0], weights, LAYER, qkv.of_layer(0, backend), self._rope, backend
         )
-        shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            v_head_dim=config.head_dim,
-            q_norm_D=q_norm_D,
-            k_norm_D=k_norm_D,
-            eps=eps,
-            rope=self._rope,
-            scale=config.head_dim**-0.5,
-            window=config.layers[0].window,
-            first_key=1,
-        )
-        gate_up_IH = torch.cat([weights[f"{LAYER}mlp.{kind}_proj.weight"] for kind in ("gate", "up")])
-        parts = BlockWeights(
-            attention_norm=self._hidden_norm,
-            qkv=backend.linear(qkv_OH, bias_O),
-            o=backend.linear(
-                weights[f"{LAYER}self_attn.o_proj.weight"], weights.get(f"{LAYER}self_attn.o_proj.bias")
-            ),
-            mlp_norm=RMSNorm(weights[f"{LAYER}post_attention_layernorm.weight"], eps),
-            mlp=DenseMLP(
-                gate_up=backend.linear(gate_up_IH),
-                down=backend.linear(weights[f"{LAYER}mlp.down_proj.weight"]),
-            ),
-        )
-        num_q = config.num_heads * config.head_dim
-        kv = backend.linear(qkv_OH[num_q:].contiguous(), None if bias_O is None else bias_O[num_q:])
+        parts = replace(parts, attention_norm=self._hidden_norm)
+        k_norm_D = shape.k_norm_D
         k_norm = None if k_norm_D is None else HeadNorm(k_norm_D.expand(config.num_kv_heads, -1), eps)
-        return Block(backend, shape, parts), kv, k_norm
-
-    def _arranged(self, weights: Mapping[str, Tensor], name: str) -> Tensor:
-        """Rows of queries and keys in the order that the rotation's tables want."""
-        tensor = weights[f"{LAYER}self_attn.{name}"]
-        return tensor if name.startswith("v") else self.config.rope.arranged(tensor)
+        return Block(backend, replace(shape, first_key=1), parts), qkv.keys_and_values([0], backend), k_norm
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedKVCache:
         """Pages for this drafter's entries."""

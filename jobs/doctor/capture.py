@@ -21,8 +21,8 @@ from ...actors.targets.runners.device import DeviceRunner
 from ...cluster.made_up_plans import made_up_plan
 from ...cluster.pages import pages_for
 from ...cluster.plan import SchedulerOutput, StepResult, Trim
+from .cases.case import REMEDY
 from .findings import Check, Outcome, off_by
-from .operators import REMEDY
 from .pair import MAX_LENGTH, settings_of
 
 _Seen = tuple[list[StepResult], list[Tensor]]  # of some steps, and the models' pages behind them

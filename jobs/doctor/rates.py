@@ -13,9 +13,9 @@ import torch
 
 from ...cluster.roofline import Device
 from ..bench.device_rates import known_device, measure_device, weight_bytes_per_s
-from .expert_kernels import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
+from .cases.experts import ExpertKind, bytes_of, expert_kinds, random_experts, random_rows
+from .cases.subject import Candidate, Place, Subject, candidates
 from .findings import Check, Outcome
-from .subject import Candidate, Place, Subject, candidates
 
 _SHARE = 0.85  # of a known GPU's rates
 _ROWS = 16  # of a block

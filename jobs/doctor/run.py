@@ -2,13 +2,13 @@
 
     machine       what there is                                          machine.py
     Manta uses    what the pair will run on, and why not on the rest     choice.py
-    a backend     its operators and passes against fp64                  operators.py, passes.py
-    own products  ours alone, with what is fused to them                 product_kernels.py
-    own experts   routed ones, ours alone; weights plain and packed      expert_kernels.py
-    own latents   attention over them, absorbed and expanded             latent_kernels.py
-    own delta rule                                                       delta_kernels.py
-    steps         a step's kernels; captured steps                       step_kernels.py, capture.py
-    drafts        margins, cuts, DFlash2's kernels, odd heads            draft_kernels.py
+    a backend     its operators and passes against fp64                  cases/operators.py, passes.py
+    own products  ours alone, with what is fused to them                 cases/products.py
+    own experts   routed ones, ours alone; weights plain and packed      cases/experts.py
+    own latents   attention over them, absorbed and expanded             cases/latents.py
+    own delta rule                                                       cases/delta_rule.py
+    steps         a step's kernels; captured steps                       cases/steps.py, capture.py
+    drafts        margins, cuts, DFlash2's kernels, odd heads            cases/drafts.py
     pair          answers, token by token                                pair.py
     rates         bandwidth and FLOP rate                                rates.py
 
@@ -34,13 +34,13 @@ from ...cluster.config import EngineConfig, SpeculativeConfig
 from ...drafter.compute.backend import Machine
 from ..bench.provenance import provenance
 from ..tables import print_table
+from .cases.operators import operator_checks
+from .cases.subject import Place
 from .choice import choice_checks
 from .findings import Check, Finding, NotHereError, Outcome, examine, raising
 from .machine import machine_checks
-from .operators import operator_checks
 from .pair import NO_GPU, pair_checks
 from .rates import rate_checks
-from .subject import Place
 
 SHIPPED_PAIR = ("models/target", "models/drafter")
 _ROOT = Path(__file__).resolve().parents[2]  # of a checkout
@@ -113,7 +113,7 @@ def _checks(options: DoctorOptions) -> Iterator[Check]:
         ("pair", lambda: _plan_check(options, found)),
         ("Manta uses", lambda: _of_plan(found, choice_checks)),
         ("backends", lambda: operator_checks(place, quick=quick)),
-        ("kernels", lambda: _kernel_checks(place, quick=quick)),
+        ("kernels", lambda: kernel_checks(place, quick=quick)),
         ("captured steps", lambda: _captured_checks(found)),
         ("pair", lambda: _of_plan(found, partial(pair_checks, quick=quick))),
         ("rates", lambda: rate_checks(place)),
@@ -147,7 +147,7 @@ def _plan(options: DoctorOptions, found: list[LoadPlan]) -> Outcome:
     return Outcome(", ".join(pair))
 
 
-def _kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+def kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
     """Of those that no backend's operators show, where they run."""
     machine = Machine(place.device, torch.float32, 16, num_ranks=1)
     reason = why_not("triton", [place.shape.target.of_backend()], machine)
@@ -155,12 +155,12 @@ def _kernel_checks(place: Place, *, quick: bool) -> Iterator[Check]:
         for group in ("own products", "own experts", "own latents", "own delta rule", "steps", "drafts"):
             yield raising(group, "kernels", NotHereError(f"triton {reason}"))
         return
-    from .delta_kernels import delta_checks
-    from .draft_kernels import draft_checks
-    from .expert_kernels import expert_checks
-    from .latent_kernels import latent_checks
-    from .product_kernels import product_checks
-    from .step_kernels import step_checks
+    from .cases.delta_rule import delta_checks
+    from .cases.drafts import draft_checks
+    from .cases.experts import expert_checks
+    from .cases.latents import latent_checks
+    from .cases.products import product_checks
+    from .cases.steps import step_checks
 
     yield from product_checks(place, quick=quick)
     yield from expert_checks(place, quick=quick)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kv_cache import PagedKVCache
+from ..layers import in_fp32
 from .attention_batch import AttentionBatch, Group, Seen, pad_rows
 
 # How the CPU kernel's products round by the number of query rows (measured, AVX-512, MKL): few otherwise than
@@ -202,6 +203,6 @@ def _softmax_of_values(
             q, k, v, attn_mask=mask, scale=scale
         )
     else:
-        logits = q.float() @ k.float().transpose(-1, -2) * scale + mask
-        out, log_sums = logits.softmax(-1) @ v.float(), logits.logsumexp(-1)
+        logits = in_fp32(q) @ in_fp32(k).transpose(-1, -2) * scale + mask
+        out, log_sums = logits.softmax(-1) @ in_fp32(v), logits.logsumexp(-1)
     return (out * torch.sigmoid(log_sums - sinks).unsqueeze(-1)).to(q.dtype)

@@ -19,6 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..backend import PlacedRows
+from ..rope import RotaryEmbedding, Rotation
+
 Ints = NDArray[np.integer]
 
 _SHORT_ROWS = 32  # requests with at most so many rows share a group
@@ -254,3 +257,19 @@ def pad_rows(q: Tensor, num_rows: int) -> Tensor:
         return q
     # Copied: a row stride of 0 takes the slow way through the product.
     return torch.cat((q, *[q[..., -1:, :]] * missing), dim=-2)
+
+
+class TorchPass:
+    """What the layers of a pass share: the rows, and their rotation, made when a layer first asks for it."""
+
+    __slots__ = ("_rotations", "rows")
+
+    def __init__(self, rows: PlacedRows) -> None:
+        self.rows = rows
+        self._rotations: dict[int, Rotation] = {}
+
+    def rotation(self, rope: RotaryEmbedding) -> Rotation:
+        found = self._rotations.get(id(rope))
+        if found is None:
+            found = self._rotations[id(rope)] = rope.at(self.rows.positions_N)
+        return found

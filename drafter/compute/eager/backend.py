@@ -14,9 +14,9 @@ from ..experts import Experts, ExpertWeights, Route, RouterWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, HeadNorm, RMSNorm, gate
 from ..recurrent import DeltaNetShape
-from ..rope import RotaryEmbedding, Rotation
+from ..rope import RotaryEmbedding
 from .attention import paged_attention
-from .attention_batch import AttentionBatch
+from .attention_batch import AttentionBatch, TorchPass
 from .convolution import convolve
 from .experts import TorchExperts
 from .latent import LatentAttention
@@ -29,36 +29,20 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
     return None
 
 
-class _TorchPass:
-    """What the layers of a pass share: the rows, and their rotation, made when a layer first asks for it."""
-
-    __slots__ = ("_rotations", "rows")
-
-    def __init__(self, rows: PlacedRows) -> None:
-        self.rows = rows
-        self._rotations: dict[int, Rotation] = {}
-
-    def rotation(self, rope: RotaryEmbedding) -> Rotation:
-        found = self._rotations.get(id(rope))
-        if found is None:
-            found = self._rotations[id(rope)] = rope.at(self.rows.positions_N)
-        return found
-
-
 class TorchBackend(OperatorBackend):
     """PyTorch's own operators; residuals are added by the products themselves."""
 
     attention_batch = staticmethod(AttentionBatch.build)
     convolve = staticmethod(convolve)
 
-    def begin(self, rows: PlacedRows) -> _TorchPass:
-        return _TorchPass(rows)
+    def begin(self, rows: PlacedRows) -> TorchPass:
+        return TorchPass(rows)
 
     def attention(self, shape: AttentionShape) -> Attention:
-        return _TorchAttention(shape) if shape.latent is None else _TorchLatentAttention(shape)
+        return _TorchAttention(shape) if shape.latent is None else LatentAttention(shape)
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
-        return _TorchDeltaNet(shape)
+        return TorchDeltaNet(shape)
 
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _TorchContextWriter(k_norm_LD, eps, num_kv_heads)
@@ -81,10 +65,13 @@ class TorchBackend(OperatorBackend):
         out_norm: RMSNorm | None,
         scalar: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        x_NH = project(x_NI, residual_NH) if out_norm is None else out_norm(project(x_NI)) + residual_NH
+        if out_norm is None:
+            x_NH = project(x_NI, residual_NH)
+        else:
+            x_NH = self.norm(out_norm, project(x_NI)).add_(residual_NH)
         if scalar is not None:
-            x_NH = x_NH * scalar
-        return x_NH, norm(x_NH)
+            x_NH.mul_(scalar)
+        return x_NH, self.norm(norm, x_NH)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
         return gate(gate_up(normed_NH), activation)
@@ -99,7 +86,7 @@ class _TorchAttention:
         self._head_norm = None if norm_JD is None else HeadNorm(norm_JD, shape.eps)
         self._heads = (shape.num_heads + shape.num_kv_heads, shape.head_dim)
 
-    def __call__(self, qkv_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, group = self._shape, cache.group(layer)
         num_q, head_dim = shape.num_heads, shape.head_dim
         qk_NJD = qkv_NO[:, : self._heads[0] * head_dim].unflatten(-1, self._heads)
@@ -123,24 +110,6 @@ class _TorchAttention:
             sinks_Q=shape.sinks_Q,
             first_key=shape.first_key,
         )
-
-
-class _TorchLatentAttention:
-    __slots__ = ("_attend", "_rope")
-
-    def __init__(self, shape: AttentionShape) -> None:
-        assert shape.rope is not None, "latents have keys that are rotated"
-        self._attend, self._rope = LatentAttention(shape), shape.rope
-
-    def __call__(self, qkv_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        return self._attend(qkv_NO, step.rows, step.rotation(self._rope), cache, layer)
-
-
-class _TorchDeltaNet(TorchDeltaNet):
-    __slots__ = ()
-
-    def __call__(self, mixed_NO: Tensor, step: _TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
-        return self.run(mixed_NO, step.rows, cache, layer)
 
 
 class _TorchContextWriter:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layers import in_fp32
+
 
 def convolve(
     x_NH: Tensor,
@@ -27,11 +29,11 @@ def convolve(
         residual_NH: added before the rounding.
     """
     num_rows, num_groups = len(x_NH), dynamic_NTC.shape[-1]
-    x_NCG = x_NH.float().unflatten(-1, (num_groups, -1))
+    x_NCG = in_fp32(x_NH).unflatten(-1, (num_groups, -1))
     y_NCG = torch.zeros_like(x_NCG)
     for t in range(min(len(base_TH), num_rows)):
-        kernel_NCG = base_TH[t].float().view(num_groups, -1) + dynamic_NTC[:, t].float().unsqueeze(-1)
+        kernel_NCG = in_fp32(base_TH[t]).view(num_groups, -1) + in_fp32(dynamic_NTC[:, t]).unsqueeze(-1)
         is_own_M11 = (owners_N[t:] == owners_N[: num_rows - t]).view(-1, 1, 1)
         y_NCG[t:] += kernel_NCG[t:] * x_NCG[: num_rows - t] * is_own_M11
     y_NH = y_NCG.flatten(1)
-    return (y_NH if residual_NH is None else y_NH + residual_NH.float()).to(x_NH.dtype)
+    return (y_NH if residual_NH is None else y_NH + in_fp32(residual_NH)).to(x_NH.dtype)

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layers import in_fp32
+
 EPS = 1e-6  # beside the sum of queries' and keys' squares, as FLA has it
 
 
@@ -43,7 +45,7 @@ class Records(NamedTuple):
 def chunk(
     q_NKD: Tensor, k_NKD: Tensor, v_NVF: Tensor, g_NV: Tensor, beta_NV: Tensor, state_VDF: Tensor
 ) -> tuple[Tensor, Records, Tensor]:
-    """All fp32; `state` stays as it was.
+    """All fp32, or fp64 but for `state`, which stays as it was.
 
     Args:
         q_NKD, k_NKD: of unit length (`unit`), q scaled besides.
@@ -53,7 +55,7 @@ def chunk(
     Returns:
         what the rows read, [N, V, F]; their records; the state behind the last row.
     """
-    state_VDF, group = state_VDF.clone(), v_NVF.shape[1] // k_NKD.shape[1]
+    state_VDF, group = state_VDF.to(v_NVF.dtype, copy=True), v_NVF.shape[1] // k_NKD.shape[1]
     out_NVF, u_NVF = torch.empty_like(v_NVF), torch.empty_like(v_NVF)
     q_NVD1, k_NVD1 = (x.repeat_interleave(group, dim=1).unsqueeze(-1) for x in (q_NKD, k_NKD))
     for n in range(len(v_NVF)):
@@ -84,7 +86,7 @@ def conv_chunk(x_NC: Tensor, window_WC: Tensor, kernel_CT: Tensor) -> Tensor:
         window_WC: the inputs before the first row, oldest first; 0 before a sequence begins.
         kernel_CT: fp32; the last tap is a row's own.
     """
-    seen_MC, num_rows = torch.cat((window_WC, x_NC)).float(), len(x_NC)
+    seen_MC, num_rows = in_fp32(torch.cat((window_WC, x_NC))), len(x_NC)
     y_NC = seen_MC[:num_rows] * kernel_CT[:, 0]
     for t in range(1, kernel_CT.shape[1]):
         y_NC += seen_MC[t : t + num_rows] * kernel_CT[:, t]
@@ -108,5 +110,5 @@ def softplus(x: Tensor) -> Tensor:
 
 def unit(x_NKD: Tensor) -> Tensor:
     """Heads of unit length, fp32."""
-    x_NKD = x_NKD.float()
+    x_NKD = in_fp32(x_NKD)
     return x_NKD * torch.rsqrt(x_NKD.square().sum(-1, keepdim=True) + EPS)

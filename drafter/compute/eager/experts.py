@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..experts import ExpertActivation, ExpertWeights
-from ..layers import Linear, gate
+from ..layers import Linear, gate, in_fp32
 
 _STEEPNESS = 1.702  # of gpt-oss's sigmoid
 
@@ -32,13 +32,13 @@ class TorchExperts:
         self._down_E = products_of(down_EHI, weights.down_bias_EH)
 
     def __call__(self, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        outputs_NkH = x_NH.new_zeros((*expert_ids_Nk.shape, x_NH.shape[1]), dtype=torch.float32)
+        outputs_NkH = in_fp32(x_NH.new_zeros((*expert_ids_Nk.shape, x_NH.shape[1])))
         products_E = zip(self._gate_up_E, self._down_E, strict=True)
         for expert, (gate_up, down) in enumerate(products_E, self._first):
             rows_M, places_M = (expert_ids_Nk == expert).nonzero(as_tuple=True)
             if len(rows_M):
                 inner_MI = expert_gate(gate_up(x_NH[rows_M]), self._activation, self._limit)
-                outputs_NkH[rows_M, places_M] = down(inner_MI).float()
+                outputs_NkH[rows_M, places_M] = in_fp32(down(inner_MI))
                 self._reads_1 += 1
         return weighted_sum(outputs_NkH, weights_Nk).to(x_NH.dtype)
 
@@ -54,7 +54,7 @@ def expert_gate(gate_up_MI: Tensor, activation: ExpertActivation, limit: float |
     if activation != "swiglu_clamped":
         return gate(gate_up_MI, activation)
     assert limit is not None, "a clamp has a limit"
-    gate_MI, up_MI = gate_up_MI.float().chunk(2, dim=-1)
+    gate_MI, up_MI = in_fp32(gate_up_MI).chunk(2, dim=-1)
     gate_MI, up_MI = gate_MI.clamp(max=limit), up_MI.clamp(-limit, limit)
     return ((up_MI + 1.0) * gate_MI * torch.sigmoid(_STEEPNESS * gate_MI)).to(gate_up_MI.dtype)
 

@@ -12,31 +12,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backend import AttentionShape, PlacedRows
+from ..backend import AttentionShape
 from ..kv_cache import PagedKVCache
 from ..latent import Latents
 from ..layers import Linear
 from ..rope import Rotation
 from .attention import paged_attention
+from .attention_batch import TorchPass
 
 
 class LatentAttention:
     """Norms, rotation, write of latents, and attention over them, of one layer."""
 
-    __slots__ = ("_absorb", "_parts", "_rope_dim", "_shape", "_values")
+    __slots__ = ("_absorb", "_parts", "_rope", "_rope_dim", "_shape", "_values")
 
     def __init__(self, shape: AttentionShape) -> None:
-        assert shape.latent is not None and shape.rope is not None, "a layer of latents"
-        self._shape, self._parts = shape, shape.latent
+        assert shape.latent is not None and shape.rope is not None, "latents have keys that are rotated"
+        self._shape, self._parts, self._rope = shape, shape.latent, shape.rope
         self._rope_dim = shape.head_dim - shape.latent.rank
         self._absorb = HeadProducts(shape.latent.k_up().transpose(1, 2))
         self._values = HeadProducts(shape.latent.v_up())
 
-    def __call__(
-        self, qkv_NO: Tensor, rows: PlacedRows, rotation: Rotation, cache: PagedKVCache, layer: int
-    ) -> Tensor:
+    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         """[N, J * F] of the block's first product: queries or what they are made of, latent, rotated key."""
-        shape, group = self._shape, cache.group(layer)
+        shape, rows, group = self._shape, step.rows, cache.group(layer)
+        rotation = step.rotation(self._rope)
         q_NJO, latent_NW = split_queries(qkv_NO, self._parts, self._rope_dim)
         cache.write(layer, rows.kv_slots[group], self._latents(latent_NW, rotation))
         attended_NO = paged_attention(

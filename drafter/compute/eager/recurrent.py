@@ -10,31 +10,31 @@ dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..backend import PlacedRows
 from ..kv_cache import PagedKVCache
+from ..layers import in_fp32
 from ..recurrent import DeltaNetShape, states_of, tell_apart
 from ..state_memory import StateMemory
+from .attention_batch import TorchPass
 from .delta_net import Records, chunk, conv_chunk, conv_fold, fold, sigmoid, softplus, unit
 
 
 class TorchDeltaNet:
-    """One layer's; backends call it as what they make of it is called (`backend.Attention`)."""
+    """One layer's, as `backend.Attention` is called."""
 
     __slots__ = ("_shape",)
 
     def __init__(self, shape: DeltaNetShape) -> None:
         self._shape = shape
 
-    def run(self, mixed_NO: Tensor, rows: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, mixed_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, kind = self._shape, self._shape.geometry
-        states, memory = states_of(rows.states, cache)
+        states, memory = states_of(step.rows.states, cache)
         x_NC, z_NG, b_NV, a_NV = tell_apart(mixed_NO, kind)
-        beta_NV, g_NV = sigmoid(b_NV.float()), shape.rate_V * softplus(a_NV.float() + shape.dt_bias_V)
-        read_NVF = torch.empty(len(mixed_NO), kind.num_value_heads, kind.value_dim, device=mixed_NO.device)
+        beta_NV, g_NV = sigmoid(in_fp32(b_NV)), shape.rate_V * softplus(in_fp32(a_NV) + shape.dt_bias_V)
+        read_NVF = beta_NV.new_empty(len(mixed_NO), kind.num_value_heads, kind.value_dim)
         saves, begin = list(states.saves), 0
         for number, (slot, num_rows, num_drafts, pending) in enumerate(states.requests()):
             request = _Request(shape, memory, layer, slot, pending)
@@ -91,12 +91,12 @@ class _Request:
         keys, values = kind.num_key_heads * kind.key_dim, kind.num_value_heads * kind.value_dim
         q_N, k_N, v_N = y_NC.split([keys, keys, values], dim=1)
         q_NKD, k_NKD = (unit(x.unflatten(1, (-1, kind.key_dim))) for x in (q_N, k_N))
-        v_NVF = v_N.float().unflatten(1, (-1, kind.value_dim))
+        v_NVF = in_fp32(v_N).unflatten(1, (-1, kind.value_dim))
         return chunk(q_NKD * kind.key_dim**-0.5, k_NKD, v_NVF, g_NV, beta_NV, self._state_VDF)
 
 
 def _gated_norm(read_NVF: Tensor, z_NG: Tensor, shape: DeltaNetShape) -> Tensor:
     """rms_w(what each head read) * silu(z), [N, V * F], in fp32, rounded once."""
     normed_NVF = F.rms_norm(read_NVF, read_NVF.shape[-1:], shape.norm_F, shape.eps)
-    z_NG, dtype = z_NG.float(), z_NG.dtype
+    z_NG, dtype = in_fp32(z_NG), z_NG.dtype
     return (normed_NVF.flatten(1) * (z_NG * sigmoid(z_NG))).to(dtype)

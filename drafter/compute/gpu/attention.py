@@ -18,14 +18,10 @@ with m the greatest score so far (in powers of two), l the sum of 2^(score - m),
 many pieces runs are added first, each by its last, then the runs' sums by the last of those: one program
 would read 32 parts of 32 KB for as long as it reads their keys.
 
-Where keys are latents (`latent.py`), a key has a *tail* behind what is its value, too, and is read once.
-
-In batch-invariant mode a sum is always made so: a split of 256 keys at a time, begun anew; splits of a run
-added in order; runs added in order, whether one program does all this or many. All boundaries are absolute
-positions, and a tile that a row sees nothing of changes none of its bits.
+A program's loop over key tiles is `key_tiles.py`'s.
 
 Legend: N rows, B requests, Q query heads, K kv heads, D head dim, F that of values, P pages, S page size; in
-the kernels R rows of a tile (tokens x heads of a group), T keys of a tile.
+the kernels R rows of a tile (tokens x heads of a group).
 """
 
 # Type checkers know neither Triton's launch options nor what its functions take and return.
@@ -37,14 +33,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .key_tiles import attend_piece, inside, key_tiles
 from .launch import dependent_launch, wait_for_predecessor
-from .partials import add_parts, add_slots, is_last, no_part, store_part
+from .partials import add_slots, is_last, store_part
 from .tiles import AttentionKind, PagedRows, tile_width
 from .work import HEADER, WorkList, count_pieces, find_request, first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_DIM = 512  # of which tiles fit into registers and shared memory
-_FP32_PRODUCT = tl.constexpr("tf32x3")  # as exact as fp32, on the matrix unit; fp16 and bf16 ignore it
 
 
 def verify_attention(
@@ -249,7 +245,7 @@ def _attend(
         # Late rows first: they see more, and what takes long should not come last.
         first_token = (tl.cdiv(request_rows, TILE_TOKENS) - 1 - place // pieces) * TILE_TOKENS
         piece = first_key // piece_keys + place % pieces
-        tile_lo, tile_hi = _key_tiles(first + first_token, TILE_TOKENS, num_keys, BLOCK_KEYS, CAUSAL, WINDOW)
+        tile_lo, tile_hi = key_tiles(first + first_token, TILE_TOKENS, num_keys, BLOCK_KEYS, CAUSAL, WINDOW)
         piece_tiles = piece_keys // BLOCK_KEYS
         lo = tl.maximum(tile_lo, piece * piece_tiles)
         hi = tl.minimum(tile_hi, piece * piece_tiles + piece_tiles)
@@ -268,19 +264,22 @@ def _attend(
                 there_RC = inside(real_R[:, None], dim_C[None, :], TAIL, TAIL_WIDTH)
                 q_tail_RC = tl.load(q_tail_ptr + tail_R[:, None] + dim_C[None, :], mask=there_RC, other=0.0)
             table_ptr = page_table_ptr + tl.load(slots_ptr + request).to(tl.int64) * table_stride
-            m_R, l_R, o_RF = _attend_piece(
-                q_RD,
-                q_tail_RC,
+            keys = (
                 k_ptr + kv_head * kv_head_stride,
                 v_ptr + kv_head * (kv_head_stride if V_DIM == DIM else V_DIM),
                 table_ptr,
+                num_keys,
+                page_stride,
+                token_stride,
+            )
+            m_R, l_R, o_RF = attend_piece(
+                q_RD,
+                q_tail_RC,
+                keys,
                 first + token_R,
                 lo,
                 hi,
-                num_keys,
                 scale * _LOG2_E,
-                page_stride,
-                token_stride,
                 DIM,
                 V_DIM,
                 V_WIDTH,
@@ -396,194 +395,6 @@ def _finish_tile(
                     V_WIDTH,
                 )
                 _write_out(out_ptr, out_R, sinks_ptr, head_R, all_m_R, all_l_R, all_o_RF, real_R, V_DIM)
-
-
-@triton.jit
-def _attend_piece(
-    q_RD,
-    q_tail_RC,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    position_R,
-    lo,
-    hi,
-    num_keys,
-    scale,
-    page_stride,
-    token_stride,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    TAIL: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIRST_KEY: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    RUN_SPLITS: tl.constexpr,
-):
-    """Key tiles lo..hi-1, lo < hi: (m, l, o). In invariant mode as a sum of runs of splits."""
-    if SPLIT_TILES == 0:
-        return _attend_tiles(
-            q_RD,
-            q_tail_RC,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            position_R,
-            lo,
-            hi,
-            num_keys,
-            scale,
-            page_stride,
-            token_stride,
-            DIM,
-            V_DIM,
-            V_WIDTH,
-            TAIL,
-            PAGE,
-            BLOCK_KEYS,
-            CAUSAL,
-            WINDOW,
-            FIRST_KEY,
-        )
-    else:
-        RUN: tl.constexpr = SPLIT_TILES * RUN_SPLITS
-        m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
-        for run in range(lo // RUN, tl.cdiv(hi, RUN)):
-            run_m_R, run_l_R, run_o_RF = no_part(q_RD.shape[0], V_WIDTH)
-            run_lo = tl.maximum(lo, run * RUN)
-            run_hi = tl.minimum(hi, run * RUN + RUN)
-            for split in range(run_lo // SPLIT_TILES, tl.cdiv(run_hi, SPLIT_TILES)):
-                split_m_R, split_l_R, split_o_RF = _attend_tiles(
-                    q_RD,
-                    q_tail_RC,
-                    k_ptr,
-                    v_ptr,
-                    table_ptr,
-                    position_R,
-                    tl.maximum(run_lo, split * SPLIT_TILES),
-                    tl.minimum(run_hi, split * SPLIT_TILES + SPLIT_TILES),
-                    num_keys,
-                    scale,
-                    page_stride,
-                    token_stride,
-                    DIM,
-                    V_DIM,
-                    V_WIDTH,
-                    TAIL,
-                    PAGE,
-                    BLOCK_KEYS,
-                    CAUSAL,
-                    WINDOW,
-                    FIRST_KEY,
-                )
-                run_m_R, run_l_R, run_o_RF = add_parts(
-                    run_m_R, run_l_R, run_o_RF, split_m_R, split_l_R, split_o_RF
-                )
-            m_R, l_R, o_RF = add_parts(m_R, l_R, o_RF, run_m_R, run_l_R, run_o_RF)
-        return m_R, l_R, o_RF
-
-
-@triton.jit
-def _attend_tiles(
-    q_RD,
-    q_tail_RC,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    position_R,
-    lo,
-    hi,
-    num_keys,
-    scale,
-    page_stride,
-    token_stride,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    TAIL: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FIRST_KEY: tl.constexpr,
-):
-    """One loop over key tiles lo..hi-1, from nothing: (m, l, o)."""
-    dim_D = tl.arange(0, q_RD.shape[1])
-    dim_F = tl.arange(0, V_WIDTH)
-    m_R, l_R, o_RF = no_part(q_RD.shape[0], V_WIDTH)
-    for tile in range(lo, hi):
-        key_T = tile * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        there_T = key_T < num_keys
-        page_T = tl.load(table_ptr + key_T // PAGE, mask=there_T, other=0).to(tl.int64)
-        at_T = page_T * page_stride + (key_T % PAGE) * token_stride
-        there_DT = inside(there_T[None, :], dim_D[:, None], DIM, q_RD.shape[1])
-        k_DT = tl.load(k_ptr + at_T[None, :] + dim_D[:, None], mask=there_DT, other=0.0)
-        x_RT = tl.dot(q_RD, k_DT, input_precision=_FP32_PRODUCT)
-        if TAIL > 0:
-            dim_C = tl.arange(0, q_tail_RC.shape[1])
-            there_CT = inside(there_T[None, :], dim_C[:, None], TAIL, q_tail_RC.shape[1])
-            k_CT = tl.load(k_ptr + DIM + at_T[None, :] + dim_C[:, None], mask=there_CT, other=0.0)
-            x_RT = tl.dot(q_tail_RC, k_CT, x_RT, input_precision=_FP32_PRODUCT)
-            v_TF = tl.trans(k_DT)
-        else:
-            there_TF = inside(there_T[:, None], dim_F[None, :], V_DIM, V_WIDTH)
-            v_TF = tl.load(v_ptr + at_T[:, None] + dim_F[None, :], mask=there_TF, other=0.0)
-        x_RT = x_RT * scale
-        seen_RT = _visible(key_T[None, :], position_R[:, None], there_T[None, :], CAUSAL, WINDOW, FIRST_KEY)
-        x_RT = tl.where(seen_RT, x_RT, -float("inf"))
-        new_m_R = tl.maximum(m_R, tl.max(x_RT, 1))
-        base_R = tl.where(new_m_R == -float("inf"), 0.0, new_m_R)  # nothing seen yet: inf - inf is no number
-        p_RT = tl.exp2(x_RT - base_R[:, None])
-        shrink_R = tl.exp2(m_R - base_R)
-        l_R = l_R * shrink_R + tl.sum(p_RT, 1)
-        o_RF = tl.dot(p_RT.to(v_TF.dtype), v_TF, o_RF * shrink_R[:, None], input_precision=_FP32_PRODUCT)
-        m_R = new_m_R
-    return m_R, l_R, o_RF
-
-
-@triton.jit
-def _key_tiles(
-    position,
-    TOKENS: tl.constexpr,
-    num_keys,
-    BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Key tiles (from, to) that query rows at position..position+TOKENS-1 see."""
-    end = num_keys
-    if CAUSAL:
-        end = tl.minimum(end, position + TOKENS)
-    elif WINDOW > 0:
-        end = tl.minimum(end, position + TOKENS - 1 + WINDOW)
-    return first_seen(position, WINDOW) // BLOCK_KEYS, tl.cdiv(end, BLOCK_KEYS)
-
-
-@triton.jit
-def _visible(key, position, there, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FIRST_KEY: tl.constexpr):
-    """Which keys a row at `position` sees, of those that exist."""
-    seen = there
-    if CAUSAL:
-        seen = seen & (key <= position)
-    if WINDOW > 0:
-        seen = seen & (key > position - WINDOW)
-        if not CAUSAL:
-            seen = seen & (key < position + WINDOW)
-    if FIRST_KEY > 0:
-        seen = seen & ((key >= FIRST_KEY) | (key == position))
-    return seen
-
-
-@triton.jit
-def inside(there, dim, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """What of a tile is a head's: all where heads are as wide as tiles."""
-    if DIM < WIDTH:
-        there = there & (dim < DIM)
-    return there
 
 
 @triton.jit

@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..latent import Latents
-from .attention import inside
 from .expansion import Expansion, gather
+from .key_tiles import inside
 from .launch import dependent_launch, wait_for_predecessor
 from .partials import add_parts, no_part
 from .tiles import tile_width

@@ -11,13 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
-from ..blocks import OperatorBackend
 from ..eager.attention import paged_attention
-from ..eager.attention_batch import AttentionBatch
-from ..eager.convolution import convolve
-from ..eager.latent import LatentAttention
-from ..eager.routing import TorchRoute
-from ..experts import Experts, ExpertWeights, Route, RouterWeights
+from ..eager.attention_batch import TorchPass
+from ..eager.backend import TorchBackend
+from ..experts import Experts, ExpertWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, RMSNorm
 from ..recurrent import DeltaNetShape
@@ -34,17 +31,11 @@ def why_not(spec: StackSpec, machine: Machine) -> str | None:
     return None
 
 
-class CpuBackend(OperatorBackend):
-    """Compiled loops for fp32 and bf16; residuals are added by the products themselves."""
-
-    attention_batch = staticmethod(AttentionBatch.build)
-    convolve = staticmethod(convolve)
-
-    def begin(self, rows: PlacedRows) -> PlacedRows:
-        return rows
+class CpuBackend(TorchBackend):
+    """Compiled loops for fp32 and bf16; what has none here is PyTorch's."""
 
     def attention(self, shape: AttentionShape) -> Attention:
-        return _CpuAttention(shape) if shape.latent is None else _CpuLatentAttention(shape)
+        return _CpuAttention(shape) if shape.latent is None else super().attention(shape)
 
     def delta_net(self, shape: DeltaNetShape) -> Attention:
         return CpuDeltaNet(shape)
@@ -52,37 +43,11 @@ class CpuBackend(OperatorBackend):
     def context_writer(self, k_norm_LD: Tensor, eps: float, num_kv_heads: int) -> ContextWriter:
         return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
 
-    def route(self, weights: RouterWeights) -> Route:
-        return TorchRoute(weights, self.linear(weights.weight_EH, weights.bias_E))
-
     def experts(self, weights: ExpertWeights) -> Experts:
         return CpuExperts(weights, self._count_expert_reads(weights))
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
-
-    def residual_norm(
-        self,
-        project: Projection,
-        x_NI: Tensor,
-        residual_NH: Tensor,
-        norm: RMSNorm,
-        out_norm: RMSNorm | None,
-        scalar: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        x_NH = (
-            project(x_NI, residual_NH)
-            if out_norm is None
-            else self._add_normed(project, x_NI, out_norm, residual_NH)
-        )
-        if scalar is not None:
-            x_NH.mul_(scalar)
-        return x_NH, layers.rms_norm(x_NH, norm.weight_H, norm.eps)
-
-    def _add_normed(
-        self, project: Projection, x_NI: Tensor, out_norm: RMSNorm, residual_NH: Tensor
-    ) -> Tensor:
-        return self.norm(out_norm, project(x_NI)).add_(residual_NH)
 
     def gated(self, gate_up: Projection, normed_NH: Tensor, activation: Activation) -> Tensor:
         return layers.gate(gate_up(normed_NH), activation)
@@ -95,8 +60,8 @@ class _CpuAttention:
         self._shape = shape
         self._norm_JD = shape.head_norm()
 
-    def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
-        shape, group = self._shape, cache.group(layer)
+    def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
+        shape, rows, group = self._shape, step.rows, cache.group(layer)
         if shape.v_norm:
             layers.norm_values(qkv_NO, shape.num_kv_heads, shape.v_head_dim, shape.eps)
         layers.norm_rotate_write(
@@ -107,8 +72,8 @@ class _CpuAttention:
             self._norm_JD,
             shape.eps,
             shape.rope,
-            step.positions_N,
-            step.kv_slots[group],
+            rows.positions_N,
+            rows.kv_slots[group],
             cache.slots(layer),
         )
         q_NQD = qkv_NO[:, : shape.num_heads * shape.head_dim].unflatten(1, (shape.num_heads, -1))
@@ -116,24 +81,13 @@ class _CpuAttention:
             q_NQD,
             cache,
             layer,
-            step.batches[group],
+            rows.batches[group],
             shape.scale,
             causal=shape.causal,
             window=shape.window,
             sinks_Q=shape.sinks_Q,
             first_key=shape.first_key,
         )
-
-
-class _CpuLatentAttention:
-    __slots__ = ("_attend", "_rope")
-
-    def __init__(self, shape: AttentionShape) -> None:
-        assert shape.rope is not None, "latents have keys that are rotated"
-        self._attend, self._rope = LatentAttention(shape), shape.rope
-
-    def __call__(self, qkv_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
-        return self._attend(qkv_NO, step, self._rope.at(step.positions_N), cache, layer)
 
 
 class _CpuContextWriter:

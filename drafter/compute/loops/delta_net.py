@@ -17,8 +17,8 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from ..backend import PlacedRows
 from ..eager import delta_net
+from ..eager.attention_batch import TorchPass
 from ..kv_cache import PagedKVCache
 from ..recurrent import DeltaNetShape, states_of
 from .elements import LIKE, exact, float_of, pointer, rounded
@@ -36,9 +36,9 @@ class CpuDeltaNet:
         self._shape, self._weights = shape, tuple(tensor.data_ptr() for tensor in weights)
         self._heads = (kind.num_key_heads, kind.num_value_heads, kind.key_dim, kind.value_dim, kind.taps)
 
-    def __call__(self, mixed_NO: Tensor, step: PlacedRows, cache: PagedKVCache, layer: int) -> Tensor:
+    def __call__(self, mixed_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, kind = self._shape, self._shape.geometry
-        rows, memory = states_of(step.states, cache)
+        rows, memory = states_of(step.rows.states, cache)
         y_NG = mixed_NO.new_empty(len(mixed_NO), kind.num_value_heads * kind.value_dim)
         _run(
             mixed_NO.data_ptr(),

@@ -1,4 +1,4 @@
-"""`LoopStepOperators`: what `TorchStepOperators` means on CPUs, in compiled loops.
+"""`LoopStepOperators`: what `StepOperators` means on CPUs, in compiled loops.
 
 NumPy and PyTorch take a microsecond or more per operation, and a step of one request wants dozens of them.
 Chosen at load (`actors/targets/loading/operators.py`).
@@ -6,10 +6,11 @@ Chosen at load (`actors/targets/loading/operators.py`).
 
 from __future__ import annotations
 
+from ..operators import StepOperators
 from . import candidates, choice, lookup, masks, paths, rows, trimming, verification
 
 
-class LoopStepOperators:
+class LoopStepOperators(StepOperators):
     """In the host's memory; logits in fp32 or bf16."""
 
     lay_out_rows = staticmethod(rows.lay_out_rows)

@@ -2,15 +2,15 @@
 
 On a GPU Qwen3-8B's sizes with z-lab's b16 drafter, so that tiles, splits and launches are those that are
 served; small ones on a CPU, smaller in Triton's interpreter, which takes milliseconds for a tile. Nothing is
-read from a disk. Made by `run.py`; used by all checks of kernels.
+read from a disk. Used by all cases.
 
-Legend: N rows, R requests, P pages of a request, S page size, T positions, K kv heads, D head dim.
+Legend: N rows, R requests, P pages of a request, S page size, L layers, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...actors.targets.loading.backends import BackendName, why_not
-from ...actors.targets.loading.operators import make_backend
-from ...actors.targets.loading.plan import plan_models
-from ...actors.targets.model.attention import Attention
-from ...cluster.config import EngineConfig
-from ...cluster.page_groups import KVGeometry
-from ...drafter.compute.backend import Backend, Machine, PlacedRows
-from ...drafter.compute.eager.backend import TorchBackend
-from ...drafter.compute.kv_cache import PagedKVCache
-from ...drafter.compute.rope import RopeConfig, RotaryEmbedding
-from ..bench.random_pair import QWEN3_8B, PairShape
+from ....actors.targets.loading.backends import BackendName, why_not
+from ....actors.targets.loading.operators import make_backend
+from ....actors.targets.loading.plan import plan_models
+from ....actors.targets.model.attention import Attention
+from ....cluster.config import EngineConfig
+from ....cluster.page_groups import KVGeometry
+from ....drafter.compute.backend import Backend, Machine, PlacedRows
+from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
+from ...bench.random_pair import QWEN3_8B, PairShape
 
 Requests = Sequence[tuple[int, int]]  # tokens known, rows behind them
 HALVES = (torch.bfloat16, torch.float16)
@@ -132,33 +132,60 @@ def candidates(place: Place) -> list[Candidate]:
 
 
 class Subject:
-    """A backend at a dtype (which must run here), and random operands for it: the same in every run."""
+    """A backend at a dtype (which must run here), and random operands for it: the same in every run.
 
-    def __init__(self, place: Place, candidate: Candidate, dtype: torch.dtype) -> None:
+    Args:
+        backend: opened as loading a model does if absent.
+    """
+
+    def __init__(
+        self, place: Place, candidate: Candidate, dtype: torch.dtype, backend: Backend | None = None
+    ) -> None:
         self.place, self.candidate, self.dtype = place, candidate, dtype
-        self.backend = _open(place, candidate, dtype)
+        self.backend = backend or _open(place, candidate, dtype)
         self.eps = place.shape.target.rms_norm_eps
         self.hidden = place.shape.target.hidden_size
         dense = place.shape.target.layers[0].dense
         assert dense is not None, "shapes of dense pairs"
         self.inner = dense.inner_size
         self.attention: Attention = place.shape.target.attention(0)
+        self.is_examined = True  # and not what it is compared with
+        self._drawn_dtype = dtype
         self._random = torch.Generator(place.device).manual_seed(0)
+
+    def definition(self) -> Subject:
+        """PyTorch's operators, which define what every backend computes, in fp64: the next operands that are
+        drawn of it are those that are drawn of this one."""
+        found = Subject(self.place, self.candidate, self.dtype, TorchBackend())
+        found.dtype, found.is_examined = torch.float64, False
+        found._random.set_state(self._random.get_state())
+        return found
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         tensor = torch.randn(shape, generator=self._random, device=self.place.device)
-        return tensor.mul_(scale).to(self.dtype)
+        return self.rounded(tensor.mul_(scale))
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """As the dtype that is examined rounds it."""
+        return tensor.to(self._drawn_dtype).to(self.dtype)
+
+    def wide(self, tensor: Tensor) -> Tensor:
+        """In fp32, as models keep a few tensors; for the definition in fp64."""
+        return tensor.to(torch.promote_types(self.dtype, torch.float32))
 
     def norm_weight(self, *shape: int) -> Tensor:
-        return 1 + self.randn(*shape, scale=0.1)
+        return self.rounded(1 + self.randn(*shape, scale=0.1))
 
-    def weight(self, outputs: int, inputs: int) -> Tensor:
-        """[O, I] of a product that keeps the size of what it multiplies."""
-        return self.randn(outputs, inputs, scale=inputs**-0.5)
+    def weight(self, outputs: int, inputs: int, scale: float = 1.0) -> Tensor:
+        """[O, I] of a product that keeps the size of what it multiplies, times `scale`."""
+        return self.randn(outputs, inputs, scale=scale * inputs**-0.5)
 
-    def rope(self, max_positions: int) -> RotaryEmbedding:
-        config = RopeConfig(self.attention.head_dim, 1e6, "default", {})
-        return RotaryEmbedding(config, max_positions, self.dtype, self.place.device)
+    def rope(self, max_positions: int, head_dim: int | None = None) -> RotaryEmbedding:
+        """Its tables are rounded to the dtype that is examined."""
+        config = RopeConfig(head_dim or self.attention.head_dim, 1e6, "default", {})
+        rope = RotaryEmbedding(config, max_positions, self._drawn_dtype, self.place.device)
+        rope.cos_TD, rope.sin_TD = (table.to(self.dtype) for table in (rope.cos_TD, rope.sin_TD))
+        return rope
 
 
 class Contexts:
@@ -167,18 +194,20 @@ class Contexts:
     Args:
         requests: tokens before this step, and rows of it.
         num_layers: of the cache.
+        geometry: of its keys and values; by default those of the subject's attention.
     """
 
-    def __init__(self, subject: Subject, requests: Requests, num_layers: int) -> None:
+    def __init__(
+        self, subject: Subject, requests: Requests, num_layers: int, geometry: KVGeometry | None = None
+    ) -> None:
         self.first_R, self.rows_R = (np.array(column) for column in zip(*requests, strict=True))
         self._backend = subject.backend
         self._device, self._page_size = subject.place.device, subject.candidate.page_size
-        pages = -(-int((self.first_R + self.rows_R).max()) // self._page_size)
+        pages = -(-self.length // self._page_size)
         order = np.random.default_rng(0).permutation(pages * len(requests))
         self._pages_RP = order.reshape(len(requests), pages)
         of = subject.attention
-        self._heads = (2, of.num_kv_heads, of.head_dim)
-        geometry = KVGeometry(of.num_kv_heads, of.head_dim, of.head_dim)
+        geometry = geometry or KVGeometry(of.num_kv_heads, of.head_dim, of.head_dim)
         self.cache = PagedKVCache(
             num_layers, len(order), self._page_size, geometry, subject.dtype, subject.place.device
         )
@@ -189,46 +218,48 @@ class Contexts:
         """Of the longest."""
         return int((self.first_R + self.rows_R).max())
 
-    def rows(self, window: int | None = None) -> PlacedRows:
-        """This step's."""
-        return self._place(self.first_R, self.rows_R, window)
+    def rows(self, window: int | None = None, padding: int = 0) -> PlacedRows:
+        """This step's, and rows of no request behind them."""
+        return self._place(self.first_R, self.rows_R, window, padding)
 
     def known_rows(self) -> PlacedRows:
         """The tokens before it, as a prompt's; every request needs some."""
-        return self._place(np.zeros_like(self.first_R), self.first_R, None)
+        return self._place(np.zeros_like(self.first_R), self.first_R)
 
-    def fill(self, subject: Subject, lengths_R: np.ndarray) -> None:
-        """Random keys and values of layer 1, of each request's first tokens."""
-        for r, length in enumerate(lengths_R.tolist()):
-            kv_T2KD = subject.randn(length, *self._heads)
-            self.cache.write(1, self.slots(r, length), kv_T2KD.flatten(1))
+    def fill(self, subject: Subject) -> None:
+        """Random keys and values of the tokens before this step, in layer 1."""
+        for r, length in enumerate(self.first_R.tolist()):
+            self.cache.write(1, self._slots(r, length), subject.randn(length, self.cache.geometries[1].width))
 
-    def of_each(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Each request's rows among the step's, and its keys and values [T, K, D] in layer 1."""
-        ends_R = np.cumsum(self.rows_R)
-        for r, (first, count, end) in enumerate(zip(self.first_R, self.rows_R, ends_R, strict=True)):
-            kv_T2KD = self.kv(1, self.slots(r, int(first + count)))[0]
-            yield slice(int(end - count), int(end)), kv_T2KD[:, 0], kv_T2KD[:, 1]
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """This step's rows of each request."""
+        return list(rows.split(self.rows_R.tolist()))
 
     def kv(self, num_layers: int, slots_N: Tensor) -> Tensor:
-        """What stands in some slots of the last so many layers, [L, N, 2, K, D]."""
+        """What stands in some slots of the last so many layers, [2, L, N, K, D]."""
         first = self.cache.num_layers - num_layers
-        return self.cache.slots(first, num_layers)[:, slots_N].unflatten(-1, self._heads)
+        kind = self.cache.geometries[first]
+        found_LNw = self.cache.slots(first, num_layers)[:, slots_N]
+        return found_LNw.unflatten(-1, (2, kind.num_kv_heads, kind.head_dim)).movedim(2, 0)
 
-    def slots(self, request: int, length: int) -> Tensor:
+    def _slots(self, request: int, length: int) -> Tensor:
         """K/V slots [length] of its first positions."""
         at = np.arange(length)
         return self._put(
             self._pages_RP[request][at // self._page_size] * self._page_size + at % self._page_size
         )
 
-    def _place(self, first_R: np.ndarray, rows_R: np.ndarray, window: int | None) -> PlacedRows:
+    def _place(
+        self, first_R: np.ndarray, rows_R: np.ndarray, window: int | None = None, padding: int = 0
+    ) -> PlacedRows:
         spans = [np.arange(first, first + rows) for first, rows in zip(first_R, rows_R, strict=True)]
-        slots = [self.slots(r, int(at[-1]) + 1)[int(at[0]) :] for r, at in enumerate(spans)]
+        slots = [self._slots(r, int(at[-1]) + 1)[int(at[0]) :] for r, at in enumerate(spans)]
         batch = self._backend.attention_batch(
             first_R, rows_R, self._pages_RP, self._page_size, self._device, window
         )
-        return PlacedRows(self._put(np.concatenate(spans)), (torch.cat(slots),), (batch,))
+        positions_N = torch.nn.functional.pad(self._put(np.concatenate(spans)), (0, padding))
+        slots_N = torch.nn.functional.pad(torch.cat(slots), (0, padding), value=self.cache.skip_slot)
+        return PlacedRows(positions_N, (slots_N,), (batch,))
 
     def _put(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)

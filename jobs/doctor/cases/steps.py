@@ -1,10 +1,10 @@
 """A step's kernels: rows, proposals and verdicts against the host's definitions on the same device, id by id;
-chosen tokens, and attention with sinks (which no served model asks for yet), against fp64.
+chosen tokens against fp64; attention with sinks.
 
-Imports Triton: `run.py` imports this file where Triton's backend runs. `Twins` calls the kernels as
+Imports Triton: `../run.py` imports this file where Triton's backend runs. `Twins` calls the kernels as
 `actors/targets/runners/` do.
 
-Legend: N rows, R requests, K most drafts, V vocabulary, Q query heads, D head dim.
+Legend: N rows, R requests, K most drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cluster.made_up_plans import made_up_plan
-from ...cluster.plan import SchedulerOutput, SlotSampling
-from ...drafter.compute.gpu.attention import verify_attention
-from ...drafter.compute.gpu.tiles import AttentionKind, AttentionWorkspace, PagedRows
-from ...drafter.compute.gpu.work import list_work
-from ...drafter.step.device.rows import (
+from ....cluster.made_up_plans import made_up_plan
+from ....cluster.plan import SlotSampling
+from ....drafter.step.device.rows import (
     NUM_LISTS,
     StepRequests,
     lay_out_block,
@@ -30,19 +27,20 @@ from ...drafter.step.device.rows import (
     pack,
     place_drafts,
 )
-from ...drafter.step.device.rows import StepRows as DeviceRows
-from ...drafter.step.device.sampling import SamplingWorkspace, margins_between, sample_rows
-from ...drafter.step.device.states import DeviceStates
-from ...drafter.step.device.upload import Upload
-from ...drafter.step.device.verification import accept_and_advance
-from ...drafter.step.noise import noise_bits, noise_keys
-from ...drafter.step.rows import StepRows, by_request
-from ...drafter.step.states import RequestStates
-from ...drafter.step.verification import accept
-from . import references
-from .findings import Check, Outcome, none_differ, off_by, within
-from .operators import REMEDY
-from .subject import Contexts, Place, Subject, candidates
+from ....drafter.step.device.rows import StepRows as DeviceRows
+from ....drafter.step.device.sampling import SamplingWorkspace, margins_between, sample_rows
+from ....drafter.step.device.sampling_state import SamplingState
+from ....drafter.step.device.states import DeviceStates
+from ....drafter.step.device.upload import Upload
+from ....drafter.step.device.verification import accept_and_advance
+from ....drafter.step.noise import noise_bits, noise_keys
+from ....drafter.step.rows import StepRows, by_request
+from ....drafter.step.states import RequestStates
+from ....drafter.step.verification import accept
+from ..findings import Check, Outcome, none_differ
+from .case import REMEDY, Case, checks_of_served, error_of
+from .operators import attend
+from .subject import Place
 
 _PAGE, _LENGTH, _MASK = 16, 96, 4000
 _PROMPTS, _DRAFTS = (37, 5, 60), (5, 0, 15)
@@ -69,7 +67,9 @@ def step_checks(place: Place, *, quick: bool) -> Iterator[Check]:
             look = partial(_tokens, place, sampling, dtype)
             line = f"tokens, {name}, {str(dtype).removeprefix('torch.')}"
             yield Check("steps", line, look, REMEDY)
-    yield Check("steps", "attention with sinks", partial(_sinks, place), REMEDY)
+    attend_with_sinks = partial(attend, requests=place.requests["blocks"], has_sinks=True)
+    sinks = Case("attention with sinks", partial(error_of, compute=attend_with_sinks), 8, 128)
+    yield from checks_of_served("steps", place, [sinks], quick=quick)
 
 
 class Twins:
@@ -91,7 +91,11 @@ class Twins:
             num_pages=[pages] * requests,
             page_order=rng.permutation(num_pages).astype(np.int32),
         )
-        admission = _sampling(admission, sampling, np.arange(requests) - 1)
+        admitted = (
+            replace(request, sampling=replace(sampling, seed=seed))
+            for seed, request in enumerate(admission.admitted, -1)
+        )
+        admission = replace(admission, admitted=tuple(admitted))
         self.step = made_up_plan([n - 1 for n in _PROMPTS], [k + 1 for k in _DRAFTS], _DRAFTS)
         room = StepRequests.room(requests + _PADDING)
         upload = Upload(self.device.arena, NUM_LISTS * room, self.device.most_changes)
@@ -189,7 +193,7 @@ def _tokens(place: Place, sampling: SlotSampling, dtype: torch.dtype) -> Outcome
     logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device)
     logits_NV = logits_NV.mul_(3).to(dtype)
     seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
-    ids_N, floor_N = _choose(logits_NV, sampling, seeds_N, positions_N)
+    ids_N, floor_N, _ = choose(logits_NV, sampling, seeds_N, positions_N, with_margins=False)
     z_NV = logits_NV.double()
     scores_NV = exact_scores(logits_NV, sampling, seeds_N, positions_N)
     kept_NV = torch.ones_like(z_NV, dtype=torch.bool)
@@ -219,57 +223,42 @@ def exact_scores(
     return z_NV - sampling.temperature * _negative_gumbel(seeds_N, positions_N, z_NV)
 
 
-def _choose(
-    logits_NV: Tensor, sampling: SlotSampling, seeds_N: np.ndarray, positions_N: np.ndarray
-) -> tuple[Tensor, Tensor | None]:
-    """The kernels' choices, int64 [N], and the floors that filters left; row i is slot i's."""
-    ids_N, floor_N, _ = choose_surely(logits_NV, sampling, seeds_N, positions_N, tells=False)
-    return ids_N, floor_N
-
-
-def choose_surely(
+def choose(
     logits_NV: Tensor,
     sampling: SlotSampling,
     seeds_N: np.ndarray,
     positions_N: np.ndarray,
     *,
-    tells: bool = True,
+    with_margins: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The same, and margins, fp32 [N], if they are told."""
-    num_rows, vocab_size = logits_NV.shape
-    plan = _admission(sampling, seeds_N)
-    states = DeviceStates(num_rows, _PAGE, (num_rows,), _PAGE, logits_NV.device)
-    upload = Upload(states.arena, NUM_LISTS, states.most_changes)
-    upload.send(np.zeros(NUM_LISTS, np.int32), states.changes(plan))
-    filters = states.filters(plan.slots)
-    workspace = SamplingWorkspace.build(num_rows, vocab_size, logits_NV.device)
-    seconds_N = torch.zeros(num_rows, device=logits_NV.device)
+    """The kernels' choices, int64 [N], the floors that filters left, and margins, fp32 [N], if these are
+    wanted; row i is slot i's."""
+    (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    workspace = SamplingWorkspace.build(num_rows, vocab_size, device)
+    seconds_N = torch.zeros(num_rows, device=device)
+
+    def of_each(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device=device)
+
     ids_N, scores_N = sample_rows(
         logits_NV,
-        torch.from_numpy(plan.slots).to(logits_NV.device),
-        torch.from_numpy(positions_N).to(logits_NV.device),
-        states.sampling,
+        torch.arange(num_rows, dtype=torch.int32, device=device),
+        torch.from_numpy(positions_N).to(device),
+        SamplingState(
+            temperature=of_each(sampling.temperature, torch.float32),
+            top_k=of_each(sampling.top_k, torch.int32),
+            top_p=of_each(sampling.top_p, torch.float32),
+            min_p=of_each(sampling.min_p, torch.float32),
+            seed=torch.from_numpy(seeds_N).to(device),
+            min_length=of_each(0, torch.int32),
+            stop_ids=of_each(-1, torch.int32)[:, None],
+        ),
         filters=filters,
         workspace=workspace,
-        seconds_N=seconds_N if tells else None,
+        seconds_N=seconds_N if with_margins else None,
     )
     return ids_N, workspace.filters.floor_N if filters else None, margins_between(scores_N, seconds_N)
-
-
-def _admission(sampling: SlotSampling, seeds_N: np.ndarray) -> SchedulerOutput:
-    """Requests of one token each that sample so."""
-    ones = [1] * len(seeds_N)
-    plan = made_up_plan([0] * len(ones), ones, [0] * len(ones), prompts=[np.zeros(1, np.int32)] * len(ones))
-    return _sampling(plan, sampling, seeds_N)
-
-
-def _sampling(plan: SchedulerOutput, sampling: SlotSampling, seeds_N: np.ndarray) -> SchedulerOutput:
-    """The plan, whose requests sample so."""
-    admitted = (
-        replace(request, sampling=replace(sampling, seed=int(seed)))
-        for request, seed in zip(plan.admitted, seeds_N, strict=True)
-    )
-    return replace(plan, admitted=tuple(admitted))
 
 
 def _negative_gumbel(seeds_N: np.ndarray, positions_N: np.ndarray, like_NV: Tensor) -> Tensor:
@@ -294,38 +283,3 @@ def _kept(scaled_NV: Tensor, sampling: SlotSampling, near: float) -> Tensor:
         least_N1 = sorted_NV.masked_fill(~inside_NV, 2.0).amin(-1, keepdim=True)
         kept_NV &= probs_NV >= least_N1 * (1 - near)
     return kept_NV | (scaled_NV == most_N1)
-
-
-def _sinks(place: Place) -> Outcome:
-    """With rows of padding behind, which become zeros."""
-    candidate = candidates(place)[0]
-    subject = Subject(place, candidate, candidate.dtypes[0])
-    of = subject.attention
-    contexts = Contexts(subject, place.requests["blocks"], num_layers=2)
-    rows: PagedRows = contexts.rows().batches[0]
-    contexts.fill(subject, contexts.first_R + contexts.rows_R)
-    q_NQD = subject.randn(int(contexts.rows_R.sum()) + _PADDING, of.num_heads, of.head_dim)
-    q_NQD[-_PADDING:] = torch.nan
-    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=place.device)
-    found_NQD = _attend_with_sinks(q_NQD, contexts, rows, of.scale, sinks_Q)
-    if bool(found_NQD[-_PADDING:].any()):
-        return Outcome("rows of padding are not zeros", "zeros", passed=False)
-    errors: list[float] = []
-    for mine, k_TKD, v_TKD in contexts.of_each():
-        exact_NQD = references.attend(
-            q_NQD[mine], k_TKD, v_TKD, of.scale, causal=True, window=None, sinks_Q=sinks_Q
-        )
-        errors.append(off_by(found_NQD[mine], exact_NQD))
-    return within(max(errors), 8 if subject.dtype.itemsize == 2 else 128)
-
-
-def _attend_with_sinks(
-    q_NQD: Tensor, contexts: Contexts, rows: PagedRows, scale: float, sinks_Q: Tensor
-) -> Tensor:
-    """The kernel's result, [N, Q, D]."""
-    k_PSKD, v_PSKD = contexts.cache.heads(1)
-    _, num_heads, head_dim = q_NQD.shape
-    _, page_size, num_kv_heads, _ = k_PSKD.shape
-    kind = AttentionKind(num_heads, num_kv_heads, head_dim, head_dim, q_NQD.dtype, page_size)
-    work = list_work(kind, rows, AttentionWorkspace(head_dim, q_NQD.device))
-    return verify_attention(q_NQD, k_PSKD, v_PSKD, rows, work, scale, sinks_Q=sinks_Q).view_as(q_NQD)

@@ -1,7 +1,7 @@
-"""Routed experts by our own kernels against fp64: plain weights and packed ones, in tiles of every height.
+"""Routed experts by our own kernels: plain weights and packed ones, in tiles of every height.
 
 The sizes are those of models that are served, on a GPU; small ones in Triton's interpreter. Imports no Triton
-by itself: `run.py` calls it where Triton's backend runs, and `rates.py` takes its experts from here.
+by itself: `../run.py` calls it where Triton's backend runs, and `../rates.py` takes its experts from here.
 
 Legend: N rows, k experts chosen per row, E experts, H hidden, I inner size, O outputs of a product, J codes
 of a block.
@@ -16,14 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...drafter.compute.experts import ExpertActivation, ExpertWeights
-from ...drafter.compute.int4 import Int4
-from ...drafter.compute.mxfp4 import MXFP4
-from ...drafter.compute.packed import BLOCK, Packed
-from . import references
-from .findings import Check, Outcome, off_by, within
-from .operators import REMEDY
-from .subject import Place, Subject, candidates
+from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.experts import ExpertActivation, ExpertWeights
+from ....drafter.compute.int4 import Int4
+from ....drafter.compute.mxfp4 import MXFP4
+from ....drafter.compute.packed import BLOCK, Packed
+from ..findings import Check, off_by
+from .case import Case, checks_of_served
+from .subject import Place, Subject
 
 _HALF, _FP32 = 8, 256  # bounds in units of the last place
 _LIMIT = 1.0  # of the clamp: many pass it
@@ -74,28 +74,21 @@ def bytes_of(weight: Tensor | Packed) -> int:
 
 
 def expert_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """Of the served backend's dtypes.
-
-    Args:
-        quick: of two dtypes of 16 bits one, and fewer heights of a tile.
-    """
-    for dtype in candidates(place)[0].examined(quick=quick):
-        for kind in expert_kinds(place):
-            line = f"{kind.name}, {str(dtype).removeprefix('torch.')}"
-            yield Check("own experts", line, partial(_examine, place, dtype, kind, quick), REMEDY)
+    """A case for each kind; fewer heights of a tile if `quick`."""
+    cases = [
+        Case(kind.name, partial(_error, kind=kind, quick=quick), _HALF, _FP32) for kind in expert_kinds(place)
+    ]
+    yield from checks_of_served("own experts", place, cases, quick=quick)
 
 
-def _examine(place: Place, dtype: torch.dtype, kind: ExpertKind, quick: bool) -> Outcome:
+def _error(subject: Subject, kind: ExpertKind, quick: bool) -> float:
     """The worst of all numbers of rows."""
-    subject, rows = Subject(place, candidates(place)[0], dtype), kind.rows(place)
-    with torch.inference_mode():
-        weights = random_experts(subject, kind)
-        experts = subject.backend.experts(weights)
-        errors = []
-        for num_rows in rows[:: len(rows) - 1] if quick else rows:
-            routed = random_rows(subject, kind, num_rows)
-            errors.append(off_by(experts(*routed), _exact(weights, *routed)))
-    return within(max(errors), _FP32 if dtype is torch.float32 else _HALF)
+    rows, weights = kind.rows(subject.place), random_experts(subject, kind)
+    experts, errors = subject.backend.experts(weights), []
+    for num_rows in rows[:: len(rows) - 1] if quick else rows:
+        routed = random_rows(subject, kind, num_rows)
+        errors.append(off_by(experts(*routed), exact_experts(weights, *routed)))
+    return max(errors)
 
 
 def random_experts(subject: Subject, kind: ExpertKind) -> ExpertWeights:
@@ -146,24 +139,30 @@ def _codes(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=random.device, generator=random)
 
 
-def _exact(weights: ExpertWeights, x_NH: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-    """In fp64, expert by expert."""
+def exact_experts(weights: ExpertWeights, x_NH: Tensor, expert_ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+    """The definition's result in fp64, expert by expert: all of them unpacked may not fit."""
     y_NH = torch.zeros_like(x_NH, dtype=torch.float64)
     for expert in range(weights.gate_up.shape[0]):
-        rows_M, places_M = (ids_Nk == expert).nonzero(as_tuple=True)
-        gate_up_MI = _product(x_NH[rows_M], weights.gate_up, weights.gate_up_bias_EI, expert)
-        inner_MI = references.expert_gate(gate_up_MI, weights.activation, weights.limit)
-        output_MH = _product(inner_MI, weights.down, weights.down_bias_EH, expert)
-        y_NH.index_add_(0, rows_M, output_MH * weights_Nk[rows_M, places_M, None].double())
+        experts = TorchBackend().experts(_alone(weights, expert))
+        y_NH += experts(x_NH.double(), expert_ids_Nk, weights_Nk.double())
     return y_NH
 
 
-def _product(x_MI: Tensor, weight: Tensor | Packed, bias_EO: Tensor | None, expert: int) -> Tensor:
-    if isinstance(weight, Tensor):
-        weight_OI = weight[expert]
-    else:
-        alone = slice(expert, expert + 1)
-        packed = type(weight)(weight.blocks_EOBJ[alone], weight.scales_EOB[alone])
-        weight_OI = packed.dequantised(torch.float32)[0]
-    y_MO = references.linear(x_MI, weight_OI)
-    return y_MO if bias_EO is None else y_MO + bias_EO[expert].double()
+def _alone(weights: ExpertWeights, expert: int) -> ExpertWeights:
+    at = slice(expert, expert + 1)
+
+    def cut(weight: Tensor | Packed) -> Tensor:
+        if isinstance(weight, Packed):
+            packed = type(weight)(weight.blocks_EOBJ[at], weight.scales_EOB[at])
+            return packed.dequantised(torch.float32).double()  # exact in fp32
+        return weight[at].double()
+
+    gate_up_bias_EI, down_bias_EH = weights.gate_up_bias_EI, weights.down_bias_EH
+    return replace(
+        weights,
+        gate_up=cut(weights.gate_up),
+        down=cut(weights.down),
+        gate_up_bias_EI=None if gate_up_bias_EI is None else cut(gate_up_bias_EI),
+        down_bias_EH=None if down_bias_EH is None else cut(down_bias_EH),
+        first_expert=weights.first_expert + expert,
+    )

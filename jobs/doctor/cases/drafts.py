@@ -1,9 +1,9 @@
-"""What drafting alone asks of kernels: margins, cuts, DFlash2's choices and convolutions; heads of odd sizes.
+"""What drafting alone asks of kernels: margins, cuts, DFlash2's choices; heads of odd sizes.
 
-Margins against fp64; cuts, paths and convolutions against the host's definitions on the same device. Imports
-Triton: `run.py` imports this file where Triton's backend runs.
+Margins against fp64; cuts and paths against the host's definitions on the same device. Imports Triton:
+`../run.py` imports this file where Triton's backend runs.
 
-Legend: N rows, R requests, K most drafts, V vocabulary, E selector's rank, H hidden.
+Legend: N rows, R requests, K most drafts, V vocabulary, E selector's rank.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...cluster.plan import SlotSampling, Trim
-from ...cluster.speculation.draft_trimming import trimmed
-from ...drafter.compute.eager.convolution import convolve as exact_convolution
-from ...drafter.compute.gpu.convolution import convolve
-from ...drafter.step.device.candidates import find_candidates
-from ...drafter.step.device.paths import walk_paths
-from ...drafter.step.device.rows import StepRequests, lay_out_block, pack
-from ...drafter.step.device.sampling import SamplingWorkspace
-from ...drafter.step.device.trimming import TrimLists, trim_drafts
-from ...drafter.step.paths import Codebooks
-from ...drafter.step.selection import select_paths
-from ..bench.random_pair import PairShape
-from .findings import Check, Outcome, none_differ, off_by, within
-from .operators import REMEDY, attention
-from .step_kernels import SAMPLINGS, Twins, choose_surely, exact_scores
-from .subject import Candidate, Place, Subject
+from ....cluster.plan import SlotSampling, Trim
+from ....cluster.speculation.draft_trimming import trimmed
+from ....drafter.step.device.candidates import find_candidates
+from ....drafter.step.device.paths import walk_paths
+from ....drafter.step.device.rows import StepRequests, lay_out_block, pack
+from ....drafter.step.device.sampling import SamplingWorkspace
+from ....drafter.step.device.trimming import TrimLists, trim_drafts
+from ....drafter.step.paths import Codebooks
+from ....drafter.step.selection import select_paths
+from ...bench.random_pair import PairShape
+from ..findings import Check, Outcome, none_differ
+from .case import REMEDY, Case
+from .operators import attention_error
+from .steps import SAMPLINGS, Twins, choose, exact_scores
+from .subject import Candidate, Place
 
 _HEAD_DIMS = (80, 96, 192)  # none is a power of two: tiles are wider than heads
 _NEAR = 1e-4  # margins: two scores' noise in fp32, and what logits of this size are rounded by
@@ -44,9 +43,13 @@ def draft_checks(place: Place) -> Iterator[Check]:
         yield Check("drafts", f"margins, {name}", partial(_margins, place, SAMPLINGS[name]), REMEDY)
         yield Check("drafts", f"DFlash2's paths, {name}", partial(_paths, place, SAMPLINGS[name]), REMEDY)
     yield Check("drafts", "cuts", partial(_cuts, place), REMEDY)
-    yield Check("drafts", "DFlash2's convolutions", partial(_convolutions, place), REMEDY)
+    dtype = torch.float32 if place.interpreted else torch.bfloat16
+    attention_of_blocks = partial(attention_error, requests=place.requests["blocks"])
     for head_dim in _HEAD_DIMS:
-        yield Check("drafts", f"attention, heads of {head_dim}", partial(_heads, place, head_dim), REMEDY)
+        shape = PairShape.of("odd heads", {**place.shape.target_json, "head_dim": head_dim})
+        case = Case(f"attention, heads of {head_dim}", attention_of_blocks, 8, 128)
+        candidate = Candidate("triton", "triton", (dtype,))
+        yield case.check("drafts", replace(place, shape=shape), candidate, dtype)
 
 
 def _margins(place: Place, sampling: SlotSampling) -> Outcome:
@@ -56,7 +59,7 @@ def _margins(place: Place, sampling: SlotSampling) -> Outcome:
     logits_NV = torch.randn(num_rows, place.vocab_size, generator=random, device=place.device).mul_(3)
     seeds_N, positions_N = np.arange(num_rows) * 10**12, np.arange(num_rows) * 7 + 1
     logits_NV[0, 7] += 40.0  # the only one that a filter keeps
-    _, floor_N, margins_N = choose_surely(logits_NV, sampling, seeds_N, positions_N)
+    _, floor_N, margins_N = choose(logits_NV, sampling, seeds_N, positions_N, with_margins=True)
     scores_NV = exact_scores(logits_NV, sampling, seeds_N, positions_N)
     if floor_N is not None:
         kept_NV = logits_NV / sampling.temperature >= floor_N[:, None]
@@ -79,22 +82,38 @@ def _cuts(place: Place) -> Outcome:
     flat_K, ones_R = np.full(most, 0.5, np.float32), np.ones(count, np.float32)
     trim = Trim(flat_K, flat_K, 0 * ones_R, ones_R, np.empty(0, np.float32), num_rows)
     expected_R = trimmed(np.where(made_RK, margins_RK, np.float32(np.nan)), drafts_R, count, trim)
-    room, slots_R = StepRequests.room(count), np.arange(count, dtype=np.int32)
-    lists = torch.from_numpy(pack(slots_R, 1 + drafts_R, drafts_R, ones_R > 0, room)).to(place.device)
-    values = torch.from_numpy(TrimLists.pack(trim, slots_R.astype(np.intp), room, most)).to(place.device)
-    of_rows = np.concatenate([np.insert(m[:n], 0, 0.0) for m, n in zip(margins_RK, drafts_R, strict=True)])
-    found = trim_drafts(
-        StepRequests.decoding(lists, count, most + 1, num_rows),
-        torch.from_numpy(of_rows).to(place.device),
-        TrimLists.over(values, room),
-        num_rows,
-        torch.empty(count, dtype=torch.int32, device=place.device),
-        torch.empty(count, most, device=place.device),
-    )
+    found, _ = cut(drafts_R, margins_RK, trim, num_rows, place.device)
     found_R = found.num_drafts_R.cpu().numpy()
     if found_R.sum() != expected_R.sum():
         return Outcome(f"{found_R.sum()} drafts stay", f"{expected_R.sum()}", passed=False)
     return none_differ(int((found_R != expected_R).sum()), count, "requests")
+
+
+def cut(
+    drafts_R: np.ndarray,
+    margins_RK: np.ndarray,
+    trim: Trim | None,
+    num_rows: int,
+    device: torch.device,
+    padding: int = 0,
+) -> tuple[StepRequests, Tensor]:
+    """The kernel's requests, whose drafts are verified in so many rows, and the margins that it returns.
+
+    Args:
+        padding: requests behind the others, without rows.
+    """
+    count, most = margins_RK.shape
+    room, requests_R = StepRequests.room(count + padding), np.arange(count, dtype=np.int32)
+    lists = pack(requests_R, 1 + drafts_R, drafts_R, np.ones(count, bool), room)
+    values = TrimLists.pack(trim, requests_R.astype(np.intp), room, most)
+    blocks = [np.insert(of_one[:n], 0, 99.0) for of_one, n in zip(margins_RK, drafts_R, strict=True)]
+    margins = np.concatenate([*blocks, np.full(5, 99.0)]).astype(np.float32)
+    lists_LW, values_V, margins_N = (torch.from_numpy(x).to(device) for x in (lists, values, margins))
+    drafted = StepRequests.decoding(lists_LW, count + padding, most + 1, num_rows)
+    home_RK = torch.full((count + padding, most), 5.0, device=device)
+    num_drafts_R = torch.full((count + padding,), 77, dtype=torch.int32, device=device)
+    found = trim_drafts(drafted, margins_N, TrimLists.over(values_V, room), num_rows, num_drafts_R, home_RK)
+    return found, home_RK
 
 
 def _paths(place: Place, sampling: SlotSampling) -> Outcome:
@@ -129,32 +148,3 @@ def _paths(place: Place, sampling: SlotSampling) -> Outcome:
     off = float((margins_N[mine_X] - theirs.margins_RK[of_drafts]).abs().max())
     measured = f"{differing} of {len(mine_X)} drafts differ, margins by {off:.1e}"
     return Outcome(measured, f"0, {_NEAR:.0e}", not differing and off <= _NEAR)
-
-
-def _convolutions(place: Place) -> Outcome:
-    """Before and behind a sublayer."""
-    hidden, rows, taps, groups = place.shape.target.hidden_size, 40, 4, 16
-    random = torch.Generator(place.device).manual_seed(4)
-    x_NH, residual_NH, base_TH, dynamic_NTC = (
-        torch.randn(*shape, generator=random, device=place.device)
-        for shape in ((rows, hidden), (rows, hidden), (taps, hidden), (rows, taps, groups))
-    )
-    owners_N = torch.arange(rows, device=place.device) // 7
-    errors = [
-        off_by(
-            convolve(x_NH, dynamic_NTC, base_TH, owners_N, residual),
-            exact_convolution(x_NH, dynamic_NTC, base_TH, owners_N, residual).double(),
-        )
-        for residual in (None, residual_NH)
-    ]
-    return within(max(errors), 16)
-
-
-def _heads(place: Place, head_dim: int) -> Outcome:
-    """Norm, rotation, K/V write and attention of blocks."""
-    shape = PairShape.of("odd heads", {**place.shape.target_json, "head_dim": head_dim})
-    dtype = torch.float32 if place.interpreted else torch.bfloat16
-    subject = Subject(replace(place, shape=shape), Candidate("triton", "triton", (dtype,)), dtype)
-    with torch.inference_mode():
-        error = attention(subject, place.requests["blocks"])
-    return within(error, 8 if dtype.itemsize == 2 else 128)

@@ -1,0 +1,130 @@
+"""Gated delta layers by our own kernels: a prompt, a block of which some drafts stood, what follows.
+
+The sizes are those of models that are served, on a GPU; small ones in Triton's interpreter. Imports no Triton
+by itself: `../run.py` calls it where Triton's backend runs.
+
+Legend: N rows, O outputs of the layer's product, C channels, T taps, V value heads, F value dim, Z slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....cluster.page_groups import KVGeometry
+from ....cluster.state_shape import StateGeometry
+from ....drafter.compute.backend import Backend, PlacedRows
+from ....drafter.compute.eager.backend import TorchBackend
+from ....drafter.compute.kv_cache import PagedKVCache
+from ....drafter.compute.recurrent import DeltaNetShape
+from ....drafter.compute.state_memory import DeviceStateRows, Save, StateMemory, StateRows
+from ..findings import Check, off_by
+from .case import Case, checks_of_served
+from .subject import Place, Subject
+
+_HALF, _FP32 = 16, 512  # bounds in units of the last place
+_KINDS = {
+    "two value heads a key": StateGeometry(16, 32, 128, 128, 4),  # Qwen3.5-9B, 35B-A3B, Coder-Next
+    "three value heads a key": StateGeometry(16, 48, 128, 128, 4),  # Qwen3.5-27B
+}
+_SMALL = {
+    "two value heads a key": StateGeometry(1, 2, 16, 16, 4),
+    "three value heads a key": StateGeometry(1, 3, 16, 8, 4),
+}
+_PROMPT, _DRAFTS, _STOOD, _REST = 40, 5, 3, 2
+
+
+def delta_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    kinds = _KINDS if place.device.type == "cuda" else _SMALL
+    cases = [Case(name, partial(_error, kind=kind), _HALF, _FP32) for name, kind in kinds.items()]
+    yield from checks_of_served("own delta rule", place, cases, quick=quick)
+
+
+class DeltaLayer:
+    """A layer of one kind over memory, and where the sequence in each slot stands.
+
+    Args:
+        layer: of the memory.
+        padding: rows of no request behind those of every pass; they become zeros.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        shape: DeltaNetShape,
+        memory: StateMemory,
+        page_size: int,
+        *,
+        layer: int = 0,
+        padding: int = 0,
+    ) -> None:
+        self.memory = memory
+        self._backend, self._attend = backend, backend.delta_net(shape)
+        self._is_on_device = not isinstance(backend, TorchBackend)
+        self._dtype, self._device = memory.windows_LZWC.dtype, memory.windows_LZWC.device
+        self._cache = PagedKVCache(1, 1, page_size, KVGeometry(1, 8, 8), self._dtype, self._device, memory)
+        self._layer, self._padding = layer, padding
+        self.first_Z, self._pending_Z = np.zeros((2, memory.num_slots), dtype=np.int64)
+
+    def run(self, given: Sequence[tuple[int, Tensor, int]], saves: tuple[Save, ...] = ()) -> Tensor:
+        """A pass.
+
+        Args:
+            given: slot, rows [N, O], and how many of these, the last ones, are drafts. Without rows it is a
+                request that is padding.
+        """
+        if not self._is_on_device:
+            given = [each for each in given if len(each[1])]
+        slots, counts, drafts = np.array([(slot, len(x), count) for slot, x, count in given]).T
+        states: StateRows | DeviceStateRows
+        states = StateRows(slots, counts, drafts, self._pending_Z[slots], saves)
+        if self._is_on_device:
+            states = DeviceStateRows.of(states, self.first_Z[slots], self._device)
+        placed = PlacedRows(torch.zeros(0), (), (), states=states)
+        padding = [torch.full_like(given[0][1][:1], torch.nan)] * self._padding
+        mixed_NO = torch.cat([*(x for _, x, _ in given), *padding]).to(self._device, self._dtype)
+        out_NG = self._attend(mixed_NO, self._backend.begin(placed), self._cache, self._layer)
+        num_rows = int(counts.sum())
+        assert not out_NG[num_rows:].any(), "rows of padding become zeros"
+        self._pending_Z[slots] = 0
+        self.first_Z[slots] += counts - drafts
+        return out_NG[:num_rows]
+
+    def accept(self, slot: int, count: int) -> None:
+        """So many of the last pass's drafts stood."""
+        self._pending_Z[slot] = count
+        self.first_Z[slot] += count
+
+
+def _error(subject: Subject, kind: StateGeometry) -> float:
+    """Of a sequence whose block has drafts that fell: as if its rows had come at once, without these."""
+    definition = subject.definition()
+    (layer, rows_NO), (exact, exact_NO) = (_random(each, kind) for each in (subject, definition))
+    known = _PROMPT + 1 + _STOOD
+    block_NO = torch.cat((rows_NO[_PROMPT:known], -rows_NO[: _DRAFTS - _STOOD]))
+    found = [layer.run([(1, rows_NO[:_PROMPT], 0)])]
+    found.append(layer.run([(1, block_NO, _DRAFTS)])[: 1 + _STOOD])
+    layer.accept(1, _STOOD)
+    found.append(layer.run([(1, rows_NO[known:], 0)]))
+    return off_by(torch.cat(found), exact.run([(1, exact_NO, 0)]))
+
+
+def _random(subject: Subject, kind: StateGeometry) -> tuple[DeltaLayer, Tensor]:
+    """A layer of rates at which a state lives for a few rows, and rows for it."""
+    heads, wide = kind.num_value_heads, subject.wide
+    shape = DeltaNetShape(
+        kind,
+        kernel_CT=wide(subject.randn(kind.channels, kind.taps)),
+        rate_V=-wide(subject.randn(heads)).abs(),
+        dt_bias_V=wide(subject.randn(heads)) - 2.0,
+        norm_F=wide(subject.norm_weight(kind.value_dim)),
+        eps=subject.eps,
+    )
+    memory = StateMemory(1, kind, 2, _DRAFTS, subject.dtype, subject.place.device)
+    width = kind.channels + heads * (kind.value_dim + 2)
+    rows_NO = subject.randn(_PROMPT + 1 + _STOOD + _REST, width)
+    return DeltaLayer(subject.backend, shape, memory, subject.candidate.page_size), rows_NO

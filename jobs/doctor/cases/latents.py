@@ -1,0 +1,96 @@
+"""Attention over latents by our own kernels: absorbed for blocks, expanded for long prompts.
+
+The sizes are Kimi K2's on one of eight ranks, on a GPU; small ones in Triton's interpreter. Two requests have
+two passes each, the first of prompts; the last is judged. Imports no Triton by itself: `../run.py` calls it
+where Triton's backend runs.
+
+Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values, C values of a latent,
+W = C + R, O = E + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from ....cluster.page_groups import KVGeometry
+from ....drafter.compute.backend import AttentionShape, PlacedRows
+from ....drafter.compute.latent import Latents
+from ....drafter.compute.layers import RMSNorm
+from ..findings import Check
+from .case import Case, checks_of_served, error_of
+from .subject import Contexts, Place, Subject
+
+_HALF, _FP32 = 16, 512  # bounds in units of the last place
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """J, E, R, F, C; rows of a prompt of each of two requests, the second's as few as are expanded; rows of a
+    block."""
+
+    heads: int
+    nope: int
+    rotated: int
+    values: int
+    rank: int
+    prompts: tuple[int, int]
+    block: int
+
+
+_KIMI = _Sizes(
+    8, 128, 64, 128, 512, prompts=(2100, 171), block=16
+)  # two of them are more keys than one piece
+_SMALL = _Sizes(3, 20, 8, 12, 32, prompts=(50, 33), block=5)
+
+
+def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    sizes = _KIMI if place.device.type == "cuda" else _SMALL
+    counts = {
+        "long prompts, expanded": sizes.prompts,
+        "short prompts, expanded": (sizes.prompts[1], sizes.prompts[1]),
+        "blocks, absorbed": (sizes.block, sizes.block),
+    }
+    cases = [
+        Case(name, partial(error_of, compute=partial(_attend, sizes=sizes, rows=rows)), _HALF, _FP32)
+        for name, rows in counts.items()
+    ]
+    yield from checks_of_served("own latents", place, cases, quick=quick)
+
+
+def _attend(subject: Subject, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:
+    """So many rows of each request behind its prompt: the latents and keys that were written, the results."""
+    width, rank = sizes.rank + sizes.rotated, sizes.rank
+    requests = tuple(zip(sizes.prompts, rows, strict=True))
+    contexts = Contexts(subject, requests, 1, KVGeometry(1, width, rank, v_in_k=True))
+    shape = AttentionShape(
+        num_heads=sizes.heads,
+        num_kv_heads=1,
+        head_dim=width,
+        v_head_dim=rank,
+        q_norm_D=None,
+        k_norm_D=None,
+        eps=subject.eps,
+        rope=subject.rope(contexts.length, sizes.rotated),
+        scale=(sizes.nope + sizes.rotated) ** -0.5,
+        latent=Latents(
+            q_norm=None,
+            q_up=None,
+            kv_norm=RMSNorm(subject.norm_weight(rank), subject.eps),
+            kv_up_JUC=subject.randn(sizes.heads, sizes.nope + sizes.values, rank, scale=rank**-0.5),
+            v_dim=sizes.values,
+        ),
+    )
+    backend, attention = subject.backend, subject.backend.attention(shape)
+
+    def attend(placed: PlacedRows) -> Tensor:
+        given_NO = subject.randn(len(placed.positions_N), sizes.heads * (sizes.nope + sizes.rotated) + width)
+        return attention(given_NO, backend.begin(placed), contexts.cache, 0)
+
+    attend(contexts.known_rows())
+    found_NO = attend(contexts.rows())
+    written_NW = contexts.cache.slots(0)[0][contexts.rows().kv_slots[0]]
+    return [written_NW[:, :rank], written_NW[:, rank:], *contexts.split(found_NO)]

@@ -1,0 +1,94 @@
+"""Our own products with all that is fused to them: whether this device chooses them or not.
+
+Through the backend's seam (`operators.py`) a product is whosever is sooner here; these are ours, at every
+height of a tile, and of more rows than one holds. Imports Triton: `../run.py` imports this file where
+Triton's backend runs.
+
+    residual, then norm   y = x W^T + residual, with the sums of squares that the next product's norm reads
+    norm, then product    that norm on the way in; kept as tensors it must be the same
+    norm, then gate       the same, and activation(gate) * up on the way out
+    blocks                a weight whose blocks of rows lie apart
+
+Legend: N rows, H hidden, O outputs; P parts, L layers, R rows of a block of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ....drafter.compute.gpu.backend import TritonBackend
+from ....drafter.compute.gpu.product_tiles import ProductWorkspace
+from ....drafter.compute.gpu.projections import OwnProjection, PendingNorm
+from ....drafter.compute.layers import Activation
+from ..findings import Check
+from .case import Case, checks_of_served, error_of
+from .operators import add_product, product_of_blocks
+from .subject import Place, Subject
+
+_HALF, _FP32 = 6, 256  # bounds in units of the last place
+_ROWS = (5, 16, 32, 33, 100)  # tiles of 16, 32 and 64 rows, and two of 64
+_FEW_ROWS = (16, 100)
+
+
+def product_checks(place: Place, *, quick: bool) -> Iterator[Check]:
+    """All cases; fewer heights of a tile if `quick`."""
+    rows = _FEW_ROWS if quick else _ROWS
+    computed: dict[str, Callable[[Subject, int], list[Tensor]]] = {
+        "residual, then norm": _residual,
+        "norm, then product": _normed,
+        "norm, then SiLU product": partial(_gated, activation="silu"),
+        "norm, then GELU product": partial(_gated, activation="gelu_tanh"),
+        "blocks": product_of_blocks,
+    }
+    cases = [
+        Case(name, partial(_error, compute=compute, rows=rows), _HALF, _FP32)
+        for name, compute in computed.items()
+    ]
+    yield from checks_of_served("own products", place, cases, quick=quick)
+
+
+class OwnProducts(TritonBackend):
+    """A backend that chooses no other products; they share `workspace`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.workspace = ProductWorkspace(device)
+
+    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> OwnProjection:
+        return self.linear_of_blocks(weight_OH[None, None], bias_O)
+
+    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> OwnProjection:
+        return OwnProjection(weight_PLRH, bias_O, self.workspace)
+
+
+def _error(subject: Subject, compute: Callable[[Subject, int], list[Tensor]], rows: tuple[int, ...]) -> float:
+    """The worst of all numbers of rows."""
+    backend = OwnProducts(subject.place.device)
+    own = Subject(subject.place, subject.candidate, subject.dtype, backend)
+    error = max(error_of(own, lambda each, count=count: compute(each, count)) for count in rows)
+    assert not backend.workspace.arrived_E.any(), "counters are zeros behind a launch"
+    return error
+
+
+def _residual(subject: Subject, num_rows: int) -> list[Tensor]:
+    sum_NH, normed = add_product(subject, num_rows)
+    if isinstance(normed, PendingNorm):
+        found_N, exact_N = (x.double().sum(1) for x in (normed.squares_NT, sum_NH.double().square()))
+        assert torch.allclose(found_N, exact_N, rtol=1e-5, atol=0), "the squares of what was added"
+    return [sum_NH, subject.backend.as_tensor(normed)]
+
+
+def _normed(subject: Subject, num_rows: int) -> list[Tensor]:
+    of, (_, normed) = subject.attention, add_product(subject, num_rows, scale=0.0)
+    weight_OH = subject.weight((of.num_heads + 2 * of.num_kv_heads) * of.head_dim, subject.hidden)
+    return [subject.backend.linear(weight_OH)(normed)]
+
+
+def _gated(subject: Subject, num_rows: int, *, activation: Activation) -> list[Tensor]:
+    _, normed = add_product(subject, num_rows, scale=0.0)
+    weight_OH = subject.weight(2 * subject.inner, subject.hidden, scale=3.0)  # gates large enough to bend
+    return [subject.backend.gated(subject.backend.linear(weight_OH), normed, activation)]

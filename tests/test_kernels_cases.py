@@ -1,0 +1,30 @@
+"""Every case of `manta doctor` in Triton's interpreter, at sizes of a few tiles.
+
+On a GPU `manta doctor` runs them by itself, at the sizes of models that are served (`make gpu`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from devices import ON_GPU
+from manta.jobs.doctor.cases.operators import operator_checks
+from manta.jobs.doctor.cases.subject import Place
+from manta.jobs.doctor.findings import Check, examine
+from manta.jobs.doctor.run import kernel_checks
+
+
+def checks() -> list[Check]:
+    if ON_GPU:
+        return []
+    place = Place.here()
+    return [*operator_checks(place, quick=False), *kernel_checks(place, quick=False)]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, infinity is right there
+@pytest.mark.parametrize("check", checks(), ids=lambda check: f"{check.group}: {check.name}")
+def test_a_kernel_computes_what_the_definition_does(check: Check) -> None:
+    found = examine(check)
+    assert found.status == "ok", found
