@@ -27,7 +27,7 @@ from ..bench.passes import encode_prompts, read_rows
 from ..bench.provenance import provenance
 from ..generate import open_llm
 from ..progress import TimeLeft, say
-from .cli import AuditOptions
+from .options import AuditOptions
 
 Certificate = dict[str, Any]  # Any: JSON
 SHOWN = 20  # mismatches

@@ -1,79 +1,9 @@
-"""`manta plan` as a command, and its options; `jobs/cli.py` has the others."""
+"""`manta plan` as a command; `jobs/cli.py` has the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
-
-from ...cluster.config import Quantization
-from ...cluster.errors import ConfigError
-from ...cluster.flag import Flag, Size
-from ...cluster.planner.gpus import GPUS
 from ..flags import with_flags
-from ..yaml_file import check_new_file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What is planned.
-
-    Attributes:
-        model: target: folder or Hugging Face id.
-        num_gpus: GPUs of the node.
-        gpu: kind of the GPUs.
-        drafter: DFlash drafter; by default plain decoding is planned.
-        dtype: the checkpoint's if auto; bfloat16 where that is float32. Rates are known for 16 bits alone.
-        quantization: of the target's weights; fp8 keeps them in a byte.
-        drafter_quantization: of the drafter's weights; fp8 keeps them in a byte.
-        acceptance: mean acceptance length, as 4.2, or how likely each draft and all before it are accepted,
-            as 0.8,0.7,...; by default that of the drafter's card, or 4.
-        slo_tpot_ms: most milliseconds per output token.
-        slo_ttft_ms: most milliseconds to the first token, in a trace.
-        trace: JSONL of arrivals (arrival_s, prompt_tokens, output_tokens), played through every layout.
-        max_model_len: longest sequence; the checkpoints' limit by default.
-        context: tokens of a sequence on average; by default the trace's, or 4096.
-        batch: requests at once on the node; by default each layout's best.
-        as_json: the report as JSON in place of tables.
-        output: file for the Serve config.
-        force: replace a file that exists.
-    """
-
-    model: Annotated[str, Flag("-m")]
-    num_gpus: Annotated[int, Flag("--gpus")] = 8
-    gpu: Annotated[str, Flag(metavar="|".join(GPUS))] = "h200"
-    drafter: Annotated[str | None, Flag("--drafter --spec-model")] = None
-    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    quantization: Annotated[Quantization | None, Flag("-q")] = None
-    drafter_quantization: Quantization | None = None
-    acceptance: str | None = None
-    slo_tpot_ms: float | None = None
-    slo_ttft_ms: float | None = None
-    trace: Path | None = None
-    max_model_len: Size | None = None
-    context: Size | None = None
-    batch: int | None = None
-    as_json: Annotated[bool, Flag("--json")] = False
-    output: Annotated[Path | None, Flag("-o")] = None
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_gpus", "context", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.", param=name)
-        for name in ("slo_tpot_ms", "slo_ttft_ms"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value:g} must be milliseconds above 0.", param=name)
-        if self.drafter_quantization is not None and self.drafter is None:
-            raise ConfigError(
-                "drafter_quantization is a drafter's: give --drafter, too.", param="drafter_quantization"
-            )
-        if self.slo_ttft_ms is not None and self.trace is None:
-            raise ConfigError("slo_ttft_ms needs arrivals: give --trace, too.", param="slo_ttft_ms")
-        if self.output is not None:
-            check_new_file(self.output, force=self.force)
+from .options import PlanOptions
 
 
 @with_flags

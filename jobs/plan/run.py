@@ -13,9 +13,9 @@ from ...cluster.planner.layouts import Layout, layouts
 from ...cluster.planner.pair import Demand
 from ...cluster.planner.playing import Arrival, Played, Slo, play
 from ...cluster.planner.step_time import StepTimes
-from .cli import PlanOptions
 from .config_file import Quantized, serve_config, write_config
 from .models import ReadPair, read_pair
+from .options import PlanOptions
 from .tables import as_json, print_candidates, print_played
 from .trace import read_trace
 

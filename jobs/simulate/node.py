@@ -27,8 +27,8 @@ from ..plan.trace import read_trace
 from ..progress import TimeLeft
 from ..tables import NO_FIGURE, decimals, print_table
 from .assumptions import assumptions
-from .cli import NodeOptions
 from .methods import Figures, Method, matched_speed
+from .options import NodeOptions
 from .subjects import Drafting, Subject, read_shapes, subjects
 from .workload import Workload
 
