@@ -243,7 +243,8 @@ class DraftLengthPolicy:
         least_s, most_s = (
             dict(zip(lengths, bounds.tolist(), strict=True)) for bounds in self.costs.bounds_s(load, lengths)
         )
-        if not state.has_plain or most_s[0] > _KNOWN * least_s[0]:
+        is_measured = state.has_plain or self.costs.were_loaded
+        if not is_measured or most_s[0] > _KNOWN * least_s[0]:
             state.trial_length, state.trial_steps = 0, 1
             return
         estimates = self._estimate(batch, load, lengths)

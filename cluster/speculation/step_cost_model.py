@@ -67,6 +67,11 @@ class StepCostModel:
         return bool(self._rest)
 
     @property
+    def were_loaded(self) -> bool:
+        """Whether an earlier process measured steps for this one to begin with."""
+        return self._rest.was_loaded
+
+    @property
     def has_measured_drafts(self) -> bool:
         """Whether any drafter's pass was."""
         return bool(self._draft)

@@ -47,7 +47,7 @@ _CONSTANT_DEVIATION, _CONTEXT_DEVIATION = 0.5, 0.3  # the latter for `_USUAL_CON
 _SEGMENT_CHANGE = 0.5  # deviation of a segment from the one before, in `_ROW_DEVIATION`
 _WALK = 1e-5  # of the prior's covariance, added at each step
 _PHASE_WALK = 0.015  # standard deviation of the change of the phase's logarithm in a step
-_LOADED, _LOADED_PHASE = 0.1, 0.5  # of the prior's covariance, and deviation of the phase, if saved earlier
+_LOADED, _LOADED_PHASE = 0.1, 0.3  # of the prior's covariance, and deviation of the phase, if saved earlier
 _FIRST_NOISE = 0.3  # standard deviation of the first pass's seconds, relative: it allocates and compiles
 _NOISE, _MIN_NOISE, _MAX_NOISE = 0.1, 0.01, 0.3  # of the others': at first, and the bounds of what is learned
 _NOISE_STEP = 1 / 32  # by which it changes: up where a surprise is above the median of a normal distribution
@@ -95,10 +95,14 @@ class StepTimeRegression:
 
     Args:
         has_phase: whether the phase is estimated; else it is 1.
+
+    Attributes:
+        was_loaded: it began with what an earlier process saved.
     """
 
     def __init__(self, *, has_phase: bool = False) -> None:
         self._has_phase = has_phase
+        self.was_loaded = False
         self._noise = _NOISE
         self._theta_F: Doubles = np.zeros(_NUM)
         self._covariance_FF: Doubles = np.zeros((_NUM, _NUM))
@@ -224,12 +228,13 @@ class StepTimeRegression:
         self._theta_F, self._first_s, self._saw_only_prompts = theta_F, first_s, False
         self._covariance_FF = _LOADED * prior_FF
         self._set_walk(prior_FF, _LOADED_PHASE)
+        self.was_loaded = True
 
     def become(self, other: StepTimeRegression) -> None:
         """Take over the state of another, for all who share this object."""
         self._theta_F, self._covariance_FF = other._theta_F.copy(), other._covariance_FF.copy()
         self._walk_FF, self._first_s, self._noise = other._walk_FF.copy(), other._first_s, other._noise
-        self._saw_only_prompts = other._saw_only_prompts
+        self._saw_only_prompts, self.was_loaded = other._saw_only_prompts, other.was_loaded
 
 
 def _features(work: PassFeatures) -> Doubles:
