@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 SOURCES = [f"127.0.0.{i}" for i in range(2, 12)]  # a limit for each address
 ANSWER_S = 20.0
-CLOSED_S = 40.0
+CLOSED_S = 90.0
 SMALL = b'{"prompt": "x", "max_tokens": 1}'
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
