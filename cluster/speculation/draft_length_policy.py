@@ -1,5 +1,4 @@
-"""Chooses the draft length of each step: the one with the most expected tokens per second; 0 is plain
-decoding.
+"""Chooses the draft length of each step, for the most expected tokens per second; 0 is plain decoding.
 
     expected tokens    the survival probabilities of recent blocks (`acceptance_model.py`)
     expected seconds   of the drafter's pass and of the rest by number of rows (`step_cost_model.py`)
@@ -200,9 +199,9 @@ class DraftLengthPolicy:
         state.has_plain = state.has_plain or not length
         rate, worth, _, num_verified, trims = state.estimate
         drafts_R = np.minimum(batch.limits_R, length)
-        if length and not is_trial:
+        if length and not is_trial and (declines_R := self._declines_S[batch.slots_R]).any():
             is_retry_R = (state.steps + 7 * batch.slots_R) % _RETRY_STEPS == 0
-            drafts_R = np.where(self._declines_S[batch.slots_R] & ~is_retry_R, 0, drafts_R)
+            drafts_R = np.where(declines_R & ~is_retry_R, 0, drafts_R)
         choice = DraftChoice(
             drafts_R, length, is_trial, rate, worth, state.plain_s, trims and not is_trial, num_verified
         )
@@ -447,7 +446,7 @@ def _estimate_trimmed(
     worth_S = own_worth + worth_M[places_S] * (num_requests / len(worths_NK))
     rates_S = worth_S / seconds_S
     count = int(np.argmax(rates_S))
-    trims: BoolArray = rates_S[count] > _WORTH_TRIMMING * rates_S[-1]
+    trims = bool(rates_S[count] > _WORTH_TRIMMING * rates_S[-1])
     if not trims:
         count = len(seconds_S) - 1
-    return Estimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, bool(trims))
+    return Estimate(float(rates_S[count]), float(worth_S[count]), float(seconds_S[count]), count, trims)

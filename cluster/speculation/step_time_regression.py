@@ -1,7 +1,6 @@
 """Predicts the seconds of one pass (the target's or the drafter's) by a piecewise linear regression.
 
-    seconds = phase (a + b R + sum over segments i of s_i |rows in segment i| + c C + d C N / R + e [P > 0] +
-    f P)
+    seconds = phase (a + b R + sum_i s_i |rows in segment i| + c C + d C N / R + e [P > 0] + f P)
 
 with N rows of R decoding requests, C tokens of context that these attend to, and P rows of prompts. Segments
 end at powers of two, because rows may be free up to some number and cost more beyond it, or cost less the
@@ -52,9 +51,7 @@ _FIRST_NOISE = 0.3  # standard deviation of the first pass's seconds, relative: 
 _NOISE, _MIN_NOISE, _MAX_NOISE = 0.1, 0.01, 0.3  # of the others': at first, and the bounds of what is learned
 _NOISE_STEP = 1 / 32  # by which it changes: up where a surprise is above the median of a normal distribution
 _MEDIAN = 0.6745
-_OUTLIER = (
-    3.0  # standard deviations a slow pass is off at most: its noise is taken to be larger, else it is cut
-)
+_OUTLIER = 3.0  # standard deviations a slow pass is off at most: its noise grows, then its seconds are cut
 _MAX_DOUBT = 20.0  # keeps exp() finite
 _LEAST = 1e-3  # of the first pass's seconds: no pass takes less
 
