@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....drafter.compute.backend import AttentionShape, Normed
+from ....drafter.compute.backend import Normed
 from ....drafter.compute.layers import Activation, RMSNorm
 from ..findings import Check, NotHereError, raising
 from .case import Case, error_of
@@ -136,21 +136,12 @@ def attend(
     """
     of, contexts = subject.attention, Contexts(subject, requests, num_layers=2)
     contexts.fill(subject)
-    shape = AttentionShape(
-        num_heads=of.num_heads,
-        num_kv_heads=of.num_kv_heads,
-        head_dim=of.head_dim,
-        v_head_dim=of.head_dim,
-        q_norm_D=subject.norm_weight(of.head_dim),
-        k_norm_D=subject.norm_weight(of.head_dim),
-        eps=subject.eps,
-        rope=subject.rope(contexts.length),
-        scale=of.scale,
+    sinks_Q = torch.linspace(-2, 2, of.num_heads, device=subject.place.device)
+    shape = subject.attention_shape(
+        subject.rope(contexts.length),
         causal=causal,
         window=window,
-        sinks_Q=subject.wide(torch.linspace(-2, 2, of.num_heads, device=subject.place.device))
-        if has_sinks
-        else None,
+        sinks_Q=subject.wide(sinks_Q) if has_sinks else None,
     )
     num_rows = int(contexts.rows_R.sum())
     qkv_NO = subject.randn(num_rows, (of.num_heads + 2 * of.num_kv_heads) * of.head_dim)

@@ -65,19 +65,7 @@ def _random_block(
 ) -> tuple[AttentionShape, BlockWeights]:
     of, hidden, inner, linear = subject.attention, subject.hidden, subject.inner, subject.backend.linear
     q_size = of.num_heads * of.head_dim
-    shape = AttentionShape(
-        num_heads=of.num_heads,
-        num_kv_heads=of.num_kv_heads,
-        head_dim=of.head_dim,
-        v_head_dim=of.head_dim,
-        q_norm_D=subject.norm_weight(of.head_dim),
-        k_norm_D=subject.norm_weight(of.head_dim),
-        eps=subject.eps,
-        rope=rope,
-        scale=of.scale,
-        causal=causal,
-        window=window,
-    )
+    shape = subject.attention_shape(rope, causal=causal, window=window)
     return shape, BlockWeights(
         attention_norm=_random_norm(subject),
         qkv=linear(subject.weight(q_size + 2 * of.num_kv_heads * of.head_dim, hidden)),

@@ -24,7 +24,7 @@ from ....actors.targets.loading.plan import plan_models
 from ....actors.targets.model.attention import Attention
 from ....cluster.config import EngineConfig
 from ....cluster.page_groups import KVGeometry
-from ....drafter.compute.backend import Backend, Machine, PlacedRows
+from ....drafter.compute.backend import AttentionShape, Backend, Machine, PlacedRows
 from ....drafter.compute.eager.backend import TorchBackend
 from ....drafter.compute.kv_cache import PagedKVCache
 from ....drafter.compute.rope import RopeConfig, RotaryEmbedding
@@ -186,6 +186,26 @@ class Subject:
         rope = RotaryEmbedding(config, max_positions, self._drawn_dtype, self.place.device)
         rope.cos_TD, rope.sin_TD = (table.to(self.dtype) for table in (rope.cos_TD, rope.sin_TD))
         return rope
+
+    def attention_shape(
+        self, rope: RotaryEmbedding, *, causal: bool, window: int | None, sinks_Q: Tensor | None = None
+    ) -> AttentionShape:
+        """Attention of the subject's heads, with random weights of their norms."""
+        of = self.attention
+        return AttentionShape(
+            num_heads=of.num_heads,
+            num_kv_heads=of.num_kv_heads,
+            head_dim=of.head_dim,
+            v_head_dim=of.head_dim,
+            q_norm_D=self.norm_weight(of.head_dim),
+            k_norm_D=self.norm_weight(of.head_dim),
+            eps=self.eps,
+            rope=rope,
+            scale=of.scale,
+            causal=causal,
+            window=window,
+            sinks_Q=sinks_Q,
+        )
 
 
 class Contexts:
