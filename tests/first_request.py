@@ -2,10 +2,11 @@
 
     python tests/first_request.py docs/benchmarks/first-request-cpu.json     (15 minutes, on an idle machine)
 
-For each door (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes answer
-a prompt as their first request, then a dozen others, and the first one again. `fresh` has no cache, `kept`
-that of an undisturbed earlier process, `stale` the same with drafting ten times as dear and drafts that
-hardly ever stand, as a busy machine or other text would leave it.
+For each interface (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes
+answer a prompt as their first request, then a dozen others, and the first one again. Each process begins with
+another prompt, because texts differ: of some the drafter predicts nearly every token. `fresh` has no cache,
+`kept` that of an undisturbed earlier process, `stale` the same with drafting ten times as expensive and drafts
+that are hardly ever accepted, as a busy machine or other text would leave it.
 
 The bars: the first request has 0.9 of the steady acceptance length and speed; a server is ready within 10 s.
 """
@@ -56,6 +57,10 @@ def read_prompts() -> list[str]:
     lines = map(json.loads, (MODELS / "prompts.jsonl").read_text().splitlines())
     texts = [line["prompt"] for line in lines if line.get("category") == "function_body"]
     return texts[: 1 + NUM_OTHERS]
+
+
+def rotated(prompts: list[str], count: int) -> list[str]:
+    return prompts[count:] + prompts[:count]
 
 
 def spoil(cache: Path) -> None:
@@ -148,12 +153,15 @@ def main(output: Path) -> int:
         run_process(cache.prepare("fresh"), prompts)  # compiles loops
         cache.save()
         for state in STATES:
-            runs = [run_process(cache.prepare(state), prompts) for _ in range(PROCESSES)]
+            runs = [run_process(cache.prepare(state), rotated(prompts, k)) for k in range(PROCESSES)]
             figures[f"LLM, {state}"] = summarize(runs)
             print(f"LLM, {state}", figures[f"LLM, {state}"], flush=True)
         ready = list[float]()
         for state in STATES:
-            served = [run_server(cache.prepare(state), Path(folder) / "log", prompts) for _ in range(SERVERS)]
+            served = [
+                run_server(cache.prepare(state), Path(folder) / "log", rotated(prompts, k))
+                for k in range(SERVERS)
+            ]
             ready += [ready_s for _, ready_s in served]
             figures[f"HTTP, {state}"] = summarize([run for run, _ in served])
             print(f"HTTP, {state}", figures[f"HTTP, {state}"], flush=True)
