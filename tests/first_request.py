@@ -3,10 +3,10 @@
     python tests/first_request.py docs/benchmarks/first-request-cpu.json     (15 minutes, on an idle machine)
 
 For each interface (`LLM` in a process, HTTP) and each state of the cache of earlier starts, fresh processes
-answer a prompt as their first request, then a dozen others, and the first one again. Each process begins with
-another prompt, because texts differ: of some the drafter predicts nearly every token. `fresh` has no cache,
-`kept` that of an undisturbed earlier process, `stale` the same with drafting ten times as expensive and drafts
-that are hardly ever accepted, as a busy machine or other text would leave it.
+answer a prompt as their first request, then a dozen others, and the first one again. Each process begins
+with another prompt, because texts differ: of some the drafter predicts nearly every token. `fresh` has no
+cache, `kept` that of an undisturbed earlier process, `stale` the same with drafting ten times as expensive
+and drafts that are hardly ever accepted, as a busy machine or other text would leave it.
 
 The bars: the first request has 0.9 of the steady acceptance length and speed; a server is ready within 10 s.
 """
