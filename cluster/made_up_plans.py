@@ -1,7 +1,7 @@
 """Plans that no scheduler made: steps to warm up, to measure memory and to be timed.
 
-Requests 0, 1, .. in the slots of the same numbers, and with the states of these numbers, all greedy. Whoever
-runs such a plan leaves traces in those slots, pages and states. Used by
+Requests 0, 1, .. in the slots of the same numbers, and with the states of these numbers, greedy by default.
+Whoever runs such a plan leaves traces in those slots, pages and states. Used by
 `actors/targets/loading/warm_up.py` and `jobs/bench/step_times.py`.
 
 Shape legend: as in `plan.py`; R requests, M new page-table entries.
@@ -16,9 +16,7 @@ import numpy as np
 from .page_groups import PageGroup, count_pools
 from .plan import AdmittedRequest, IntArray, SchedulerOutput, SlotSampling, StateEntry, Trim
 
-_GREEDY = SlotSampling(
-    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, stop_token_ids=()
-)
+GREEDY = SlotSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, stop_token_ids=())
 
 
 def made_up_plan(
@@ -30,6 +28,7 @@ def made_up_plan(
     num_pages: Sequence[int] | None = None,
     groups: Sequence[PageGroup] = (PageGroup(),),
     page_order: IntArray | None = None,
+    sampling: SlotSampling = GREEDY,
 ) -> SchedulerOutput:
     """A step of requests 0 to R - 1; all sample.
 
@@ -38,10 +37,11 @@ def made_up_plan(
         prompts: token ids of each, where they enter in this step.
         num_pages: new pages of each in every group, its first ones; none if absent.
         page_order: which pages of a pool are taken first; 0, 1, .. if absent.
+        sampling: of each request that enters.
     """
     slots = np.arange(len(num_rows), dtype=np.int32)
     admitted = [
-        AdmittedRequest(i, f"made-up-{i}", ids, _GREEDY, StateEntry(i, None, stands))
+        AdmittedRequest(i, f"made-up-{i}", ids, sampling, StateEntry(i, None, stands))
         for i, (ids, stands) in enumerate(zip(prompts, num_computed, strict=False))
     ]
     of_groups, owners, indices, ids = _entries(groups, num_pages or [0] * len(slots))

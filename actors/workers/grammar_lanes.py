@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from ...drafter.grammars.compiler import GrammarCompiler, GrammarError
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
+NICENESS = 5  # of the threads that compile: a step's threads go first
 _CHEAP, _LARGE = 0, 1  # lanes
 
 
@@ -74,6 +76,8 @@ def serve_lanes(lanes: Collection[Connection], compiler: GrammarCompiler | None)
 
 
 def _serve(lane: Connection, compiler: GrammarCompiler | None) -> None:
+    # On Linux this is the thread's alone; those that it starts to compile in inherit it.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + NICENESS)
     try:
         while True:
             action, kind, text = json.loads(lane.recv_bytes())

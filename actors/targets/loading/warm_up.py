@@ -12,29 +12,54 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ....cluster.made_up_plans import made_up_plan, made_up_trim
+from ....cluster.grammar import Grammar, SlotGrammar
+from ....cluster.made_up_plans import GREEDY, made_up_plan, made_up_trim
 from ....cluster.pages import pages_for
-from ....cluster.plan import SchedulerOutput
+from ....cluster.plan import SchedulerOutput, SlotSampling
+from ....cluster.token_rules import TokenRules
 from ..runners.runner import Runner
 from .memory import used_gpu_bytes
 from .plan import LoadPlan
 
 _PROMPT_TOKENS = 8
+_ANY_WORDS = Grammar("regex", "[a-z ]*", is_cheap=True)
 _GRAPH_BYTES = 2**20  # a CUDA graph beside the memory that all share: its nodes, some hundred kernels
 
 
 def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
-    """A small prefill, a step with drafts that may be cut, and one without."""
+    """Run a small prefill, a step with drafts that may be cut, and one without, in each way of choosing.
+
+    Loops and kernels of a way that no step has taken would be compiled in the first request that asks for
+    it, while all streams wait.
+    """
     pools = [group.pool for group in plan.pages.groups]
     room = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
     most = min(room, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
     prompt = min(_PROMPT_TOKENS, most - 2)
     if prompt < 1:
         return
-    runner.execute(_prefill(plan, [prompt], num_pages=[pages_for(most, plan.page_size)]))
-    for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, most - prompt - 2))}):
-        step = made_up_plan([prompt], [drafts + 1], [drafts])
-        runner.execute(replace(step, trim=made_up_trim(step)) if drafts else step)
+    pages = [pages_for(most, plan.page_size)]
+    for sampling in _ways_of_choosing(runner, prompt):
+        runner.execute(_prefill(plan, [prompt], num_pages=pages, sampling=sampling))
+        for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, most - prompt - 2))}):
+            step = made_up_plan([prompt], [drafts + 1], [drafts])
+            runner.execute(replace(step, trim=made_up_trim(step)) if drafts else step)
+
+
+def _ways_of_choosing(runner: Runner, prompt: int) -> list[SlotSampling]:
+    """Return ways that take other loops and kernels: rules make logits fp32, and noise and masks have theirs.
+
+    Plain greedy sampling is the last, for its traces stay in the slot.
+    """
+    grammar = None if runner.grammars is None else SlotGrammar(_ANY_WORDS, prompt)
+    return [
+        *(
+            replace(GREEDY, temperature=temperature, rules=rules, grammar=grammar)
+            for rules in (TokenRules(prompt_length=prompt, presence=0.1), None)
+            for temperature in (1.0, 0.0)
+        ),
+        GREEDY,
+    ]
 
 
 def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int:
@@ -81,9 +106,16 @@ def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
     return made_up_plan([1] * count, [1 + drafts] * count, [drafts] * count)
 
 
-def _prefill(plan: LoadPlan, lengths: list[int], num_pages: list[int] | None = None) -> SchedulerOutput:
+def _prefill(
+    plan: LoadPlan,
+    lengths: list[int],
+    num_pages: list[int] | None = None,
+    sampling: SlotSampling = GREEDY,
+) -> SchedulerOutput:
     """Admit prompts into the first slots, with so many consecutive pages each, and compute them."""
     none = [0] * len(lengths)
     prompts = [np.zeros(n, np.int32) for n in lengths]
     groups = plan.pages.groups
-    return made_up_plan(none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups)
+    return made_up_plan(
+        none, lengths, none, prompts=prompts, num_pages=num_pages, groups=groups, sampling=sampling
+    )
