@@ -2,8 +2,9 @@
 
 The thread that runs steps says when a call of the executor begins and ends; another thread of the same
 process ticks. Only time that was seen tick by tick counts: while the whole process is suspended (SIGSTOP of
-its group, a laptop that sleeps) nothing does. Steps of a kind that was not seen often are not judged, for
-libraries compile and capture in them, unless a process that they wait for is known to be stopped. Pure.
+its group, a laptop that sleeps) nothing does. Libraries compile and capture in the first steps of a kind, so
+these may take a minute at least, and the expected time is derived from kinds that were seen. While none was
+seen, only a process that is known to be stopped makes a stall. Pure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .plan import AdmittedRequest, SchedulerOutput
 
 FLOOR_S = 20.0  # no step is too long before
 FACTOR = 100.0  # times what such steps take
+COMPILING_S = 60.0  # the floor where libraries may compile or capture in the step
 TICK_S = 0.5
 _SEEN = 2  # steps of a kind, before one is judged
 _YOUNG_STEPS = 32  # after a request asked for what none before it did: its kernels are compiled when needed
@@ -147,10 +149,13 @@ class StepWatch:
         return None
 
     def _limit_s(self, kind: _Kind) -> float | None:
-        seen = self._seen.get(kind)
-        if self._young_steps or seen is None or seen.count < _SEEN:
+        known = {each: seen.slowest_s for each, seen in self._seen.items() if seen.count >= _SEEN}
+        if not known:
             return None
-        return max(self.floor_s, self._factor * seen.slowest_s)
+        if kind in known and not self._young_steps:
+            return max(self.floor_s, self._factor * known[kind])
+        expected_s = min(slowest_s * _times_rows(kind, each) for each, slowest_s in known.items())
+        return max(self.floor_s, COMPILING_S, self._factor * expected_s)
 
     def _look_for_features(self, admitted: Sequence[AdmittedRequest]) -> None:
         for request in admitted:
@@ -163,6 +168,12 @@ class StepWatch:
             if count < _SEEN:
                 self._features[asked] = count + 1
                 self._young_steps = _YOUNG_STEPS
+
+
+def _times_rows(kind: _Kind, known: _Kind) -> int:
+    """Return how many times the rows of a known kind this one has, at least 1: a step takes no more times
+    as long."""
+    return 1 << max(kind.rows - known.rows, 0)
 
 
 def _kind_of(plan: SchedulerOutput) -> _Kind:
