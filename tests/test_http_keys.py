@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -64,9 +65,10 @@ def test_a_requests_key_is_hashed_once_and_not_where_none_is_configured(
 
     for settings, count in ((ServerSettings(api_key=("user", "other"), admin_api_key="root"), 1), (None, 0)):
         with LiveServer(config, settings or ServerSettings()) as server, monkeypatch.context() as patched:
+            ask = partial(httpx.get, f"{server.url}/v1/models", headers={"Authorization": "Bearer user"})
+            assert ask().status_code == 200  # the first one has the server read its own keys
             patched.setattr("manta.actors.http.keys._digest", digest)
-            headers = {"Authorization": "Bearer user"}
-            assert httpx.get(f"{server.url}/v1/models", headers=headers, timeout=30).status_code == 200
+            assert ask().status_code == 200
         assert hashed == ["user"] * count
         hashed.clear()
 
