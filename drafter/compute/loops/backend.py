@@ -13,7 +13,8 @@ from torch import Tensor
 from ..backend import Attention, AttentionShape, ContextWriter, Machine, PlacedRows, Projection, StackSpec
 from ..eager.attention import paged_attention
 from ..eager.attention_batch import TorchPass
-from ..eager.backend import TorchBackend
+from ..eager.backend import TorchBackend, norm_values
+from ..eager.experts import TorchExperts
 from ..experts import Experts, ExpertWeights
 from ..kv_cache import PagedKVCache
 from ..layers import Activation, RMSNorm
@@ -21,7 +22,6 @@ from ..recurrent import DeltaNetShape
 from ..rope import RotaryEmbedding
 from . import layers
 from .delta_net import CpuDeltaNet
-from .experts import CpuExperts
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
@@ -44,7 +44,7 @@ class CpuBackend(TorchBackend):
         return _CpuContextWriter(k_norm_LD, eps, num_kv_heads)
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        return CpuExperts(weights, self._count_expert_reads(weights))
+        return TorchExperts(weights, self._count_expert_reads(weights), layers.gate)
 
     def norm(self, norm: RMSNorm, x_NH: Tensor) -> Tensor:
         return layers.rms_norm(x_NH, norm.weight_H, norm.eps)
@@ -63,7 +63,7 @@ class _CpuAttention:
     def __call__(self, qkv_NO: Tensor, step: TorchPass, cache: PagedKVCache, layer: int) -> Tensor:
         shape, rows, group = self._shape, step.rows, cache.group(layer)
         if shape.v_norm:
-            layers.norm_values(qkv_NO, shape.num_kv_heads, shape.v_head_dim, shape.eps)
+            norm_values(qkv_NO, shape)
         layers.norm_rotate_write(
             qkv_NO,
             shape.head_dim,

@@ -24,9 +24,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
-from .argmax import top_two_bf16, top_two_fp32
 from .machine import bf16_instructions, mask_numba
-from .scans import lane_floor_bf16, lane_floor_fp32, next_reaching_bf16, next_reaching_fp32
 
 mask_numba()
 LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -153,18 +151,6 @@ def size_of(like):
     """Bytes of an element of the type of `like`."""
 
 
-def top_two_of(row, count, like):
-    """Of 16 `count` such elements at an address: the largest's index, its value, and the next value, fp32."""
-
-
-def lane_floor_of(row, count, like):
-    """Of 16 `count` such elements at an address: a value that no fewer than 16 of them reach, fp32."""
-
-
-def next_reaching(row, begin, count, floor, like):
-    """The first sixteen of them, from `begin` on, of which an element reaches the floor; or `count`."""
-
-
 def sound(element):
     """The element; 0 in the place of NaN and infinities."""
 
@@ -203,24 +189,3 @@ def _rounded_to(value, like):
 def _size_of(like):
     size = like.bitwidth // 8
     return lambda like: size
-
-
-@overload(top_two_of)
-def _top_two_of(row, count, like):
-    if isinstance(like, types.Integer):
-        return lambda row, count, like: top_two_bf16(row, count)
-    return lambda row, count, like: top_two_fp32(row, count)
-
-
-@overload(lane_floor_of)
-def _lane_floor_of(row, count, like):
-    if isinstance(like, types.Integer):
-        return lambda row, count, like: lane_floor_bf16(row, count)
-    return lambda row, count, like: lane_floor_fp32(row, count)
-
-
-@overload(next_reaching)
-def _next_reaching(row, begin, count, floor, like):
-    if isinstance(like, types.Integer):
-        return lambda row, begin, count, floor, like: next_reaching_bf16(row, begin, count, floor)
-    return lambda row, begin, count, floor, like: next_reaching_fp32(row, begin, count, floor)

@@ -18,15 +18,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ...compute.loops.elements import (
-    LIKE,
-    elements,
-    float_of,
-    lane_floor_of,
-    next_reaching,
-    pointer,
-    size_of,
-)
+from ...compute.loops.elements import LIKE, elements, float_of, pointer, size_of
+from ...compute.loops.scans import lane_floor, next_reaching
 from ..filters import floors
 from ..noise import GREATEST_NEGATIVE
 from ..sampling_batch import SamplingBatch
@@ -96,7 +89,7 @@ def _find(row, row_V, like, score_K, best_K):
     vocab_size, num_best = len(row_V), 0
     count = vocab_size // 16
     score_K[:], best_K[:] = NOTHING, 0
-    least = lane_floor_of(row, count, like) if len(best_K) <= 16 else NOTHING
+    least = lane_floor(row, count, like) if len(best_K) <= 16 else NOTHING
     c = next_reaching(row, 0, count, least, like)
     while c * 16 < vocab_size:
         for v in range(c * 16, min(c * 16 + 16, vocab_size)):
@@ -116,7 +109,7 @@ def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
         bound_V[v] = value + scale * (_MOST_IF_CUT if value < floor else g)
     bounds, count, num_best = bound_V.ctypes.data, vocab_size // 16, 0
     score_K[:], best_K[:] = NOTHING, 0
-    split = lane_floor_of(bounds, count, _FLOAT) if len(best_K) <= 16 else NOTHING
+    split = lane_floor(bounds, count, _FLOAT) if len(best_K) <= 16 else NOTHING
     for is_first in (True, False):
         least = split if is_first else NOTHING
         c = next_reaching(bounds, 0, count, max(least, score_K[-1]), _FLOAT)
