@@ -24,55 +24,26 @@ from .backend import (
     MixerShape,
     Normed,
     PlacedRows,
-    Projection,
     Stack,
 )
 from .convolved import ConvolvedBlock, ConvolvedStack
-from .experts import ExpertWeights
 from .kv_cache import PagedKVCache
-from .layers import Linear, RMSNorm, linear_of_blocks
+from .layers import RMSNorm
 from .mlps import make_mlp
 
 
-class OperatorBackend:
-    """The part of `backend.Backend` that is the same for all backends whose passes Python drives."""
-
-    packed_experts = False
-    expert_reads: Tensor | None = None
-
-    def _count_expert_reads(self, weights: ExpertWeights) -> Tensor:
-        """Where a layer's experts are to count; see `backend.Backend.expert_reads`."""
-        if self.expert_reads is None:
-            self.expert_reads = torch.zeros(1, dtype=torch.int32, device=weights.device)
-        return self.expert_reads
-
-    def linear(self, weight_OH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return Linear(weight_OH, bias_O)
-
-    def head(self, weight_VH: Tensor) -> Projection:
-        return self.linear(weight_VH)
-
-    def linear_of_blocks(self, weight_PLRH: Tensor, bias_O: Tensor | None = None) -> Projection:
-        return linear_of_blocks(weight_PLRH, bias_O)
-
-    def as_tensor(self, normed_NH: Normed) -> Tensor:
-        return normed_NH
-
-    def row_squares(self, x_NO: Tensor, widths: tuple[int, int]) -> Tensor:
-        parts = x_NO[:, : sum(widths)].float().square().split(widths, dim=1)
-        return torch.stack([part_NP.sum(1) for part_NP in parts], dim=1)
+class OperatorBackend(Backend):
+    """A backend whose passes Python drives."""
 
     def stack(
-        self: Backend,
+        self,
         blocks: Sequence[tuple[MixerShape, BlockWeights]],
         final_norm: RMSNorm,
         tap_ids: Sequence[int] = (),
     ) -> Stack:
         return BlockStack(self, blocks, final_norm, tap_ids)
 
-    def convolved_stack(
-        self: Backend, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm
-    ) -> ConvolvedStack:
+    def convolved_stack(self, blocks: Sequence[ConvolvedBlock], final_norm: RMSNorm) -> ConvolvedStack:
         return ConvolvedStack(self, blocks, final_norm)
 
 
