@@ -35,7 +35,7 @@ from .state_memory import DeviceStateRows, StateRows
 
 Ints = NDArray[np.integer]
 
-# What not every backend computes, in the words of its refusal.
+# Features that not every backend computes, as its refusal names them.
 Feature = Literal[
     "norms behind attention and MLP",
     "GELU",
@@ -59,12 +59,12 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSpec:
-    """What a model asks of a backend, known before a weight is read; the target's and the drafter's alike.
+    """What a target or a drafter needs of a backend, known before a weight is read.
 
     Attributes:
-        name: of the model, for messages: "target" or "drafter".
-        sizes: of its hidden state and of its MLPs' inner states.
-        head_dims: of its attention; of latents without what is rotated.
+        name: "target" or "drafter", for messages.
+        sizes: the sizes of its hidden state and of its MLPs' inner states.
+        head_dims: the head dimensions of its attention; of latents without the rotated part.
         features: what it has beyond a plain block.
     """
 
@@ -74,18 +74,18 @@ class StackSpec:
     features: frozenset[Feature] = frozenset()
 
     def lacking(self, known: frozenset[Feature]) -> str | None:
-        """Which of its features is none of `known`, as a backend says it; None if all are."""
+        """Return why a backend that knows these features refuses the model; None if it knows all it needs."""
         missing = sorted(self.features - known)
         return f"has no {missing[0]}, which the {self.name} needs" if missing else None
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and how models are to be computed.
+    """Where and how models are computed.
 
     Attributes:
         page_size: tokens per K/V page.
-        num_ranks: of the target.
+        num_ranks: tensor-parallel ranks of the target.
     """
 
     device: torch.device
@@ -94,16 +94,16 @@ class Machine:
     num_ranks: int
 
 
-# What a norm leaves for the products behind it, and they alone read: a tensor [N, H], or what a backend's
-# own products make one of on the way in. Any: each backend has its own.
+# The result of a norm, which only the products behind it read: a tensor [N, H], or whatever a backend's own
+# products turn into one as they read it. Any: each backend has its own.
 Normed = Any
 
 
 class Projection(Protocol):
-    """A matrix product with weights: `layers.Linear` or its kin; a backend's own take its `Normed`, too."""
+    """A matrix product with weights, as `layers.Linear`; a backend's own products also take its `Normed`."""
 
     def __call__(self, x_NK: Tensor, residual_NO: Tensor | None = None, /) -> Tensor:
-        """y [N, O] of x, plus the residual if one is given."""
+        """Return y [N, O] of x [N, K], plus the residual if one is given."""
         ...
 
 
@@ -142,7 +142,7 @@ class AttentionShape:
     latent: Latents | None = None
 
     def head_norm(self) -> Tensor | None:
-        """The norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
+        """Return the norms' weights of the heads of q and k, [Q + K, D]; None where the model has none."""
         if self.q_norm_D is None or self.k_norm_D is None:
             return None
         q_QD, k_KD = self.q_norm_D.expand(self.num_heads, -1), self.k_norm_D.expand(self.num_kv_heads, -1)
@@ -163,8 +163,8 @@ class Routed:
     """A few of many experts for each row, and perhaps one that all rows share.
 
     Attributes:
-        route: chooses.
-        shared: its result is this rank's part, as the experts' are.
+        route: chooses the experts of each row.
+        shared: the shared expert; its result is this rank's part, as the experts' are.
         shared_gate: [N, 1], whose sigmoid weighs the shared expert; None: it counts whole.
         all_reduce: sums the ranks' parts, in place; None where one rank has everything.
     """
@@ -248,14 +248,14 @@ class ConvolvedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """The rows of a pass and their places.
+    """The rows of a pass and their places in the caches.
 
     Attributes:
         positions_N: absolute positions.
         kv_slots: per page group [N], where each row's K and V go.
-        batches: per page group, what the backend wants to know of the step: an `AttentionBatch`, or its kin;
-            None where the model has no layers in the group.
-        states: whose rows they are, for layers with states; None where the model has no such layers.
+        batches: per page group, what the backend's `attention_batch` made of the step; None where the model
+            has no layers in the group.
+        states: which requests' rows they are, for layers with states; None without such layers.
     """
 
     positions_N: Tensor
@@ -264,36 +264,36 @@ class PlacedRows:
     states: StateRows | DeviceStateRows | None = field(default=None, kw_only=True)
 
     def owners(self) -> Tensor:
-        """Of a drafter's block: integers [N], the same in neighbouring rows if these are of one request."""
-        raise NotImplementedError("only a step's rows know whose they are")
+        """Return integers [N] for a drafter's block, equal in neighboring rows of the same request."""
+        raise NotImplementedError("only a step's rows know their requests")
 
 
-# How a layer's rows look at those before them.
+# How the rows of a layer read the rows before them.
 MixerShape = AttentionShape | DeltaNetShape
 
 
 class Attention(Protocol):
-    """Head norm, rotation, K/V write and attention of one layer; or a delta rule in its place."""
+    """The head norm, rotation, K/V write and attention of one layer, or a delta rule in its place."""
 
     def __call__(self, qkv_NO: Tensor, step: Any, cache: PagedKVCache, layer: int, /) -> Tensor:
-        """[N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten.
+        """Return [N, Q * F] from the layer's q, k and v; `step` is what `begin` made. `qkv` is overwritten.
 
         Args:
-            layer: among those of its kind: the cache has K/V for these, states for those.
+            layer: its number among the layers of its kind, of which the cache has K/V or states.
         """
         ...
 
 
 class ContextWriter(Protocol):
-    """Norm, rotation and write of the drafter's context K/V, of layers that share a page group."""
+    """The norm, rotation and write of the drafter's context K/V, for layers that share a page group."""
 
     def __call__(
         self, kv_NO: Tensor, rope: RotaryEmbedding, rows: PlacedRows, cache: PagedKVCache, first: int
     ) -> None:
-        """`kv_NO` holds the layers' keys, then their values; overwritten.
+        """Write `kv_NO`: the layers' keys, then their values. It is overwritten.
 
         Args:
-            first: the first of these layers; the others follow it, in the cache too.
+            first: the number of the first of these layers in the cache; the others follow it.
         """
         ...
 
@@ -302,7 +302,7 @@ class Stack(Protocol):
     """A model's blocks between its embedding and its head."""
 
     def __call__(self, x_NH: Tensor, rows: PlacedRows, cache: PagedKVCache) -> tuple[Tensor, Tensor | None]:
-        """Run a step's rows, writing their K/V.
+        """Run the rows of a step and write their K/V.
 
         Args:
             x_NH: input embeddings; may be overwritten.

@@ -48,7 +48,7 @@ class OperatorBackend(Backend):
 
 
 class BlockStack:
-    """`backend.Stack` out of a backend's operators; holds no state of requests."""
+    """`backend.Stack` made of a backend's operators; holds no state of requests."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class BlockStack:
 
 
 class Block:
-    """One of them; by itself for a model whose pass is no stack."""
+    """One block; used by itself for a model whose pass is not a stack."""
 
     __slots__ = ("_attention", "_mlp", "_operators", "_weights")
 
@@ -91,12 +91,12 @@ class Block:
     def __call__(
         self, x_NH: Tensor, normed_NH: Normed, step: Any, cache: PagedKVCache, layer: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Normed]:
-        """The residual behind this block and its norm.
+        """Return the residual behind this block and its norm.
 
         Args:
-            x_NH: the residual; left as it was.
+            x_NH: the residual; not changed.
             normed_NH: this block's first norm of it.
-            step: what `begin` made for this pass.
+            step: what `Backend.begin` made for this pass.
             layer: of the cache; see `backend.Attention`.
             next_norm: the next block's first norm, or the model's last norm.
         """
@@ -120,11 +120,11 @@ def _mixer(operators: Backend, shape: MixerShape) -> Attention:
 
 
 def _cache_layers(shapes: Sequence[MixerShape]) -> list[int]:
-    """Which of the layers of its kind each is."""
+    """Return the number of each layer among those of its kind."""
     kinds = [isinstance(shape, AttentionShape) for shape in shapes]
     return [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
 
 
 def stack_taps(taps: list[Tensor]) -> Tensor:
-    """Hidden states [N, H] of the tapped blocks in order -> [N, m, H]."""
+    """Stack the hidden states [N, H] of the tapped blocks in order: [N, m, H]."""
     return torch.stack(taps, dim=1)

@@ -1,7 +1,7 @@
-"""What `TorchBackend` means on CPUs: compiled loops between its products and attention.
+"""`CpuBackend`: `TorchBackend` with compiled loops between its products and attention.
 
-Serves fp32, a target's rank of several, and bf16 where `compiled/` cannot. Chosen at load
-(`actors/targets/loading/operators.py`).
+Serves what `compiled/` does not: fp32, tensor-parallel ranks, and in bf16 models with more than plain blocks.
+Chosen at load (`actors/targets/loading/operators.py`).
 
 Legend: N rows, H hidden, O outputs, J heads of q and k, K kv heads, D head dim, L layers, I inner size.
 """
@@ -25,14 +25,14 @@ from .delta_net import CpuDeltaNet
 
 
 def why_not(spec: StackSpec, machine: Machine) -> str | None:
-    """What this machine lacks for compiled loops; of models every feature is known."""
+    """Return what this machine lacks for compiled loops, which know every feature of models."""
     if machine.device.type != "cpu" or machine.dtype not in layers.DTYPES:
         return "computes float32 and bfloat16 on CPUs"
     return None
 
 
 class CpuBackend(TorchBackend):
-    """Compiled loops for fp32 and bf16; what has none here is PyTorch's."""
+    """Computes fp32 and bf16 in compiled loops; operators without one are `TorchBackend`'s."""
 
     def attention(self, shape: AttentionShape) -> Attention:
         return _CpuAttention(shape) if shape.latent is None else super().attention(shape)

@@ -1,8 +1,7 @@
-"""A row's candidates, as `../candidates.py` means them, in one pass over the row. Called by `selection.py`.
+"""The candidates of a row, as in `../candidates.py`, in one pass over the row. Called by `selection.py`.
 
-The best so far are kept sorted. Of what has noise, most is never computed to the end: of a run of tokens only
-those are whose noise might lift them above the worst of the best, by a bound that needs no logarithm. Of
-equals the lowest ids are taken.
+The best so far are kept sorted. With noise, most scores are never computed: a bound that needs no logarithm
+tells which tokens may be among the best. Of equal scores the lowest ids are taken.
 
 Legend: X rows, V vocabulary, K candidates of a row, M rows with temperature > 0, C tokens of a run.
 """
@@ -32,7 +31,7 @@ _MOST_IF_CUT = ROUNDING - _CUT
 
 
 def candidates(logits_XV: Tensor, batch: SamplingBatch, top_k: int) -> tuple[Tensor, Tensor]:
-    """Of fp32 or bf16."""
+    """Logits are fp32 or bf16."""
     logits_XV = logits_XV.contiguous()
     num_rows, vocab_size = logits_XV.shape
     assert top_k <= vocab_size, "as many candidates as there are tokens"
@@ -85,7 +84,7 @@ def _candidates(
 
 @elements
 def _find(row, row_V, like, score_K, best_K):
-    """The largest and their ids, the best first."""
+    """Find the largest scores and their ids, the best first."""
     vocab_size, num_best = len(row_V), 0
     count = vocab_size // 16
     score_K[:], best_K[:] = NOTHING, 0
@@ -101,8 +100,10 @@ def _find(row, row_V, like, score_K, best_K):
 
 @elements
 def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
-    """The same of z + T g, noise = (T, two keys); below the floor with the least g. First of what the highest
-    bounds promise: then few of the others are left to look at."""
+    """Find the largest of z + T g, noise = (T, two keys); below the floor with the least g.
+
+    Tokens with the highest bounds are looked at first: then few of the others are left to look at.
+    """
     vocab_size, (scale, key_0, key_1) = len(row_V), noise
     for v in range(vocab_size):
         value, g = float_of(row_V[v]), most_gumbel(hash_of(mixed_V[v], key_0, key_1))
@@ -125,7 +126,7 @@ def find_noisy(row_V, mixed_V, noise, floor, score_K, best_K, bound_V):
 
 @elements
 def _put_in(score, token, score_K, best_K, num_best):
-    """Behind what is better, and behind lower ids that are as good; the last one falls out."""
+    """Insert behind better scores, and behind equal scores of lower ids; the last one falls out."""
     k = len(best_K) - 1
     if num_best < len(best_K):
         k = num_best

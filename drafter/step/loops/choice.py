@@ -1,7 +1,7 @@
-"""The choice of a token per row and its margin, as `../choice.py` means them, in one loop.
+"""The choice of a token per row and its margin, as in `../choice.py`, in one loop.
 
-PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
-vocabulary] of int64. With noise these are the two best of `candidates.py`. Called by `sampling.py`.
+PyTorch finds the largest of bf16 values slowly, and needs twenty operators over int64 [rows, vocabulary] for
+the noise. With noise the choice is the best of the two best of `candidates.py`. Called by `sampling.py`.
 
 Legend: M rows, V vocabulary.
 """
@@ -98,7 +98,7 @@ def _argmax(logits, ids, margins, num_rows, vocab_size, like):
 
 @elements
 def _argmax_row(row, vocab_size, like):
-    """Sixteen at a time, then the rest one by one."""
+    """Look at sixteen elements at a time, then at the rest one by one."""
     row_V = carray(pointer(row, like), (vocab_size,))
     place, best, second = top_two(row, vocab_size // 16, like)
     for v in range(vocab_size // 16 * 16, vocab_size):
