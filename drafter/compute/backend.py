@@ -437,9 +437,9 @@ class Backend(ABC):
     def gated(self, gate_up: Projection, normed_NH: Normed, activation: Activation) -> Tensor:
         """Return activation(first half) * second half of the product."""
 
+    @staticmethod
     @abstractmethod
     def convolve(
-        self,
         x_NH: Tensor,
         dynamic_NTC: Tensor,
         base_TH: Tensor,
