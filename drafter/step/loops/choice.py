@@ -1,7 +1,7 @@
-"""The choice of a token per row and its margin, as in `../choice.py`, in one loop.
+"""The choice of a token per row and its margin, as `../choice.py` means them, in one loop.
 
-PyTorch finds the largest of bf16 values slowly, and needs twenty operators over int64 [rows, vocabulary] for
-the noise. With noise the choice is the best of the two best of `candidates.py`. Called by `sampling.py`.
+PyTorch finds the largest of bf16 values slowly, and makes that noise in twenty operators over [rows,
+vocabulary] of int64. With noise these are the two best of `candidates.py`. Called by `sampling.py`.
 
 Legend: M rows, V vocabulary.
 """
@@ -22,10 +22,7 @@ from .candidates import NOTHING, find_noisy
 from .noise import mixed_tokens
 
 _FLOAT, _INT, _BOOL = np.float32(0), np.int64(0), np.bool_(0)
-_OF_BITS = {
-    torch.bfloat16: (np.int16(0), np.uint16(0), (0x7F80, 0xFF80)),
-    torch.float32: (np.int32(0), np.uint32(0), (0x7F800000, 0xFF800000)),
-}
+_INT16, _UINT16, _INT32, _UINT32 = np.int16(0), np.uint16(0), np.int32(0), np.uint32(0)
 
 
 def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,14 +42,14 @@ def argmax_margin(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_numbers(logits_NV: Tensor) -> Tensor:
-    """Return which rows hold neither NaN nor +inf, of fp32 or bf16.
-
-    By their bits: of one sign those of infinity and NaN are the largest.
-    """
+    """Of fp32 or bf16, by their bits: those of NaN and infinity have no larger ones of their sign."""
     logits_NV = logits_NV.contiguous()
     num_rows, vocab_size = logits_NV.shape
     found_N = torch.empty(num_rows, dtype=torch.bool)
-    _are_numbers(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size, *_OF_BITS[logits_NV.dtype])
+    if logits_NV.dtype is torch.bfloat16:
+        _are_numbers_16(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
+    else:
+        _are_numbers_32(logits_NV.data_ptr(), found_N.data_ptr(), num_rows, vocab_size)
     return found_N
 
 
@@ -75,17 +72,29 @@ def noisy_argmax_margin(logits_MV: Tensor, temperature_M1: Tensor, key_2M1: Tens
 
 
 @elements
-def _are_numbers(logits, found, num_rows, vocab_size, signed, unsigned, infinities):
-    """`signed`, `unsigned`: 0 as integers of an element's size; `infinities`: the bits of inf and -inf."""
-    signed_NV = carray(pointer(logits, signed), (num_rows, vocab_size))
-    unsigned_NV = carray(pointer(logits, unsigned), (num_rows, vocab_size))
+def _are_numbers_16(logits, found, num_rows, vocab_size):
+    signed_NV = carray(pointer(logits, _INT16), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, _UINT16), (num_rows, vocab_size))
     found_N = carray(pointer(found, _BOOL), (num_rows,))
     for n in range(num_rows):
-        most, most_negative = signed, unsigned
+        most, most_negative = np.int16(0), np.uint16(0)
         for v in range(vocab_size):
             most = max(most, signed_NV[n, v])
             most_negative = max(most_negative, unsigned_NV[n, v])
-        found_N[n] = most < infinities[0] and most_negative <= infinities[1]
+        found_N[n] = most < 0x7F80 and most_negative <= 0xFF80
+
+
+@elements
+def _are_numbers_32(logits, found, num_rows, vocab_size):
+    signed_NV = carray(pointer(logits, _INT32), (num_rows, vocab_size))
+    unsigned_NV = carray(pointer(logits, _UINT32), (num_rows, vocab_size))
+    found_N = carray(pointer(found, _BOOL), (num_rows,))
+    for n in range(num_rows):
+        most, most_negative = np.int32(0), np.uint32(0)
+        for v in range(vocab_size):
+            most = max(most, signed_NV[n, v])
+            most_negative = max(most_negative, unsigned_NV[n, v])
+        found_N[n] = most < 0x7F800000 and most_negative <= 0xFF800000
 
 
 @elements
@@ -98,7 +107,7 @@ def _argmax(logits, ids, margins, num_rows, vocab_size, like):
 
 @elements
 def _argmax_row(row, vocab_size, like):
-    """Look at sixteen elements at a time, then at the rest one by one."""
+    """Sixteen at a time, then the rest one by one."""
     row_V = carray(pointer(row, like), (vocab_size,))
     place, best, second = top_two(row, vocab_size // 16, like)
     for v in range(vocab_size // 16 * 16, vocab_size):
