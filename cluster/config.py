@@ -69,10 +69,10 @@ class SpeculativeConfig:
         one_of("speculative_config.method", self.method, get_args(DraftMethod))
         one_of("speculative_config.placement", self.placement, get_args(DrafterPlacement))
         one_of("speculative_config.quantization", self.quantization, (None, *get_args(Quantization)))
-        _at_least("speculative_config.num_speculative_tokens", self.num_speculative_tokens, 1)
+        _positive_integer("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
         _positive("speculative_config.input_embedding_scale", self.input_embedding_scale)
         for name in ("prompt_lookup_max", "prompt_lookup_min"):
-            _at_least(f"speculative_config.{name}", getattr(self, name), 1)
+            _positive_integer(f"speculative_config.{name}", getattr(self, name))
         self._check_method()
 
     @property
@@ -240,7 +240,7 @@ class EngineConfig:
             "num_states",
             "num_threads",
         ):
-            _at_least(name, getattr(self, name), 1)
+            _positive_integer(name, getattr(self, name))
         example = "{enable_thinking: false}"
         _is_mapping("default_chat_template_kwargs", self.default_chat_template_kwargs, example)
         _is_mapping("hf_overrides", self.hf_overrides, "{num_hidden_layers: 4}")
@@ -306,8 +306,8 @@ def _positive(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} must be a positive number.", param=name)
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def _positive_integer(name: str, value: object) -> None:
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.", param=name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1.", param=name)

@@ -46,11 +46,6 @@ class Device:
     def seconds(self, work: Work) -> float:
         return max(work.num_bytes / self.bytes_per_s, work.flop / self.flops)
 
-    @property
-    def ridge_rows(self) -> float:
-        """Rows beyond which a product is bound by arithmetic: 2 bytes of a weight, 2 operations per row."""
-        return self.flops / self.bytes_per_s
-
     @classmethod
     def parse(cls, name: str, text: str) -> Device:
         """From `text` "GB/s,TFLOP/s", e.g. "4300,790"."""

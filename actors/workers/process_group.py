@@ -76,13 +76,13 @@ def joined() -> Communicator:
     return Communicator(device, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def open_store(num_ranks: int, host: str = LOOPBACK) -> Store:
-    """The meeting point, served on a free port of `host`; keep it, and give its `.port` to the others."""
+def open_store(num_ranks: int) -> Store:
+    """Serve the meeting point on a free loopback port; keep it, and give its `.port` to the others."""
     # TCPStore by itself would listen on every interface.
-    with socket.create_server((host, 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         return Store(
-            host,
+            LOOPBACK,
             port,
             num_ranks,
             is_master=True,

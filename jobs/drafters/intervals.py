@@ -61,12 +61,12 @@ def ratio_of_sums(
     return Estimate(value, max(value - reach, least), min(value + reach, most), count)
 
 
-def student_t(degrees: int, share: float = _SHARE) -> float:
-    """Within how many standard errors a share of Student's distribution lies, for 2 degrees or more.
+def student_t(degrees: int) -> float:
+    """Return within how many standard errors `_SHARE` of Student's distribution lies, for 2 degrees or more.
 
     The expansion of Abramowitz and Stegun, 26.7.5: within 1 % at 2 degrees, and better with each.
     """
-    z = NormalDist().inv_cdf((1 + share) / 2)
+    z = NormalDist().inv_cdf((1 + _SHARE) / 2)
     terms = (
         z,
         (z**3 + z) / 4,

@@ -46,11 +46,6 @@ def cut_blocks(
     return Blocks(anchors_BA, inputs_BAS, tokens_BAS[..., 1:], inside_BAS[..., 1:])
 
 
-def decay_weights(num_slots: int, gamma: float, device: torch.device) -> torch.Tensor:
-    """[N]: exp(-(k - 1) / gamma) for slot k = 1..N, the paper's weights."""
-    return torch.exp(-torch.arange(num_slots, device=device) / gamma)
-
-
 def dpace_weights(cross_entropy_BAN: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
     """[B, A, N], detached: w_j = sum over m >= j of prod over i <= m of q~_i (arXiv 2605.18810).
 

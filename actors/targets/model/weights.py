@@ -259,14 +259,9 @@ def _refuse_unasked(tensors: TensorFolder, spec: ModelSpec, prefixes: tuple[str,
             )
 
 
-def target_shapes(
-    spec: ModelSpec, prefixes: tuple[str, str] = (_BODIES[0], _HEADS[0])
-) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a target must have; of several forms of experts the usual.
-
-    Args:
-        prefixes: of body and head.
-    """
+def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a target must have; of several forms of experts the usual one."""
+    prefixes = (_BODIES[0], _HEADS[0])
     return {name: shape for name, (_, shape) in _rules_by_name(spec, prefixes).items()}
 
 

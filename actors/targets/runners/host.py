@@ -29,6 +29,7 @@ from ....drafter.step.proposals import Proposals
 from ....drafter.step.rows import Ints, StepRows
 from ....drafter.step.sampling import sample_rows
 from ....drafter.step.states import RequestStates
+from ....drafter.step.trimming import take_out
 from ..model.decoder import Decoder
 from ..model.parallel import Communicator
 from .local_drafts import LocalDrafts
@@ -178,7 +179,7 @@ class StepRunner:
         cut = torch.from_numpy(self._operators.trim(margins_RK, plan))
         # Ranks on processors of other kinds may compute other last digits: rank 0's word counts.
         num_drafts_R = self._communicator.broadcast(cut.to(drafts_RK.device))
-        return plan.verifying(num_drafts_R.cpu().numpy()), self._operators.take_out(drafts_RK, num_drafts_R)
+        return plan.verifying(num_drafts_R.cpu().numpy()), take_out(drafts_RK, num_drafts_R)
 
     def _choose(
         self, hidden_XH: Tensor, rows: StepRows, asked: AskedRows | None
