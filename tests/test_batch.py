@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manta import LLM, SamplingParams
-from manta.actors.batch.figures import ErrorCount, RowFigures
+from manta.actors.batch.row_stats import ErrorCount, RowStats
 from manta.actors.batch.rows import row_seed
 from manta.actors.batch.source import read_results
 from manta.cluster.config import EngineConfig
 from manta.cluster.errors import CheckpointError, ConfigError, DatasetError, PlacementError
 from manta.cluster.pool_size import Concurrency
-from manta.jobs.batch import room as batch_room
+from manta.jobs.batch import placement
 from manta.jobs.batch.job import check_answered, run_batch
 from manta.jobs.batch.options import BatchOptions
 from manta.jobs.batch.report import Report
@@ -129,10 +129,10 @@ def test_figures_add_up_and_the_same_command_says_them_once_more(
     pair: tuple[Path, Path], parquet: Path, answered: Answered
 ) -> None:
     folder, first = answered
-    cores = round(first.device_s / first.figures.wall_s)
-    assert first.device == "core" and first.device_s / first.figures.wall_s == pytest.approx(cores, rel=0.1)
-    assert first.tokens_per_device_s == pytest.approx(first.figures.completion_tokens / first.device_s)
-    assert first.loading_s > 0 and first.figures.device_s == first.device_s + first.loading_s
+    cores = round(first.device_s / first.stats.wall_s)
+    assert first.device == "core" and first.device_s / first.stats.wall_s == pytest.approx(cores, rel=0.1)
+    assert first.tokens_per_device_s == pytest.approx(first.stats.completion_tokens / first.device_s)
+    assert first.loading_s > 0 and first.stats.device_s == first.device_s + first.loading_s
     again = run_batch(config(pair), options(parquet, folder, sampling={"max_tokens": 16}))
     assert again.lines() == first.lines() and again.as_json() == first.as_json()
 
@@ -233,8 +233,8 @@ class _Taken:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_room, "TOLD_EVERY_S", 0.5)
-    monkeypatch.setattr(batch_room, "ROOM_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(placement, "REPORT_INTERVAL_S", 0.5)
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -297,5 +297,5 @@ def test_a_job_whose_rows_all_failed_has_failed() -> None:
     job = BatchOptions(input=("rows.jsonl",), output="out")
     error = ErrorCount(1, "temperature=-1 must be at least 0.")
     with pytest.raises(DatasetError, match=r"All 1 rows failed, the first with: temperature=-1"):
-        check_answered(RowFigures(rows=1, failed=1, errors={"BadRequestError": error}), job)
-    check_answered(RowFigures(rows=2, failed=1), job)
+        check_answered(RowStats(rows=1, failed=1, errors={"BadRequestError": error}), job)
+    check_answered(RowStats(rows=2, failed=1), job)

@@ -36,9 +36,9 @@ from ..http.prompt_parts import PromptParts, without_answer
 from ..http.work import operation_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..telemetry import EndedRow
-from .columns import handed_on
-from .figures import SPENT
-from .reading import Row, id_of, record_of
+from .columns import passed_through
+from .row_reader import Row, id_of, record_of
+from .row_stats import SPENT
 from .rows import Layout, RowRequest, category_of, read_request
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ Result = dict[str, Any]  # a row of `wire_schema`
 
 
 def wire_schema(columns: pa.Schema) -> pa.Schema:
-    """WIRE_SCHEMA with the columns that are handed on (`Survey.columns`) behind it."""
+    """WIRE_SCHEMA with the columns that are handed on (`RowIndex.columns`) behind it."""
     return pa.schema([*WIRE_SCHEMA, *columns])
 
 
@@ -167,7 +167,7 @@ class RowAnswerer:
             account = None if self._account_of is None else self._account_of(Asker(category=category))
             answer, reading, shown = await self._complete(name, request, account, speculate=speculate)
             result = self._success(request, answer, reading, shown)
-            result |= handed_on(record, self._columns, _line(row, self._layout))
+            result |= passed_through(record, self._columns, _line(row, self._layout))
         except EngineDeadError:
             raise
         except MantaError as error:
@@ -276,7 +276,7 @@ def failure(
     """The result of a row that has no answer, but for when it was worked on (`begin_s`, `end_s`)."""
     text = row.fault is not None or layout.lines
     try:
-        kept = handed_on(record_of(row, layout), columns, _line(row, layout))
+        kept = passed_through(record_of(row, layout), columns, _line(row, layout))
     except MantaError:
         kept = {}
     if layout.kind == "openai":

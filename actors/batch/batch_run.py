@@ -24,11 +24,11 @@ from ...cluster.trials import ATTEMPTS, Trials
 from ..telemetry import BatchLines
 from .answering import Result, RowAnswerer, unanswered
 from .batch_store import Batch, BatchStore
-from .figures import RowFigures
 from .file_store import FileStore, JsonObject, derived_id
 from .opening import FORM, LAYOUT, OpenBatch
 from .parts import PART_NAME
-from .reading import Row
+from .row_reader import Row
+from .row_stats import RowStats
 from .source import ERRORS
 from .writer import RowWriter, flush_interval_s
 
@@ -123,7 +123,7 @@ class BatchRun:
 
     @property
     def _left(self) -> RowRanges:
-        return minus(((0, self._opened.survey.num_rows),), self._done)
+        return minus(((0, self._opened.index.num_rows),), self._done)
 
     async def _answer_until_end(self) -> End:
         flush_s = flush_interval_s(self._output)
@@ -176,7 +176,7 @@ class BatchRun:
         self._results.append(result)  # to the list that stands there now: others are with the writer
 
     def _read(self, rows: RowRanges) -> list[Row]:
-        return self._opened.reader.read(self._opened.survey.work(rows))
+        return self._opened.reader.read(self._opened.index.spans(rows))
 
     def _look(self) -> End | None:
         """Whether the batch is to end early; now and then, how far it is for its users to see."""
@@ -217,7 +217,7 @@ class BatchRun:
         ledger = self._opened.ledger
         ledger.refresh()
         if not ledger.complete:  # whoever completed it was killed before the paper said so
-            ledger.finish({"batch": self.batch.id, **ledger.figures.as_json()})
+            ledger.finish({"batch": self.batch.id, **ledger.stats.summary()})
         self._counts |= {"completed": count(ledger.answered), "failed": count(ledger.failed)}
         self._save(
             self.batch.moved(
@@ -225,7 +225,7 @@ class BatchRun:
                 output_file_id=self._put("output"),
                 error_file_id=self._put("error", ERRORS),
                 errors=self._opened.given_up if end == "failed" else None,
-                usage=_usage(ledger.figures),
+                usage=_usage(ledger.stats),
             )
         )
 
@@ -306,7 +306,7 @@ def _lines(results: Sequence[Result], failed: int) -> BatchLines:
     )
 
 
-def _usage(figures: RowFigures) -> JsonObject:
+def _usage(figures: RowStats) -> JsonObject:
     return {
         "input_tokens": figures.prompt_tokens,
         "input_tokens_details": {"cached_tokens": figures.cached_prompt_tokens},

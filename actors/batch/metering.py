@@ -1,9 +1,8 @@
-"""What an engine's devices are spent on, metered row by row.
+"""Measures the device time of an engine and stamps it on results.
 
-One per engine actor; whoever starts rows tells it of every start and end. What was spent since the row
-before is stamped on each result (`engine_spent` of WIRE_SCHEMA). So it is counted exactly once, with the row:
-figures add up over runs, and a kill loses only what was spent on rows that are lost with it. Not thread-safe:
-called on the event loop.
+Each result gets what was spent since the previous one (`engine_spent` of WIRE_SCHEMA). So device time is
+counted exactly once, with the rows: it adds up over runs, and a kill loses only the time of lost rows. One
+meter per engine actor. Not thread-safe: called on the event loop.
 
     meter = EngineMeter(engine.stats, "GPU", 4, began_s, sample)  # sample: PlainSample or None
     speculate = meter.row_started()
@@ -19,19 +18,19 @@ from typing import Any
 
 from ...cluster.engine import EngineStats
 from ...cluster.plain_sample import PlainSample
-from .figures import Device, EngineFigures
+from .row_stats import Device, EngineTotals
 
 NO_COMPARISON = {"plain_tokens": 0, "plain_s": 0.0, "drafted_tokens": 0, "drafted_s": 0.0}
 
 
 class EngineMeter:
-    """See above.
+    """Meter of one engine.
 
     Args:
         stats: of the started engine.
-        device, num_devices: what the engine holds, and how many of it.
+        device, num_devices: that the engine holds.
         began_s: when it began to hold them, on `clock`.
-        sample: decides which rows are answered plainly; None: none are.
+        sample: chooses rows to answer without speculation; None: no rows.
         clock: seconds, monotonic.
     """
 
@@ -60,7 +59,7 @@ class EngineMeter:
         self._first_row_s = self._last_row_s = 0.0  # Unix time
 
     def row_started(self) -> bool:
-        """A row goes to the engine now. Returns whether it is to be speculated."""
+        """Record the start of a row. Returns whether to answer it with speculation."""
         now_s = self._advance()
         if self._opened_s is None:
             self._opened_s, self._first_row_s = now_s, time.time()
@@ -70,11 +69,11 @@ class EngineMeter:
         return self._sample.start(now_s, self._stats().generation_tokens)
 
     def row_ended(self, result: dict[str, Any] | None, speculate: bool) -> None:
-        """A row has left the engine.
+        """Record the end of a row.
 
         Args:
-            result: stamped with what was spent since the row before; None if the row has none (given up).
-            speculate: what `row_started` said of it.
+            result: gets what was spent since the previous result; None if the row was given up.
+            speculate: what `row_started` returned for it.
         """
         now_s = self._advance()
         self._running -= 1
@@ -86,12 +85,11 @@ class EngineMeter:
         self._last_row_s = time.time()
         result["engine_spent"] = self._spent(now_s)
 
-    def figures(self) -> EngineFigures:
-        """Everything since the start."""
+    def totals(self) -> EngineTotals:
         now_s = self._advance()
         stats = self._stats()
         open_until_s = now_s if self._running else self._stamped_s
-        return EngineFigures(
+        return EngineTotals(
             rows_done=self._done,
             rows_running=self._running,
             prompt_tokens=stats.prompt_tokens,
@@ -127,7 +125,7 @@ class EngineMeter:
         return {name: seconds * self._num_devices for name, seconds in times.items()} | compared
 
     def _compared(self) -> dict[str, Any]:
-        """Both sides of the plain sample; zeros until it is whole."""
+        """Return both sides of the plain sample; zeros until it is complete."""
         found = None if self._sample is None else self._sample.comparison
         if found is None:
             return NO_COMPARISON

@@ -16,16 +16,15 @@ from ...cluster.errors import DatasetError, NotFoundError, without_values
 from .batch_store import Batch, BatchStore
 from .checking import check_lines, errors_list, plain_error
 from .file_store import FileStore, JsonObject, StoredFile
-from .finding import SourceFile
+from .job_spec import JobSpec
 from .ledger import Ledger
 from .lock import Lock, lock
-from .paper import JobPaper
 from .parts import OutputForm
-from .reading import RowReader
+from .row_index import RowIndex, index_rows
+from .row_reader import RowReader
 from .rows import Layout
 from .runs import Job
-from .source import Source
-from .survey import Survey, survey
+from .source import Source, SourceFile
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class OpenBatch:
     batch: Batch
     lock: Lock
     ledger: Ledger
-    survey: Survey
+    index: RowIndex
     reader: RowReader
     given_up: JsonObject | None = None
 
@@ -134,8 +133,8 @@ class Opener:
 
     def _begun(self, batch: Batch, file: StoredFile, held: Lock) -> OpenBatch:
         source = self._source(file)
-        found = survey(source, LAYOUT)
-        paper = JobPaper(
+        found = index_rows(source, LAYOUT)
+        paper = JobSpec(
             made_from=self._made_from,
             input=[{"name": file.id, "size": file.bytes, **found.digests[0]}],  # the storage may have moved
             input_format=source.format,
@@ -163,7 +162,7 @@ class Opener:
         return failed
 
 
-def _given_up(batch_id: str, begun: Job | None, paper: JobPaper) -> JsonObject | None:
+def _given_up(batch_id: str, begun: Job | None, paper: JobSpec) -> JsonObject | None:
     """Why a batch that was begun cannot be gone on with: its other lines would be answered otherwise."""
     changes = paper.differences(begun.paper) if begun is not None else []
     if not changes:

@@ -20,7 +20,6 @@ from ...cluster.errors import EngineDeadError, InUseError, RequestError, shown
 from ...cluster.label_values import Account
 from ..asker import Asker
 from ..chat.model import ChatModel
-from ..checkpoints import target_folder, tokenizer_folder
 from ..engine import AsyncEngine
 from ..http.defaults import GenerationDefaults
 from ..telemetry import BatchLines, EndedRow
@@ -29,7 +28,7 @@ from .batch_run import BatchRun
 from .batch_store import FOLDER, QUEUE, WORK, Batch, BatchStore
 from .file_store import FOLDER as FILES
 from .file_store import FileStore, JsonObject
-from .identity import checkpoint_identity, settings_identity
+from .identity import model_identity
 from .opening import LAYOUT, OpenBatch, Opener
 from .storage import Storage
 
@@ -217,12 +216,8 @@ class BatchService:
 
 def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObject:
     """What answers depend on; not the drafter, nor what a request brings."""
-    config = engine.config
-    target, tokenizer = target_folder(config), tokenizer_folder(config)
     return {
-        "model": checkpoint_identity(target),
-        "tokenizer": None if tokenizer == target else checkpoint_identity(tokenizer),
-        **settings_identity(config),
+        **model_identity(engine.config),
         "dtype": engine.info.dtype,
         "max_model_len": engine.info.max_model_len,
         "generation": asdict(generation),

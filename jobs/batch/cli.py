@@ -54,9 +54,9 @@ def batch(
             from .job import check_answered, run_batch
 
             if dry_run or validate_only:
-                from .preview import preview
+                from .preflight import run_preflight
 
-                raise typer.Exit(preview(config, options, dry_run=dry_run))
+                raise typer.Exit(run_preflight(config, options, dry_run=dry_run))
             report = run_batch(config, options, signals)
             report.print()
             check_answered(report.figures, options)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from ...actors.batch.answering import LOGPROBS_TYPE, Result, RowAnswerer
-from ...actors.batch.reading import Row
+from ...actors.batch.row_reader import Row
 from ...actors.batch.rows import ID_COLUMNS, PROMPT_COLUMNS, SAMPLING_COLUMNS, Layout
 from ...actors.checkpoints import target_folder
 from ...actors.engine import AsyncEngine
