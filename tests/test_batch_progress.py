@@ -278,7 +278,8 @@ def test_times_are_spelled_in_two_units() -> None:
 def test_without_a_terminal_a_line_comes_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ProgressView(10) as view:
+    with ProgressView() as view:
+        view.begin(10)
         view.update(RowStats(), EngineTotals(), 2)
         view.update(durable(1, 30), EngineTotals(rows_done=1), 2)  # the first one is news
         view.update(durable(2, 60), EngineTotals(rows_done=2), 2)  # within the interval
@@ -305,7 +306,8 @@ def test_without_a_terminal_a_line_comes_now_and_then(
 def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=100, legacy_windows=False)
-    with ProgressView(10, console, compares=False) as view:
+    with ProgressView(console) as view:
+        view.begin(10, compares=False)
         view.say("waiting for [2 CPU]")
         view.update(RowStats())
         view.update(durable(4, 60), EngineTotals(rows_done=4, completion_tokens=60), 1)

@@ -12,7 +12,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -141,7 +141,7 @@ class Record:
             "sha256": self.sha256,
             "replaces": self.replaces,
             "figures": self.stats,
-            "failures": [each.as_json() for each in self.failures],
+            "failures": [asdict(each) for each in self.failures],
         }
         return json.dumps(content, ensure_ascii=False).encode()
 

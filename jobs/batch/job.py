@@ -13,7 +13,6 @@ import asyncio
 import logging
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +20,6 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from enum import Enum, auto
-from types import TracebackType
-from typing import Self
 
 import ray
 
@@ -94,13 +91,14 @@ def run_batch(
         output=output,
         make=make,
     )
-    with _View() as view, closing(Startup(setup, options, view.say)) as startup:
+    with ProgressView() as view, closing(Startup(setup, options, view.say)) as startup:
+        driver = _Driver(setup, options, startup, view, signals or StopSignals())
         with suppress(NotYet):
-            view.show(startup.job.result(STARTUP_S))
-        if not (startup.job.done() and _nothing_is_left(startup.job.result())):
-            _Driver(setup, options, startup, view, signals or StopSignals()).answer()
+            driver.show(startup.job.result(STARTUP_S))
+        if driver.job is None or not _nothing_is_left(driver.job):
+            driver.answer()
         try:
-            return _finish(startup.job.result(), view, setup, options)
+            return driver.finish()
         except Stopped as stopped:
             view.say(f"{stopped}: all rows are answered; the same command writes the report")
             stopped.told = True
@@ -134,11 +132,23 @@ class _Driver:
 
     The main thread waits for the next event only. With RAY_ADDRESS set (`ray job submit ... -- manta batch`
     sets it) the job joins that cluster, else it starts a local Ray.
+
+    Attributes:
+        job: None until its rows are known.
     """
 
     def __init__(
-        self, setup: EngineSetup, options: BatchOptions, startup: Startup, view: _View, signals: StopSignals
+        self,
+        setup: EngineSetup,
+        options: BatchOptions,
+        startup: Startup,
+        view: ProgressView,
+        signals: StopSignals,
     ) -> None:
+        self.job: Job | None = None
+        self._done = Done()  # in this run
+        self._before = RowStats()  # of earlier runs
+        self._gauges: JobGauges | None = None
         self._setup = setup
         self._options = options
         self._startup = startup
@@ -151,6 +161,41 @@ class _Driver:
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: EnginePool | None = None
+
+    def show(self, job: Job) -> None:
+        """Begin to show progress. Only the first call does."""
+        if self.job is None:
+            self.job = job
+            failed = minus(job.ledger.failed, job.rows)  # others are answered again
+            earlier = job.num_rows - count(job.rows)
+            self._before = replace(job.ledger.stats, rows=earlier, failed=count(failed))
+            if not _nothing_is_left(job):
+                self._view.begin(job.num_rows, left=count(job.rows), compares=job.plain_rows > 0)
+
+    def finish(self) -> Report:
+        """Write the report of a job whose rows are all durable, and finish its output."""
+        job, options = self._startup.job.result(), self._options
+        ledger, spec = job.ledger, job.spec
+        if not ledger.complete:
+            ledger.refresh()
+        report = make_report(
+            ledger.stats,
+            ledger.device if ledger.complete else self._done.live.device,
+            {
+                "output": shown_url(options.output),
+                "input": [shown_url(each) for each in options.input],
+                "fingerprint": spec.fingerprint,
+                **spec.made_from,
+                **spec.about,
+            },
+            price_per_gpu_hour=options.price_per_gpu_hour,
+            samples=samples(ledger.stats, self._setup.source, self._setup.layout, job.index),
+        )
+        if ledger.complete:
+            self._view.say("all rows are answered already; nothing is left to do")
+        else:
+            ledger.finish(report.as_json(), report_page(report))
+        return report
 
     def answer(self) -> None:
         """Return when all rows are answered. Raises Stopped, or what ended the engines' work."""
@@ -171,13 +216,13 @@ class _Driver:
         stopped: Stopped | None = None
         while (event := self._next_event()) is not _Phase.LEFT:
             if isinstance(event, Done):
-                self._view.update(event)
+                self._update(event)
             elif isinstance(event, str):
                 self._view.say(event)
             elif event is _Phase.CONNECTED:
                 self._signals.take_back()
             elif event is _Phase.PREPARED:
-                self._view.show(self._startup.job.result())
+                self.show(self._startup.job.result())
             elif isinstance(event, (signal.Signals, TimeUp)):
                 stopped = event if isinstance(event, TimeUp) else Stopped(event)
                 self._deadline_s = None
@@ -187,6 +232,19 @@ class _Driver:
                 raise event if stopped is None else stopped from event
         if stopped is not None:
             raise stopped
+
+    def _update(self, done: Done) -> None:
+        """Show what is done in this run, with the rows of earlier runs."""
+        self._done = done
+        if self.job is None or not self._view.has_begun:
+            return
+        together = RowStats()
+        for each in (self._before, done.rows):
+            together.merge(each)
+        now = self._view.update(together, done.live, done.engines)
+        if ray.is_initialized():
+            self._gauges = self._gauges or JobGauges(self.job.spec.fingerprint[:12])
+            self._gauges.show(now)
 
     def _next_event(self) -> _Event:
         if self._deadline_s is None:
@@ -234,7 +292,7 @@ class _Driver:
 
     def _say_what_is_kept(self, error: BaseException) -> None:
         """Print what the output holds when the job ends early."""
-        if (job := self._view.job) is None:
+        if (job := self.job) is None:
             return
         with suppress(OutputError):  # then what was read last counts
             job.ledger.refresh()
@@ -251,84 +309,8 @@ class _Driver:
         self._view.say(words)
 
 
-class _View:
-    """Shows progress once the rows are known, and lines for the user at any time."""
-
-    def __init__(self) -> None:
-        self.job: Job | None = None
-        self.done = Done()  # in this run
-        self._before = RowStats()
-        self._view: ProgressView | None = None
-        self._gauges: JobGauges | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._view is not None:
-            self._view.__exit__(kind, error, trace)
-
-    def show(self, job: Job) -> None:
-        """Begin to show progress. Only the first call does."""
-        if self.job is None:
-            failed = minus(job.ledger.failed, job.rows)  # others are answered again
-            self.job, self._before = (
-                job,
-                replace(job.ledger.stats, rows=job.num_rows - count(job.rows), failed=count(failed)),
-            )
-            if not _nothing_is_left(job):
-                left, compares = count(job.rows), job.plain_rows > 0
-                self._view = ProgressView(job.num_rows, left=left, compares=compares).__enter__()
-
-    def say(self, line: str) -> None:
-        if self._view is not None:
-            self._view.say(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def update(self, done: Done) -> None:
-        """Show what is done in this run, with the rows of earlier runs."""
-        self.done = done
-        if self._view is None or self.job is None:
-            return
-        together = RowStats()
-        for each in (self._before, done.rows):
-            together.merge(each)
-        now = self._view.update(together, done.live, done.engines)
-        if ray.is_initialized():
-            self._gauges = self._gauges or JobGauges(self.job.spec.fingerprint[:12])
-            self._gauges.show(now)
-
-
 def _nothing_is_left(job: Job) -> bool:
     return not job.rows and not job.ledger.orphans
-
-
-def _finish(job: Job, view: _View, setup: EngineSetup, options: BatchOptions) -> Report:
-    """Write the report of a job whose rows are all durable, and finish its output."""
-    ledger, spec = job.ledger, job.spec
-    if not ledger.complete:
-        ledger.refresh()
-    report = make_report(
-        ledger.stats,
-        ledger.device if ledger.complete else view.done.live.device,
-        {
-            "output": shown_url(options.output),
-            "input": [shown_url(each) for each in options.input],
-            "fingerprint": spec.fingerprint,
-            **spec.made_from,
-            **spec.about,
-        },
-        price_per_gpu_hour=options.price_per_gpu_hour,
-        samples=samples(ledger.stats, setup.source, setup.layout, job.index),
-    )
-    if ledger.complete:
-        view.say("all rows are answered already; nothing is left to do")
-    else:
-        ledger.finish(report.as_json(), report_page(report))
-    return report
 
 
 def _check_models(config: EngineConfig) -> None:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from ray.util.metrics import Gauge
@@ -148,49 +147,47 @@ class Pace:
 
 
 class ProgressView:
-    """Shows the progress of a job.
+    """Shows the progress of a job, from `begin` on; lines for the user at any time."""
 
-    Args:
-        total_rows: of the dataset.
-        left: rows to do in this run; None: those that the first stats do not count.
-        compares: whether the job measures the speed-up of speculation.
-    """
-
-    def __init__(
-        self,
-        total_rows: int,
-        console: Console | None = None,
-        *,
-        left: int | None = None,
-        compares: bool = True,
-    ) -> None:
-        self.total = total_rows
-        self._pace = Pace(total_rows, left)
-        self._compares = compares
+    def __init__(self, console: Console | None = None) -> None:
+        self._pace: Pace | None = None
+        self._compares = True
         self._console = console or Console(stderr=True)
         self._printed_s = time.monotonic()
         self._first_rows: int | None = None  # rows that were done before this run
         self._has_news = True  # no row of this run has been printed yet
         self._bar: Bar | None = None
         self._words = Text("loading the models", style="dim")
+
+    def begin(self, total_rows: int, *, left: int | None = None, compares: bool = True) -> None:
+        """Begin to show progress.
+
+        Args:
+            total_rows: of the dataset.
+            left: rows to do in this run; None: those that the first stats do not count.
+            compares: whether the job measures the speed-up of speculation.
+        """
+        self._pace = Pace(total_rows, left)
+        self._compares = compares
         if self._console.is_terminal:
             columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("rows"), BarColumn(None))
             self._bar = Bar(*columns, TaskProgressColumn(), TextColumn("{task.description}"), expand=True)
             self._bar.add_task("", total=total_rows)
             self._live = Live(Group(self._bar, self._words), console=self._console, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
             self._live.start()
         else:
-            print(f"{self.total} rows; loading the models", file=sys.stderr, flush=True)
+            print(f"{total_rows} rows; loading the models", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._live.stop()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._pace is not None
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -203,6 +200,7 @@ class ProgressView:
         self, stats: RowStats, live: EngineTotals | None = None, engines: int | None = None
     ) -> Progress:
         """Show the progress now; arguments as of `Pace.update`. Cheap enough for every second."""
+        assert self._pace is not None, "begin() first"
         now = self._pace.update(stats, live or EngineTotals(), engines or 0)
         left = "" if not now.left_s else f"about {spell_time(now.left_s)} left"
         if self._bar is not None:
