@@ -37,29 +37,10 @@ PROMPT_COLUMNS = ("messages", "prompt")
 ID_COLUMNS = ("custom_id", "id")
 CONTENT_ID = re.compile(r"row-[0-9a-f]{20}(-[0-9]+)?")  # of `content_id`, numbered or not
 SAMPLING_COLUMNS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "top_logprobs",
-    "thinking_token_budget",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "chat_template_kwargs",
-    "response_format",
-    "structured_outputs",
+    *("max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "thinking_token_budget"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "chat_template_kwargs", "response_format", "structured_outputs"),
 )
 # Text in these columns is JSON; text in `stop` is JSON when it is a list of strings.
 JSON_COLUMNS = frozenset(

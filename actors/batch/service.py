@@ -26,9 +26,8 @@ from ..telemetry import BatchLines, EndedRow
 from .answering import RowAnswerer
 from .batch_admission import LAYOUT, OpenBatch, Opener
 from .batch_run import BatchRun
-from .batch_store import FOLDER, QUEUE, WORK, Batch, BatchStore
-from .file_store import FOLDER as FILES
-from .file_store import FileStore, JsonObject
+from .batch_store import Batch, BatchStore
+from .file_store import FileStore
 from .identity import model_identity
 from .storage import Storage
 
@@ -72,14 +71,18 @@ class BatchService:
         on_row: Callable[[EndedRow], None] | None = None,
         account_of: Callable[[Asker], Account] | None = None,
     ) -> None:
-        storage.close_to_others(FILES, FOLDER, QUEUE, WORK)
         self.files = FileStore(storage, max_stored_bytes)
         self.batches = BatchStore(storage)
-        made_from = _made_from(engine, generation)
         self._engine = engine
         self._generation = generation
         self._names = names
         self._chat = chat
+        made_from = {  # the drafter changes no answer
+            **model_identity(engine.config),
+            "dtype": engine.info.dtype,
+            "max_model_len": engine.info.max_model_len,
+            "generation": asdict(generation),
+        }
         self._opener = Opener(self.batches, self.files, names, made_from, max_lines)
         self._slots = asyncio.Semaphore(max(2, int(IN_FLIGHT * engine.config.max_num_seqs)))
         self._count_lines = count_lines
@@ -211,13 +214,3 @@ class BatchService:
         finally:
             del self._runs[batch_id], self._tasks[batch_id]
             self._wake.set()
-
-
-def _made_from(engine: AsyncEngine, generation: GenerationDefaults) -> JsonObject:
-    """Return what answers depend on besides the request; the drafter changes no answer."""
-    return {
-        **model_identity(engine.config),
-        "dtype": engine.info.dtype,
-        "max_model_len": engine.info.max_model_len,
-        "generation": asdict(generation),
-    }

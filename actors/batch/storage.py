@@ -28,7 +28,7 @@ from pyarrow import fs
 
 from ...cluster.errors import ConfigError, shown_url
 from ...cluster.inner_names import inner_name
-from ..files import PRIVATE_FOLDER, TEMPORARY, make_folder, write_whole
+from ..files import TEMPORARY, make_folder, write_whole
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")  # pathlib makes one slash of two
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hf")
@@ -174,14 +174,6 @@ class Storage:
             return
         with self.filesystem.open_output_stream(path) as stream:  # one put: it appears when closed
             stream.write(content)
-
-    def close_to_others(self, *folders: str) -> None:
-        """Make folders of a disk unreadable for other users."""
-        for folder in folders if self.local else ():
-            path = Path(self.path(folder))
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mode & 0o077:
-                    path.chmod(PRIVATE_FOLDER)
 
     def remove(self, *names: str) -> None:
         """Remove files that exist."""

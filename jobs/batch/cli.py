@@ -1,4 +1,4 @@
-"""`manta batch`, as `cli.py` has the other commands; its options: `options.py`."""
+"""The command `manta batch`; its options are in `options.py`."""
 
 from __future__ import annotations
 

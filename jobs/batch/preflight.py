@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import functools
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +52,7 @@ FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields, 
 MISSPELLING_SIMILARITY = 0.85  # difflib ratio from which a column counts as a misspelled sampling field
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
+class BadRow(NamedTuple):
     """A row that would become an error row. `place` is its file and line, or file and row of Parquet."""
 
     number: int
@@ -60,16 +60,16 @@ class BadRow:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Preflight:
     """What the check found.
 
     Attributes:
         num_numbered: rows whose id an earlier row has; they get `-2`, `-3`, ... behind their id.
-        num_checked: rows that were checked; the other counts refer to these.
+        num_checked: rows that were checked; what follows refers to these.
         num_too_long: rows among `num_bad` whose prompt does not fit `max_model_len`.
         bad: the first bad rows.
-        lengths: tokens of every prompt that could be tokenized, int64.
+        lengths: tokens of every prompt that could be tokenized.
         max_completion_tokens: upper bound on the completion tokens of all good rows together.
         ignored: names that look like parameters and have no effect, with the number of rows that have them.
         first_prompt: prompt of the first row, or why it has none.
@@ -80,16 +80,16 @@ class Preflight:
     format: str
     num_rows: int
     num_numbered: int
-    num_checked: int
-    num_bad: int
-    num_too_long: int
-    bad: tuple[BadRow, ...]
-    lengths: np.ndarray
     max_model_len: int
-    max_completion_tokens: int
-    ignored: Mapping[str, int]
-    first_prompt: str
-    seconds: float
+    num_checked: int = 0
+    num_bad: int = 0
+    num_too_long: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    max_completion_tokens: int = 0
+    ignored: Counter[str] = field(default_factory=Counter)
+    first_prompt: str = ""
+    seconds: float = 0.0
 
     @property
     def num_good(self) -> int:
@@ -98,7 +98,7 @@ class Preflight:
     @property
     def prompt_tokens(self) -> int:
         """Return the prompt tokens of all good rows together."""
-        return int(self.lengths[self.lengths < self.max_model_len].sum())
+        return sum(length for length in self.lengths if length < self.max_model_len)
 
 
 def preflight(
@@ -117,45 +117,33 @@ def preflight(
     begin_s = time.monotonic()
     checker = _RowChecker(layout, config)
     index = index_rows(source, layout, duplicates=duplicates)
-    lengths: list[int] = []
-    bad: list[tuple[int, str]] = []
-    num_checked = num_bad = num_too_long = max_completion_tokens = 0
-    ignored: Counter[str] = Counter()
-    first_prompt = ""
-    for row in _rows(source, layout, index, num_rows):
-        num_checked += 1
-        try:
-            ignored.update(checker.ignored(row))
-            prompt, num_tokens, most = checker.check(row)
-            shown = prompt.text or str(list(prompt.token_ids))
-            lengths.append(num_tokens)
-            max_completion_tokens += most
-        except RequestError as error:
-            num_bad += 1
-            if isinstance(error, _TooLongError):
-                lengths.append(error.num_tokens)
-                num_too_long += 1
-            if len(bad) < BAD_ROWS_SHOWN:
-                bad.append((row.number, error.message))
-            shown = f"(fails: {error.message})"
-        first_prompt = first_prompt or shown
-    return Preflight(
+    found = Preflight(
         files=tuple(str(file) for file in source.files),
         num_bytes=sum(file.size for file in source.files),
         format=source.format,
         num_rows=index.num_rows,
         num_numbered=len(index.duplicates.rows),
-        num_checked=num_checked,
-        num_bad=num_bad,
-        num_too_long=num_too_long,
-        bad=tuple(BadRow(number, index.place(number, source), why) for number, why in bad),
-        lengths=np.array(lengths, np.int64),
         max_model_len=checker.max_model_len,
-        max_completion_tokens=max_completion_tokens,
-        ignored=dict(ignored),
-        first_prompt=first_prompt,
-        seconds=time.monotonic() - begin_s,
     )
+    for row in _rows(source, layout, index, num_rows):
+        found.num_checked += 1
+        try:
+            found.ignored.update(checker.ignored(row))
+            prompt, num_tokens, most = checker.check(row)
+            found.lengths.append(num_tokens)
+            found.max_completion_tokens += most
+            shown = prompt.text or str(list(prompt.token_ids))
+        except RequestError as error:
+            found.num_bad += 1
+            if isinstance(error, _TooLongError):
+                found.lengths.append(error.num_tokens)
+                found.num_too_long += 1
+            if len(found.bad) < BAD_ROWS_SHOWN:
+                found.bad.append(BadRow(row.number, index.place(row.number, source), error.message))
+            shown = f"(fails: {error.message})"
+        found.first_prompt = found.first_prompt or shown
+    found.seconds = time.monotonic() - begin_s
+    return found
 
 
 def run_preflight(config: EngineConfig, options: BatchOptions, *, dry_run: bool) -> int:
@@ -221,12 +209,13 @@ def print_validation(found: Preflight) -> None:
         num_left=0,
     )
     if len(found.lengths):
-        middle, high = np.percentile(found.lengths, (50, 95)).astype(int)
+        lengths = np.array(found.lengths)
+        middle, high = np.percentile(lengths, (50, 95)).astype(int)
         print_table(
-            f"prompts in tokens: {found.lengths.min()} to {found.lengths.max()}, median {middle}, 95th "
+            f"prompts in tokens: {lengths.min()} to {lengths.max()}, median {middle}, 95th "
             f"percentile {high}; prompt and answer together: at most {found.max_model_len}",
             ["tokens", "", "rows"],
-            histogram(found.lengths),
+            histogram(lengths),
             num_left=2,
         )
     if found.ignored:
