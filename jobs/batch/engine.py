@@ -33,8 +33,8 @@ from ...actors.engine import AsyncEngine
 from ...actors.http.defaults import GenerationDefaults
 from ...cluster.errors import MantaError, RequestError
 from ...cluster.plain_sample import PlainSample
-from ...cluster.row_ranges import RowRanges, minus, of_rows, rows_of
-from .messages import EngineSetup, EngineState, LeasedRows, LeaseReport, RunTerms
+from ...cluster.row_ranges import RowRanges, of_rows, rows_of
+from .messages import EngineSetup, EngineState, LeasedRows, RunTerms
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,11 @@ class BatchEngine:
         """Wait until another lease is useful."""
         await self._has_capacity.wait()
 
-    async def answer(self, lease: LeasedRows) -> LeaseReport:
-        """Return when every row is durable or returned. Raises what ended the engine's work."""
+    async def answer(self, lease: LeasedRows) -> RowRanges:
+        """Answer the rows until all are durable or returned. Returns the returned ones.
+
+        Raises what ended the engine's work.
+        """
         if self._failure is not None:
             raise self._failure
         rows = set(rows_of(lease.rows))
@@ -136,8 +139,7 @@ class BatchEngine:
             await ended
         finally:
             del self._held[lease.number]
-        returned = of_rows(held.returned)
-        return LeaseReport(minus(lease.rows, returned), returned)
+        return of_rows(held.returned)
 
     async def return_backlog(self) -> dict[int, RowRanges]:
         """Return all rows that were not started, by lease."""

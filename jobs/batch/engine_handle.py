@@ -31,7 +31,7 @@ from ...actors.batch.writer import RowWriter
 from ...cluster.errors import EngineDeadError, MantaError
 from ...cluster.row_ranges import RowRanges, union
 from .engine import BatchEngine
-from .messages import EngineSetup, EngineState, LeasedRows, LeaseReport, RunTerms
+from .messages import EngineSetup, EngineState, LeasedRows, RunTerms
 from .placement import Placement
 
 STATE_TIMEOUT_S = 5.0
@@ -105,8 +105,8 @@ class EngineHandle:
     async def wait_for_capacity(self) -> None:
         await self._actor.wait_for_capacity.remote()
 
-    def answer(self, lease: LeasedRows) -> Awaitable[LeaseReport]:
-        """Send a lease before returning; the report is awaited."""
+    def answer(self, lease: LeasedRows) -> Awaitable[RowRanges]:
+        """Send a lease before returning. The returned rows are awaited."""
         return _result(self._actor.answer.remote(lease))
 
     async def return_backlog(self) -> dict[int, RowRanges]:

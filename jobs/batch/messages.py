@@ -60,14 +60,6 @@ class LeasedRows:
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseReport:
-    """The rows of a lease that are durable, and those that were returned. Together they are all."""
-
-    answered: RowRanges
-    returned: RowRanges
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
     """State of an engine.

@@ -29,7 +29,7 @@ from ...cluster.leases import Lease, LeaseBook
 from ...cluster.pool_size import Concurrency, PoolSize
 from ...cluster.row_ranges import RowRanges, count, minus, rows_of
 from .engine_handle import CrashRecovery, EngineHandle, engine_died, root_cause
-from .messages import EngineSetup, LeasedRows, LeaseReport, RunTerms
+from .messages import EngineSetup, LeasedRows, RunTerms
 from .placement import NodeWatch, Placements, draining_nodes, living_nodes
 
 POLL_S = 0.25
@@ -310,17 +310,18 @@ class EnginePool:
                 engine.waits = False
                 continue
             spans = await asyncio.to_thread(job.index.spans, lease.rows)
-            report = engine.answer(LeasedRows(lease.number, lease.rows, spans, lease.shard, lease.deaths + 1))
-            calls.create_task(self._report(lease, report))
+            call = engine.answer(LeasedRows(lease.number, lease.rows, spans, lease.shard, lease.deaths + 1))
+            calls.create_task(self._end_lease(lease, call))
         if engine.drain_s:
             await self._return_backlog(engine)
 
-    async def _report(self, lease: Lease, report: Awaitable[LeaseReport]) -> None:
+    async def _end_lease(self, lease: Lease, call: Awaitable[RowRanges]) -> None:
         assert self._book is not None, "engines work when there is a book"
-        done = await report
-        self._book.answered(lease.number, done.answered)
-        self._book.returned(lease.number, done.returned)
-        self._count_durable(done.answered)
+        returned = await call
+        answered = minus(lease.rows, returned)
+        self._book.answered(lease.number, answered)
+        self._book.returned(lease.number, returned)
+        self._count_durable(answered)
         self._notify()
 
     def _count_durable(self, rows: RowRanges) -> None:
