@@ -174,7 +174,7 @@ class Opener:
 
 @dataclass(slots=True)
 class Validation:
-    """What a file holds. `model` is the one that the first line names; errors are OpenAI's BatchError."""
+    """Result of validating a file. `model` is the first line's; errors are OpenAI's BatchError objects."""
 
     num_lines: int = 0
     model: str | None = None

@@ -104,9 +104,9 @@ class BatchRun:
             EngineDeadError, OutputError, DatasetError: durable rows stay; another replica may go on.
         """
         try:
-            await whole(self._begin)
+            await in_thread(self._begin)
             end = await self._answer_until_end()
-            await whole(self._end, end)
+            await in_thread(self._end, end)
         except EngineDeadError:
             raise
         except BaseException:  # the replica stops, or a disk is full: no row is to blame
@@ -114,7 +114,7 @@ class BatchRun:
                 self._book.died(ENGINE, (), blame=False)
             raise
         finally:
-            await whole(self._close)
+            await in_thread(self._close)
 
     def _begin(self) -> None:
         """Recover what a dead replica left: finished rows, and rows that its engine had."""
@@ -142,11 +142,11 @@ class BatchRun:
         work = asyncio.ensure_future(self._answer_all())
         try:
             while True:
-                if (end := await whole(self._poll)) is not None:
+                if (end := await in_thread(self._poll)) is not None:
                     return end
                 done, _ = await asyncio.wait([work], timeout=flush_s)
                 results, self._results = self._results, []
-                await whole(self._write, results)
+                await in_thread(self._write, results)
                 self._written.set()
                 if done:
                     work.result()
@@ -161,7 +161,7 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 while self._book.left:
                     self._written.clear()
-                    if not (rows := await whole(self._take)):  # suspected rows wait to be alone
+                    if not (rows := await in_thread(self._take)):  # suspected rows wait to be alone
                         await self._written.wait()
                     for row in rows:
                         await self._slots.acquire()
@@ -294,7 +294,7 @@ class BatchRun:
             self._opened.close()
 
 
-async def whole(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function in a thread. A cancellation waits until it has returned."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
     try:

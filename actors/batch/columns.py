@@ -33,7 +33,7 @@ _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s"{}\[\],:]+')
 
 
 class _Wide(int):
-    """Stands for integers of 64 bits that a float64 may not represent."""
+    """Marks integers of 64 bits that a float64 may not represent."""
 
 
 class ColumnTypes:

@@ -1,4 +1,4 @@
-"""What answers depend on, independent of paths: digests of checkpoints, and settings that change them."""
+"""Identity of a model, independent of paths: digests of checkpoints, and settings that change answers."""
 
 from __future__ import annotations
 

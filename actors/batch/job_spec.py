@@ -1,4 +1,4 @@
-"""What a job is: settings that its answers depend on, input and output. Decides whether a job may resume.
+"""Specification of a job: settings its answers depend on, input and output. Checks whether it may resume.
 
 The fingerprint is a hash of what answers depend on. The drafter is not part of it: it changes no answer, and
 the next run may use another. `runs.py` stores the spec in the output.
@@ -25,7 +25,7 @@ NAMED_FILES = 3  # in a message; other files are counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What a job is. All fields but `form` are JSON.
+    """Specification of a job. All fields but `form` are JSON.
 
     Attributes:
         made_from: what answers depend on, by name: model and revision, tokenizer, sampling, template, seed.

@@ -102,7 +102,7 @@ class OutputIndex:
         self._owned: dict[str, RowRanges] | None = None
 
     def set_numbering(self, numbering: int) -> None:
-        """From now on count only what is numbered since this run."""
+        """Count only parts and segments that are numbered since this run."""
         self._numbering = numbering
         self._count()
 

@@ -46,7 +46,7 @@ Json = dict[str, Any]  # Any: JSON
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """How results are written.
+    """Format of results.
 
     Attributes:
         format: of the parts.
@@ -93,7 +93,7 @@ class OutputForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a part holds. Written before its part, and ignored until the part exists.
+    """Metadata of a part. Written before its part, and ignored until the part exists.
 
     Attributes:
         part: the part's name in the output.

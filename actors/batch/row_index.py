@@ -59,7 +59,7 @@ class DuplicateIds:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Where the rows of a source are, and their ids.
+    """Places and ids of the rows of a source.
 
     Attributes:
         columns: names and types of the columns that are passed through (`Layout.columns`).

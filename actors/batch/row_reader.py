@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RowSpans:
-    """Where some rows are.
+    """Places of some rows.
 
     Attributes:
         copies: by row: the row's id gets `-<copy>` behind it, because an earlier row has the same one.

@@ -56,7 +56,7 @@ _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson reads an integer of more than
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How records are read. Raises ConfigError for an invalid template, or one beside another prompt.
+    """Format of records. Raises ConfigError for an invalid template, or one beside another prompt.
 
     Attributes:
         kind: "openai" for OpenAI batch lines, else "dataset".

@@ -1,4 +1,4 @@
-"""What a batch job's driver and its engines send each other: small picklable values."""
+"""Messages between a batch job's driver and its engines: small picklable values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...cluster.row_ranges import RowRanges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What all engines of a job have in common.
+    """Settings that all engines of a job share.
 
     Attributes:
         config: of the engine; admission limits do not apply to batch rows.
@@ -36,7 +36,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class RunTerms:
-    """What is known once the input is indexed and the output is locked.
+    """Settings that are known once the input is indexed and the output is locked.
 
     Attributes:
         run: the number of the job's run.

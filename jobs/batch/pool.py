@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What engines work on.
+    """Rows, leases and output of a job.
 
     Attributes:
         rows: to answer; rows that dead writers have finished may be among them.
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(slots=True)
 class Done:
-    """What engines have done in this run.
+    """Work that engines have done in this run.
 
     Attributes:
         rows: stats of durable rows.

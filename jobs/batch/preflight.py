@@ -62,7 +62,7 @@ class BadRow(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Preflight:
-    """What the check found.
+    """Findings of a check.
 
     Attributes:
         num_numbered: rows whose id an earlier row has; they get `-2`, `-3`, ... behind their id.

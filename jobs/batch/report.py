@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """See `make_report`."""
+    """Report of a job; made by `make_report`."""
 
     figures: RowStats
     about: Mapping[str, Any]  # Any: JSON
