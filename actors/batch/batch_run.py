@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 ROWS_PER_READ = 256
 SUSPECTS_PER_LEASE = 8  # rows that go to the engine together after a death
-TRIALS = 3  # deaths with a row alone that make it poison: a replica may die of something else
+TRIALS = 2  # deaths with a row alone, after two beside others, that make it poison
 POLL_S = 2.0  # between two saves of the progress, and two looks for a cancellation
 ENGINE = "replica"  # the only engine of the lease book
 
@@ -130,8 +130,13 @@ class BatchRun:
             trials=TRIALS,
         )
         if poison:
-            rows = self._read(poison)
-            self._write([unanswered(row, "engine_died", POISON, LAYOUT, attempts=TRIALS) for row in rows])
+            deaths = self._book.poison
+            self._write(
+                [
+                    unanswered(row, "engine_died", POISON, LAYOUT, attempts=deaths[row.number])
+                    for row in self._read(poison)
+                ]
+            )
 
     @property
     def _left(self) -> RowRanges:
