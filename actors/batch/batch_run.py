@@ -225,9 +225,10 @@ class BatchRun:
         self._writer.flush()
         rows = of_rows(result["row"] for result in results)
         self._done = union(self._done, rows)
-        with self._leasing:
-            for lease in self._book.holds(ENGINE) if self._book is not None else ():
-                self._book.answered(lease.number, rows)
+        if self._book is not None:
+            with self._leasing:
+                for lease in self._book.holds(ENGINE):
+                    self._book.answered(lease.number, rows)
         failed = sum(1 for result in results if result.get("error"))
         self._counts["failed"] += failed
         self._counts["completed"] += len(results) - failed

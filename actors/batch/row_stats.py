@@ -116,7 +116,7 @@ class Stretches:
     @classmethod
     def of(cls, begins_s: Floats, ends_s: Floats) -> Self:
         made = cls()
-        made._join(zip(begins_s.tolist(), ends_s.tolist(), strict=True))
+        made._join(map(list, zip(begins_s.tolist(), ends_s.tolist(), strict=True)))
         return made
 
     def merge(self, other: Stretches) -> None:
@@ -126,7 +126,7 @@ class Stretches:
     def seconds(self) -> float:
         return sum(end_s - begin_s for begin_s, end_s in self.times)
 
-    def _join(self, times: Iterable[Sequence[float]]) -> None:
+    def _join(self, times: Iterable[list[float]]) -> None:
         self.times = _joined(sorted(times), PAUSE_S)
         if len(self.times) > MAX_STRETCHES:
             gaps = sorted(after[0] - before[1] for before, after in pairwise(self.times))

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from ...cluster.errors import DatasetError, RequestError
 from .rows import PROMPT_COLUMNS, Layout, Record, parse_line, prompt_column, template_columns
 from .storage import URL, Entry, Storage
-from .text_records import BadTextError, TextFile
+from .text_records import BadTextError, TextFile, TextFormat
 
 InputFormat = Literal["parquet", "jsonl", "csv", "openai", "text"]
 OutputFormat = Literal["parquet", "jsonl", "openai"]
@@ -62,7 +62,7 @@ class SourceFile:
         """Open the file for seeking and reading. Raises OSError."""
         return self.storage.reader(self.name)
 
-    def open_text(self, format: str, buffer_bytes: int = READ_BYTES) -> TextFile:
+    def open_text(self, format: TextFormat, buffer_bytes: int = READ_BYTES) -> TextFile:
         """Open a file of text records. Raises OSError, BadTextError."""
         return TextFile(self.open(), format, buffer_bytes)
 
