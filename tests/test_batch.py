@@ -91,7 +91,7 @@ def answered(pair: tuple[Path, Path], parquet: Path, tmp_path_factory: pytest.Te
 def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], answered: Answered) -> None:
     folder, made = answered
     rows = {row["id"]: row for row in read_results(folder) if row["error"] is None}
-    assert len(rows) == len(ROWS) - 3 and made.figures.num_draft_tokens > 0
+    assert len(rows) == len(ROWS) - 3 and made.stats.num_draft_tokens > 0
     asked = [row for row in ROWS if row["id"] in rows]
     params = [
         SamplingParams(
@@ -111,7 +111,7 @@ def test_rows_are_answered_as_llm_decodes_them_plainly(pair: tuple[Path, Path], 
 
 def test_every_row_is_answered_or_explained(answered: Answered) -> None:
     folder, made = answered
-    figures = made.figures
+    figures = made.stats
     assert (figures.rows, figures.failed) == (len(ROWS), 3)
     rows = {row["id"]: row for row in read_results(folder)}
     assert set(rows) == {row["id"] for row in ROWS}
@@ -166,7 +166,7 @@ def test_openai_lines_are_answered_in_kind_and_bad_lines_go_to_the_errors(
     path = tmp_path / "batch.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     job = options(path, tmp_path / "out", model_name="small")
-    figures = run_batch(config(pair), job).figures
+    figures = run_batch(config(pair), job).stats
     assert (figures.rows, figures.failed) == (5, 3)
     by_id = {row["custom_id"]: row for row in read_results(tmp_path / "out")}
     body = by_id["chat"]["response"]["body"]
@@ -214,7 +214,7 @@ def test_a_batch_on_a_gpu_starts_with_kernels_for_it(pair: tuple[Path, Path], tm
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     engine = config(pair, speculate=False, device="auto", attention_backend="triton")
     report = run_batch(engine, options(path, tmp_path / "out"))
-    assert (report.figures.rows, report.figures.failed) == (1, 0)
+    assert (report.stats.rows, report.stats.failed) == (1, 0)
     assert dict(report.lines())["speculation"] == "off"
 
 
@@ -258,7 +258,7 @@ def test_a_job_makes_do_with_the_cores_that_are_free(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "x", "max_tokens": 2}\n')
     with _Taken((os.cpu_count() or 2) - 1):
-        figures = run_batch(config(pair), options(path, tmp_path / "out")).figures
+        figures = run_batch(config(pair), options(path, tmp_path / "out")).stats
     assert (figures.rows, figures.failed) == (1, 0)
     assert "an engine takes 1 CPU in place of" in capsys.readouterr().err
 

@@ -42,7 +42,7 @@ def job(model: str, source: Path, output: Path) -> ChaosJob:
 def run(model: str, source: Path, output: Path, **changes: Any) -> RowStats:
     this = job(model, source, output)
     options = replace(this.options, **{"output_format": None, **changes})
-    return run_batch(this.config, options, make=this.make).figures
+    return run_batch(this.config, options, make=this.make).stats
 
 
 def ids_by_part(output: Path) -> list[str]:

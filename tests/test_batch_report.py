@@ -280,7 +280,7 @@ def test_the_page_shows_data_as_text_and_needs_no_network() -> None:
 
 
 def test_the_pictures_show_the_figures() -> None:
-    figures = measured().figures
+    figures = measured().stats
     drawn = {picture.name: plotted(picture).axes[0] for picture in pictures(figures)}
     assert list(drawn) == ["throughput", "acceptance", "categories", "prompt-lengths", "output-lengths"]
     for picture in pictures(figures):

@@ -59,7 +59,7 @@ def batch(
                 raise typer.Exit(run_preflight(config, options, dry_run=dry_run))
             report = run_batch(config, options, signals)
             report.print()
-            check_answered(report.figures, options)
+            check_answered(report.stats, options)
     except Stopped as stopped:
         if not stopped.told:
             typer.echo(f"{stopped} before anything was answered", err=True)

@@ -105,11 +105,11 @@ def run_batch(
             raise
 
 
-def check_answered(figures: RowStats, options: BatchOptions) -> None:
+def check_answered(stats: RowStats, options: BatchOptions) -> None:
     """Raise DatasetError when every row has failed."""
-    if figures.failed and figures.failed == figures.rows:
+    if stats.failed and stats.failed == stats.rows:
         raise DatasetError(
-            f"All {figures.rows} rows failed, the first with: {figures.first_error} The rows' errors and "
+            f"All {stats.rows} rows failed, the first with: {stats.first_error} The rows' errors and "
             f"inputs are in {shown_url(options.output)}.",
             param="input",
         )

@@ -43,7 +43,7 @@ class Sample:
 class Report:
     """Report of a job; made by `make_report`."""
 
-    figures: RowStats
+    stats: RowStats
     about: Mapping[str, Any]  # Any: JSON
     device: Device
     price_per_gpu_hour: float | None
@@ -52,32 +52,32 @@ class Report:
     @property
     def device_s(self) -> float:
         """Return device-seconds from each engine's first row to its last one, in every run."""
-        return self.figures.open_s
+        return self.stats.open_s
 
     @property
     def loading_s(self) -> float:
         """Return device-seconds that engines were held before their first row."""
-        return max(0.0, self.figures.device_s - self.figures.open_s)
+        return max(0.0, self.stats.device_s - self.stats.open_s)
 
     @property
     def tokens_per_device_s(self) -> float | None:
-        return self.figures.completion_tokens / self.device_s if self.device_s else None
+        return self.stats.completion_tokens / self.device_s if self.device_s else None
 
     @property
     def busy_share(self) -> float | None:
         """Return the share of the engines' time from first to last row in which a row ran."""
-        return self.figures.busy_s / self.figures.open_s if self.figures.open_s else None
+        return self.stats.busy_s / self.stats.open_s if self.stats.open_s else None
 
     @property
     def comparison(self) -> Comparison | None:
         """Return the measured effect of speculation; None if it was not measured."""
-        return self.figures.comparison
+        return self.stats.comparison
 
     @property
     def saved_s(self) -> float | None:
         """Return device-seconds that speculation saved; negative if it cost time."""
         found = self.comparison
-        return None if found is None else self.figures.busy_s * (found.speedup - 1)
+        return None if found is None else self.stats.busy_s * (found.speedup - 1)
 
     def price(self, device_s: float | None) -> float | None:
         """Return the price of device-seconds; None if no price was given."""
@@ -85,10 +85,10 @@ class Report:
         return None if price is None or device_s is None else price * device_s / 3600
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        figures = self.figures
+        stats = self.stats
         return {
-            **figures.summary(),
-            "ok": figures.rows - figures.failed,
+            **stats.summary(),
+            "ok": stats.rows - stats.failed,
             "device": self.device,
             "device_s": round(self.device_s, 3),
             "loading_device_s": round(self.loading_s, 3),
@@ -98,24 +98,24 @@ class Report:
             "price": rounded(self.price(self.device_s + self.loading_s)),
             "speculation": self._speculation(),
             "acceptance": {
-                "histogram": figures.acceptance,
-                "by_position": [round(share, 4) for share in acceptance_by_position(figures.acceptance)],
-                "by_category": {name: _category_json(sums) for name, sums in figures.categories.ranked()},
+                "histogram": stats.acceptance,
+                "by_position": [round(share, 4) for share in acceptance_by_position(stats.acceptance)],
+                "by_category": {name: _category_json(sums) for name, sums in stats.categories.ranked()},
             },
             "lengths": {
-                "prompt": _lengths_json(figures.prompt_lengths),
-                "output": _lengths_json(figures.output_lengths),
+                "prompt": _lengths_json(stats.prompt_lengths),
+                "output": _lengths_json(stats.output_lengths),
             },
             "throughput": {
-                "width_s": figures.timeline.width_s,
+                "width_s": stats.timeline.width_s,
                 "tokens": {
-                    bucket * figures.timeline.width_s: tokens
-                    for bucket, tokens in sorted(figures.timeline.tokens.items())
+                    bucket * stats.timeline.width_s: tokens
+                    for bucket, tokens in sorted(stats.timeline.tokens.items())
                 },
             },
-            "stretches": figures.stretches.times,
+            "stretches": stats.stretches.times,
             "errors": {
-                kind: {"rows": count.rows, "example": count.example} for kind, count in figures.errors.items()
+                kind: {"rows": count.rows, "example": count.example} for kind, count in stats.errors.items()
             },
             "job": dict(self.about),
         }
@@ -146,26 +146,26 @@ class Report:
             [[name, value] for name, value in self.lines()],
             num_left=2,
         )
-        if self.figures.errors:
+        if self.stats.errors:
             print_table(
                 "errors",
                 ["error", "rows", "for example"],
-                [[kind, str(count.rows), count.example] for kind, count in self.figures.ranked_errors()],
+                [[kind, str(count.rows), count.example] for kind, count in self.stats.ranked_errors()],
                 num_left=3,
             )
 
     def lines(self) -> list[tuple[str, str]]:
         """Return names and values, as the table and the page show them."""
-        figures, unit = self.figures, self.device
-        mean = figures.mean_acceptance_length
+        stats, unit = self.stats, self.device
+        mean = stats.mean_acceptance_length
         lines = [
-            ("rows answered", f"{figures.rows - figures.failed} of {figures.rows}"),
-            ("rows failed", str(figures.failed)),
-            ("rows retried", str(figures.retried)),
-            ("tokens in", str(figures.prompt_tokens)),
-            ("tokens out", str(figures.completion_tokens)),
-            ("time", f"{figures.wall_s:.1f} s"),
-            ("tokens/s", f"{figures.tokens_per_s:.1f}"),
+            ("rows answered", f"{stats.rows - stats.failed} of {stats.rows}"),
+            ("rows failed", str(stats.failed)),
+            ("rows retried", str(stats.retried)),
+            ("tokens in", str(stats.prompt_tokens)),
+            ("tokens out", str(stats.completion_tokens)),
+            ("time", f"{stats.wall_s:.1f} s"),
+            ("tokens/s", f"{stats.tokens_per_s:.1f}"),
             (f"{unit}-seconds", f"{self.device_s:.1f}" if self.device_s else NO_FIGURE),
             (f"{unit}-seconds loading", f"{self.loading_s:.1f}" if self.device_s else NO_FIGURE),
             (f"tokens/s/{unit}", decimals(self.tokens_per_device_s)),
@@ -183,7 +183,7 @@ class Report:
     def speculation_in_words(self) -> str:
         found = self.comparison
         if found is None:
-            return NOT_MEASURED if self.figures.num_draft_tokens else OFF
+            return NOT_MEASURED if self.stats.num_draft_tokens else OFF
         return (
             f"{found.speedup:.2f} x plain decoding: {found.drafted_tokens_per_s:.1f} tokens/s over "
             f"{found.drafted_s:.1f} s, {found.plain_tokens_per_s:.1f} without it over {found.plain_s:.1f} s"
@@ -191,7 +191,7 @@ class Report:
 
 
 def make_report(
-    figures: RowStats,
+    stats: RowStats,
     device: Device,
     about: Mapping[str, Any],
     *,
@@ -201,14 +201,14 @@ def make_report(
     """Return the report of a job.
 
     Args:
-        figures: of all rows of all runs.
+        stats: of all rows of all runs.
         device: what the engines held.
         about: `output`, fingerprint and settings of the job, as JSON.
         price_per_gpu_hour: in any currency; not applied to cores.
         samples: rows that the page shows.
     """
     price = None if device == "core" else price_per_gpu_hour
-    return Report(figures, about, device, price, samples)
+    return Report(stats, about, device, price, samples)
 
 
 def _category_json(sums: Category) -> dict[str, Any]:  # Any: JSON

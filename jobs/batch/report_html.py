@@ -22,7 +22,7 @@ _MAX_LABELS = 14  # below columns
 
 def report_page(report: Report) -> str:
     """Return the page of a report; it needs no network."""
-    stats, about = report.figures, report.about
+    stats, about = report.stats, report.about
     cards: list[Card] = []
     if report.samples:
         rows = [("id", "prompt", "answer"), *((each.id, each.prompt, each.answer) for each in report.samples)]
@@ -38,7 +38,7 @@ def report_page(report: Report) -> str:
 
 def _tiles(report: Report) -> list[Tile]:
     """Return the numbers that the page shows large."""
-    stats, found, saved_s = report.figures, report.comparison, report.saved_s
+    stats, found, saved_s = report.stats, report.comparison, report.saved_s
     mean = stats.mean_acceptance_length
     tiles = [
         Tile(f"{stats.rows - stats.failed:,}", f"of {stats.rows:,} rows answered"),
@@ -59,17 +59,17 @@ def _tiles(report: Report) -> list[Tile]:
     return tiles
 
 
-def pictures(figures: RowStats) -> Iterator[Picture]:
-    """Yield the pictures for which there are figures."""
-    if figures.stretches.seconds:
-        yield _throughput(figures.timeline, figures.stretches)
-    if shares := acceptance_by_position(figures.acceptance):
+def pictures(stats: RowStats) -> Iterator[Picture]:
+    """Yield the pictures for which there are stats."""
+    if stats.stretches.seconds:
+        yield _throughput(stats.timeline, stats.stretches)
+    if shares := acceptance_by_position(stats.acceptance):
         yield _by_position(shares)
-    if figures.categories.ranked():
-        yield _by_category(figures)
-    if figures.prompt_lengths:
-        yield _lengths("Prompt lengths", "prompts", figures.prompt_lengths)
-        yield _lengths("Output lengths", "answers", figures.output_lengths)
+    if stats.categories.ranked():
+        yield _by_category(stats)
+    if stats.prompt_lengths:
+        yield _lengths("Prompt lengths", "prompts", stats.prompt_lengths)
+        yield _lengths("Output lengths", "answers", stats.output_lengths)
 
 
 def _throughput(timeline: Timeline, stretches: Stretches) -> Picture:
@@ -140,8 +140,8 @@ def _by_position(shares: Sequence[float]) -> Picture:
     return Picture("acceptance", "Acceptance by position", words, draw, table)
 
 
-def _by_category(figures: RowStats) -> Picture:
-    ranked = figures.categories.ranked()
+def _by_category(stats: RowStats) -> Picture:
+    ranked = stats.categories.ranked()
 
     def draw(axes: Axes) -> None:
         lengths = [sums.mean_acceptance_length or 0.0 for _, sums in ranked]
@@ -186,9 +186,9 @@ def _lengths(title: str, what: str, histogram: Sequence[int]) -> Picture:
     return Picture(title.lower().replace(" ", "-"), title, words, draw, table)
 
 
-def _errors(figures: RowStats) -> Card:
-    rows = [(kind, f"{count.rows:,}", count.example) for kind, count in figures.ranked_errors()]
-    again = sum(count.rows for count in figures.errors.values()) - figures.failed
+def _errors(stats: RowStats) -> Card:
+    rows = [(kind, f"{count.rows:,}", count.example) for kind, count in stats.ranked_errors()]
+    again = sum(count.rows for count in stats.errors.values()) - stats.failed
     later = f"; {again:,} of them were answered later" if again > 0 else ""
     words = f"Rows that failed, by kind, with an example{later}."
     return Card(title="Errors", words=words, rows=rows, is_wide=True)
