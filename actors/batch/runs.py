@@ -13,7 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -85,14 +85,7 @@ class Job:
         return {"runs": self.runs, **self.spec}
 
     def write(self, output: Storage) -> None:
-        content = {
-            "version": VERSION,
-            "first_run": self.first_run,
-            "numbering": self.numbering,
-            "runs": self.runs,
-            "spec": self.spec,
-        }
-        write_json(output, JOB, content)
+        write_json(output, JOB, {"version": VERSION, **asdict(self)})
 
 
 def allow_writes(output: Storage, run: int | None) -> None:
