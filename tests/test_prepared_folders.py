@@ -160,7 +160,7 @@ def test_a_part_that_is_a_link_is_not_read_for_a_file(tmp_path: Path, victim: Pa
     assert untouched(victim)
 
 
-def test_a_files_paper_names_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
+def test_a_stored_file_names_pieces_of_its_storage(tmp_path: Path, victim: Path) -> None:
     files = FileStore(Storage.open(str(tmp_path / "store"), field="batch_storage"))
     file = files.upload("in.jsonl", "batch", b"{}\n")
     path = tmp_path / f"store/files/{file.id}.json"
@@ -170,7 +170,7 @@ def test_a_files_paper_names_pieces_of_its_storage(tmp_path: Path, victim: Path)
         with pytest.raises(ValueError, match="names no file"):
             files.get(file.id, SERVER)
     path.write_text(json.dumps({**told, "id": "file-../../victim"}))
-    with pytest.raises(ValueError, match="does not tell of"):
+    with pytest.raises(ValueError, match="is not the object"):
         files.get(file.id, SERVER)
     assert untouched(victim)
 
