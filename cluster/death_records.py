@@ -1,6 +1,6 @@
 """Which requests replicas died under, by digest: suspected after a first death, poisonous after a second one.
 
-The counterpart for online requests of the poison search of batch jobs (`leases.py`, `trials.py`). A suspected
+The counterpart, for online requests, of the search for poison rows in batches (`leases.py`). A suspected
 request is tried once more, as the only suspect on its replica; if that replica dies, too, it is poisonous and
 refused for a while. Pure, and bounded in number and time. Gateways hold one (`actors/gateway/isolation.py`).
 """

@@ -1,7 +1,7 @@
 """The catalogue beside the engines': what gateways, the autoscaler and batch jobs export.
 
 Gateways show theirs on their own `/metrics` (`actors/gateway/figures.py`); the autoscaler's policy, which
-lives in Serve's controller (`actors/scaling_metrics.py`), and a batch job's driver (`jobs/batch/gauges.py`)
+lives in Serve's controller (`actors/scaling_metrics.py`), and a batch job's driver (`jobs/batch/progress.py`)
 give theirs to Ray.
 """
 

@@ -1,8 +1,8 @@
 """Room for a job's engines on a cluster's nodes: what each claims, and whether all fit. Arithmetic, no Ray.
 
 An engine lives on one node. One whose workers are processes of their own claims their bundles
-(`placement.py`) and nothing for itself; any other claims what it computes on. `jobs/batch/room.py` asks Ray
-for the claims, and asks for less where a node's cores are taken.
+(`placement.py`) and nothing for itself; any other claims what it computes on. `jobs/batch/placement.py`
+requests the claims from Ray, and less where a node's cores are taken.
 """
 
 from __future__ import annotations

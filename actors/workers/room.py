@@ -2,7 +2,7 @@
 
 Ray leaves a placement group that nothing can hold pending for ever, and Serve waits with it, without a word.
 So `build_app` asks here first, and `manta serve` asks again while a replica is waiting for its place; batch
-jobs look here while they wait (`jobs/batch/room.py`). What the numbers mean is decided in
+jobs look here while they wait (`jobs/batch/placement.py`). What the numbers mean is decided in
 `cluster/placement.py`; placing an engine's workers is `placement.py`'s part.
 """
 

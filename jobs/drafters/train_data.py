@@ -21,8 +21,7 @@ from typing import Any
 import tokenizers
 
 from ...actors.batch.rows import parse_line
-from ...actors.batch.source import Source, chunks, open_parquet, open_source
-from ...actors.batch.text_records import raw_records, split_lines
+from ...actors.batch.source import Source, SourceFile, open_parquet, open_source
 from ...actors.capture.records import CapturedRecord, is_captured, read_captured
 from ...actors.prompts import Chat, encode_prompt
 from ...actors.tokenizer import Tokenizer
@@ -142,22 +141,25 @@ def _library(tokenizer: Tokenizer | None) -> Iterator[Record]:
 
 
 def _rows(source: Source) -> Iterator[Record]:
-    """Of JSON lines or Parquet."""
+    """Yield the records of JSON lines or Parquet files."""
     for file in source.files:
         if source.format == "parquet":
             for batch in open_parquet(file).iter_batches():
                 yield from batch.to_pylist()
         elif source.format in ("jsonl", "openai"):
-            for number, (_, line) in enumerate(raw_records(split_lines(chunks(file)), "jsonl"), start=1):
-                assert isinstance(line, bytes)
-                try:
-                    yield parse_line(line)
-                except RequestError as error:
-                    raise DatasetError(
-                        f"data: {file}, record {number}: {error.message}", param="data"
-                    ) from None
+            yield from _line_records(file)
         else:
             raise DatasetError(f"data: {file} is neither .jsonl nor .parquet. Convert it.", param="data")
+
+
+def _line_records(file: SourceFile) -> Iterator[Record]:
+    with file.reading(), file.open_text("jsonl") as text:
+        for number, (_, line) in enumerate(text.raw_records(), start=1):
+            assert isinstance(line, bytes)
+            try:
+                yield parse_line(line)
+            except RequestError as error:
+                raise DatasetError(f"data: {file}, record {number}: {error.message}", param="data") from None
 
 
 def _asked(record: Record, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
