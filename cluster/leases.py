@@ -1,15 +1,15 @@
-"""Who answers which rows of a job: leases, deaths, and the search for rows that kill. Pure.
+"""Which engine answers which rows of a batch job: leases, deaths, and the search for rows that kill engines.
 
     fresh ─ take ─▶ leased ─ answered ─▶ done
       ▲               │ death with blame
-      │               ├─ first:  suspect, leased once more in small leases, beside others
+      │               ├─ first:  suspect, leased again in small leases, next to others
       │               ├─ second: quarantined, one lease on an engine that holds nothing else
       └─ returned ◀───┤ then:    in halves, until a row that was alone has killed: poison, which is done
                       └ death without blame: as if returned
 
-Leases shrink towards the end, so that engines end together. Rows that stand under suspicion come after all
-others: whatever they do, the rest is answered first. Knows neither files nor processes: `jobs/batch/pool.py`
-owns one and tells it what happened.
+Leases shrink towards the end, so that engines end together. Suspect rows come after all others, so that the
+rest is answered first. Knows neither files nor processes: `jobs/batch/pool.py` owns a book and reports events
+to it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .row_ranges import RowRanges, both, count, minus, split_off, union
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows in one engine's hands.
+    """Rows leased to one engine.
 
     Attributes:
-        number: names the lease.
-        engine: who has it.
+        number: identifies the lease.
+        engine: the engine that has it.
         rows: never empty.
-        deaths: engines that these rows have seen die.
-        shard: of the rows, if order is preserved.
+        deaths: number of engines that died with these rows.
+        shard: shard of the rows, if order is preserved.
     """
 
     number: int
@@ -40,25 +40,25 @@ class Lease:
 
     @property
     def alone(self) -> bool:
-        """Whether the engine may hold nothing else meanwhile."""
+        """Whether the engine may hold no other lease at the same time."""
         return self.deaths >= 2
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenLease:
     lease: Lease
-    rows: RowRanges  # of it, that are neither answered nor returned
+    rows: RowRanges  # neither answered nor returned yet
 
 
 class LeaseBook:
-    """The rows of a job until each is answered or known as poison.
+    """The rows of a job until each is answered or known to be poison.
 
     Args:
-        rows: to be answered.
-        largest: rows of a lease while there is plenty. With `ordered`, of a shard: rows [k x largest,
-            (k + 1) x largest) are shard k.
-        smallest: rows of a lease towards the end, and of one under suspicion.
-        ordered: leases are what is left of a shard, never of two.
+        rows: the rows to answer.
+        largest: rows of a lease while there are plenty. With `ordered`, of a shard: rows [k x largest, (k +
+            1) x largest) are shard k.
+        smallest: rows of a lease towards the end, and of a suspect one.
+        ordered: a lease is the rest of one shard.
     """
 
     def __init__(self, rows: RowRanges, *, largest: int, smallest: int, ordered: bool = False) -> None:
@@ -69,15 +69,16 @@ class LeaseBook:
         self._ordered = ordered
         self._fresh = rows
         self._suspects: RowRanges = ()
-        self._quarantine: deque[tuple[RowRanges, int]] = deque()  # with the deaths they have seen
-        self._held: dict[int, _Held] = {}
+        # with the number of deaths that they have seen
+        self._quarantine: deque[tuple[RowRanges, int]] = deque()
+        self._held: dict[int, _OpenLease] = {}
         self._done: RowRanges = ()
         self._next_number = 0
-        self.poison: dict[int, int] = {}  # rows that kill, with the deaths they have seen
+        self.poison: dict[int, int] = {}  # rows that kill, with the number of deaths that they have seen
 
     @property
     def left(self) -> int:
-        """Rows in nobody's hands."""
+        """Number of rows that are not leased."""
         return count(self._fresh) + count(self._suspects) + sum(count(rows) for rows, _ in self._quarantine)
 
     @property
@@ -85,14 +86,14 @@ class LeaseBook:
         return not self._held and not self.left
 
     def holds(self, engine: str) -> list[Lease]:
-        """The leases of an engine."""
+        """Return the leases of an engine."""
         return [held.lease for held in self._held.values() if held.lease.engine == engine]
 
     def take(self, engine: str, num_engines: int) -> Lease | None:
-        """Rows for an engine; None if there are none for it now.
+        """Lease rows to an engine; None if there are none for it now.
 
         Args:
-            num_engines: that share what is left.
+            num_engines: engines that share the remaining rows.
         """
         holds = self.holds(engine)
         if any(lease.alone for lease in holds):
@@ -108,20 +109,20 @@ class LeaseBook:
         return None
 
     def answered(self, lease: int, rows: RowRanges) -> None:
-        """These rows of the lease are durable."""
+        """Mark rows of the lease as durable."""
         self._done = union(self._done, self._release(lease, rows))
 
     def returned(self, lease: int, rows: RowRanges) -> None:
-        """These rows of the lease were given back, untouched or half done; somebody will answer them."""
+        """Take back rows of the lease, untouched or half done, to lease them again."""
         if held := self._held.get(lease):
             self._put_back(self._release(lease, rows), held.lease.deaths)
 
     def died(self, engine: str, durable: RowRanges, *, blame: bool) -> RowRanges:
-        """An engine is gone. Returns the rows that are now known as poison.
+        """Record that an engine has ended; returns the rows that are now known to be poison.
 
         Args:
-            durable: rows that it answered, of whichever lease.
-            blame: whether its rows may be the reason. Not where a node was lost, or we ended it.
+            durable: rows that it answered, of any lease.
+            blame: whether its rows may be the reason; False if a node was lost or we ended the engine.
         """
         poison: RowRanges = ()
         for lease in self.holds(engine):
@@ -136,24 +137,24 @@ class LeaseBook:
                 self.poison[lost[0][0]] = lease.deaths + 1
                 poison = union(poison, lost)
             else:
-                self._suspect(lost, lease)
+                self._put_back_suspects(lost, lease)
         self._done = union(self._done, poison)
         return poison
 
     def check_invariants(self) -> None:
-        """Every row is in one place."""
+        """Assert that every row is in exactly one place."""
         places = [self._fresh, self._suspects, self._done, *(held.rows for held in self._held.values())]
         places += [rows for rows, _ in self._quarantine]
-        assert union(*places) == self._rows, "rows are lost, or were never asked for"
+        assert union(*places) == self._rows, "rows are lost, or are not part of the job"
         assert sum(count(rows) for rows in places) == count(self._rows), "rows are in two places"
-        assert all(held.rows for held in self._held.values()), "a lease of nothing"
-        assert all(rows for rows, _ in self._quarantine), "nothing in quarantine"
+        assert all(held.rows for held in self._held.values()), "a lease is empty"
+        assert all(rows for rows, _ in self._quarantine), "a quarantine entry is empty"
         for held in self._held.values():
             alone = len(self.holds(held.lease.engine)) == 1
-            assert alone or not held.lease.alone, "something beside a quarantined lease"
+            assert alone or not held.lease.alone, "an engine has another lease next to a quarantined one"
 
     def _share(self, num_rows: int, num_engines: int) -> int:
-        """Guided self-scheduling: half of an equal share of what is left."""
+        """Return the rows of a lease by guided self-scheduling: half of an equal share of the rest."""
         return min(max(num_rows // (2 * max(num_engines, 1)), self._smallest), self._largest)
 
     def _cut(self, rows: RowRanges, num_rows: int) -> tuple[RowRanges, RowRanges]:
@@ -167,11 +168,11 @@ class LeaseBook:
         shard = rows[0][0] // self._largest if self._ordered else None
         lease = Lease(self._next_number, engine, rows, deaths, shard)
         self._next_number += 1
-        self._held[lease.number] = _Held(lease, rows)
+        self._held[lease.number] = _OpenLease(lease, rows)
         return lease
 
     def _release(self, lease: int, rows: RowRanges) -> RowRanges:
-        """Take rows out of a lease; those that were in it. News of a lease that is over come late: none."""
+        """Remove rows from a lease; returns those that were in it, none if the lease has already ended."""
         if (held := self._held.get(lease)) is None:
             return ()
         released = both(held.rows, rows)
@@ -190,8 +191,8 @@ class LeaseBook:
         else:
             self._quarantine.appendleft((rows, deaths))
 
-    def _suspect(self, rows: RowRanges, lease: Lease) -> None:
-        """Rows of a lease whose engine died with them."""
+    def _put_back_suspects(self, rows: RowRanges, lease: Lease) -> None:
+        """Put back a lease's rows after its engine died, in halves if they were alone."""
         first, rest = split_off(rows, count(rows) // 2 if lease.alone else 0)
         for half in (rest, first):  # the first half is leased first
             self._put_back(half, lease.deaths + 1)
