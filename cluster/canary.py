@@ -51,7 +51,7 @@ _MAX_OPEN = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRules:
-    """How a candidate is tried, and when the trial ends.
+    """Parameters of a trial.
 
     Attributes:
         fraction: share of requests for which the candidate drafts, above 0 and at most 0.5; in a shadow
@@ -88,7 +88,7 @@ class TrialRules:
 
 
 class Tally(NamedTuple):
-    """What a drafter achieved: requests, their decoding steps, and drafts accepted in these."""
+    """Counts for one drafter: requests, their decoding steps, and drafts accepted in these."""
 
     requests: int = 0
     steps: int = 0
@@ -112,7 +112,7 @@ class Evidence:
 
     Attributes:
         log_better, log_worse: natural logarithms of the wealths of the bettors on "better" and "worse".
-        incumbent, candidate: what each drafter achieved.
+        incumbent, candidate: counts of each drafter.
     """
 
     log_better: float = 0.0
@@ -152,7 +152,7 @@ class Ticket:
 
     Attributes:
         role: the drafter that drafts for it.
-        brought: what the drafter achieved; None while the request runs.
+        brought: counts of its drafter; None while the request runs.
     """
 
     role: Role
@@ -222,12 +222,12 @@ class Trial:
 
 @dataclass(slots=True)
 class _Wealth:
-    """Wealth of a bettor who splits it evenly over all bet sizes."""
+    """A bettor's wealth, split evenly over all bet sizes."""
 
     logs: list[float] = field(default_factory=lambda: [0.0] * len(_BETS))
 
     def bet(self, x: float) -> None:
-        """Bet on a value in [-1, 1], whose mean is at most 0 if the bettor's hypothesis is wrong."""
+        """Bet on a value in [-1, 1] with a mean of at most 0 if the hypothesis is wrong."""
         assert -1.0 <= x <= 1.0, "a bet may lose at most the whole wealth"
         self.logs = [log + math.log1p(size * x) for log, size in zip(self.logs, _BETS, strict=True)]
 

@@ -54,13 +54,11 @@ class Counters:
         self.prefix_cache_hits += num_cached_tokens
 
     def count_experts(self, reads: ExpertReads | None) -> None:
-        """Count the experts that a step read."""
         if reads is not None:
             self.experts_read += reads.experts
             self.routed_layers += reads.layers
 
     def count_drafter(self, use: DrafterUse | None) -> None:
-        """Count a remote drafter's use."""
         if use is not None:
             self.drafter_use += use
 

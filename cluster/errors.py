@@ -17,8 +17,8 @@
     ├── OutputError               500  results of a batch job cannot be written
     ├── NotOfferedError           501  a part of the API that this server was started without
     ├── OverloadedError           503  a queue is full; retry later
-    │   ├── TooManyRequestsError  503  the most requests are in progress; retry later
-    │   ├── RateLimitError        429  the most requests of this API key are in progress; retry later
+    │   ├── TooManyRequestsError  503  the limit of concurrent requests is reached; retry later
+    │   ├── RateLimitError        429  the API key's limit of concurrent requests is reached; retry later
     │   └── NoReplicaError        503  no replica of the model is available; retry later
     ├── DrainingError             503  the replica is stopping; retry elsewhere
     ├── SlowReaderError           408  the client did not read its answer; a retry that reads may succeed
@@ -184,11 +184,11 @@ class OverloadedError(MantaError):
 
 
 class TooManyRequestsError(OverloadedError):
-    """The most requests are in progress."""
+    """The server's limit of concurrent requests is reached."""
 
 
 class RateLimitError(OverloadedError):
-    """The most requests of one API key are in progress."""
+    """The API key's limit of concurrent requests is reached."""
 
     status = 429
     kind = "RateLimitError"

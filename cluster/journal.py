@@ -95,7 +95,6 @@ class Waits:
             self._reason = None
 
     def until(self, now_s: float) -> Mapping[Reason, float]:
-        """Return the totals up to `now_s`."""
         totals = dict(self._totals)
         if self._reason is not None:
             totals[self._reason] = totals.get(self._reason, 0.0) + max(now_s - self._since_s, 0.0)

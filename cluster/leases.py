@@ -154,7 +154,7 @@ class LeaseBook:
             assert alone or not held.lease.alone, "an engine has another lease next to a quarantined one"
 
     def _share(self, num_rows: int, num_engines: int) -> int:
-        """Return the rows of a lease by guided self-scheduling: half of an equal share of the rest."""
+        """Return the rows of a lease by guided self-scheduling (Polychronopoulos and Kuck, 1987), halved."""
         return min(max(num_rows // (2 * max(num_engines, 1)), self._smallest), self._largest)
 
     def _cut(self, rows: RowRanges, num_rows: int) -> tuple[RowRanges, RowRanges]:

@@ -71,17 +71,17 @@ class SlotSteps(NamedTuple):
 
     def told(self) -> Iterator[LifeStep]:
         for counts, times in zip(self.counts_NC.tolist(), self.times_NT.tolist(), strict=True):
-            known, planned, verified, accepted, out = counts
+            num_known, num_planned, num_verified, num_accepted, num_out = counts
             planned_s, ended_s, draft_s, verify_s, sample_s, inject_s, num_requests, num_rows = times
             yield LifeStep(
-                kind="verify" if planned else "plain" if known == 1 and out else "prefill",
+                kind="verify" if num_planned else "plain" if num_known == 1 and num_out else "prefill",
                 planned_s=planned_s,
                 ended_s=ended_s,
-                num_known=known,
-                num_drafted=planned,
-                num_verified=verified,
-                num_accepted=accepted,
-                num_tokens=out,
+                num_known=num_known,
+                num_drafted=num_planned,
+                num_verified=num_verified,
+                num_accepted=num_accepted,
+                num_tokens=num_out,
                 draft_s=draft_s,
                 verify_s=verify_s,
                 sample_s=sample_s,

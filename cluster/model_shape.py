@@ -59,10 +59,10 @@ class ExpertShape:
         return self.held * (1.0 - (1.0 - self.chosen / self.count) ** rows)
 
     def rank(self, ranks: int) -> ExpertShape:
-        mine = replace(self, shared_inter=self.shared_inter // ranks)
+        shape = replace(self, shared_inter=self.shared_inter // ranks)
         if self.inter % (ranks * self.inner_multiple):
-            return replace(mine, held=self.held // ranks)
-        return replace(mine, inter=self.inter // ranks)
+            return replace(shape, held=self.held // ranks)
+        return replace(shape, inter=self.inter // ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +207,10 @@ class ModelShape:
         windows: Sequence[int | None] = (),
     ) -> ModelShape:
         """Return a model of dense layers that differ only in their windows; all are full by default."""
-        like = LayerShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, inter=inter)
-        blocks = tuple(replace(like, window=window) for window in windows or (None,) * layers)
+        layer = LayerShape(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, inter=inter
+        )
+        blocks = tuple(replace(layer, window=window) for window in windows or (None,) * layers)
         return cls(
             layers=blocks,
             hidden=hidden,
@@ -339,7 +341,6 @@ class ModelShape:
 
 
 def _sum_of(works: Sequence[tuple[Work, int]]) -> Work:
-    """Return the sum of works, each multiplied by its count."""
     return Work(
         sum(count * work.num_bytes for work, count in works), sum(count * work.flop for work, count in works)
     )

@@ -151,7 +151,9 @@ def make_updates(table: SlotTable, outcome: StepOutcome) -> list[SequenceUpdate]
                 num_accepted,
                 sequence.queue_s,
                 outcome.logprobs.get(slot, ()),
-                RowLogprobs.joined(told) if (told := sequence.prompt_logprobs) else None,
+                RowLogprobs.joined(prompt_logprobs)
+                if (prompt_logprobs := sequence.prompt_logprobs)
+                else None,
             )
         )
     return updates

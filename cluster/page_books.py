@@ -180,12 +180,12 @@ class PageBooks:
             return False
         if not any(needed):
             return True
-        groups_K, rows_K = (where.astype(np.int32) for where in np.nonzero(missing_GR))
+        groups_K, rows_K = (indices.astype(np.int32) for indices in np.nonzero(missing_GR))
         slots_K = slots_R[rows_K]
         begins_K, counts_K = self.end_GS[groups_K, slots_K], missing_GR[groups_K, rows_K]
         picks_M, indices_M = _spread(begins_K, counts_K)
-        taken = [pool.allocate(count) for pool, count in zip(self._pool_of, counts_G, strict=True)]
-        self._write(groups_K[picks_M], slots_K[picks_M], indices_M, [*chain.from_iterable(taken)])
+        new_pages = [pool.allocate(count) for pool, count in zip(self._pool_of, counts_G, strict=True)]
+        self._write(groups_K[picks_M], slots_K[picks_M], indices_M, [*chain.from_iterable(new_pages)])
         self.end_GS[groups_K, slots_K] = begins_K + counts_K
         return True
 

@@ -96,18 +96,18 @@ class Topology:
 
     def check_node(self, node: Mapping[str, float]) -> None:
         """Raise PlacementError unless the node's total resources hold the workers."""
-        lacking = shortfall(total(self.worker_bundles()), node)
-        if lacking:
+        missing = shortfall(total(self.worker_bundles()), node)
+        if missing:
             raise PlacementError(
-                f"{self} needs {lacking} on the engine's node. {self.remedy()}", param=self.param()
+                f"{self} needs {missing} on the engine's node. {self.remedy()}", param=self.param()
             )
 
     def check_ever(self, bundles: list[Bundle], nodes: Sequence[NodeRoom], replicas: int = 1) -> None:
         """Raise PlacementError unless the nodes, if empty, hold all replicas, each on one node."""
         needs = total(bundles)
-        lacking = shortfall(needs, _nearest(needs, [node.resources for node in nodes]))
-        if lacking:
-            raise PlacementError(f"{self} needs {lacking} on one node. {self.remedy()}", param=self.param())
+        missing = shortfall(needs, _nearest(needs, [node.resources for node in nodes]))
+        if missing:
+            raise PlacementError(f"{self} needs {missing} on one node. {self.remedy()}", param=self.param())
         if (fitting := num_fitting(needs, [node.resources for node in nodes])) < replicas:
             raise PlacementError(
                 f"replicas={replicas}: each needs {spell(needs)} on one node, and the nodes hold {fitting}. "
@@ -117,10 +117,10 @@ class Topology:
 
     def check_free(self, bundles: list[Bundle], nodes: Sequence[NodeRoom], replicas: int = 1) -> None:
         """Raise PlacementError unless the nodes have room for all replicas now."""
-        lacking = lacking_now(bundles, nodes)
-        if lacking:
+        missing = lacking_now(bundles, nodes)
+        if missing:
             raise PlacementError(
-                f"{self} needs {lacking}. {self.remedy('Stop other work there')}", param=self.param()
+                f"{self} needs {missing}. {self.remedy('Stop other work there')}", param=self.param()
             )
         needs = total(bundles)
         if (fitting := num_fitting(needs, [node.free for node in nodes])) < replicas:
@@ -133,10 +133,10 @@ class Topology:
 
     def check_drafter(self, node: NodeRoom) -> None:
         """Raise PlacementError unless a shared drafter has room on the engine's node now."""
-        lacking = lacking_now([self.worker_resources], [node])
-        if lacking:
+        missing = lacking_now([self.worker_resources], [node])
+        if missing:
             raise PlacementError(
-                f"The shared drafter needs {lacking}. Stop other work there, or colocate the drafter.",
+                f"The shared drafter needs {missing}. Stop other work there, or colocate the drafter.",
                 param="speculative_config.placement",
             )
 
@@ -219,11 +219,11 @@ def lacking_now(bundles: list[Bundle], nodes: Sequence[NodeRoom]) -> str:
     needs = total(bundles)
     candidates = [node for node in nodes if not shortfall(needs, node.resources)] or list(nodes)
     free = _nearest(needs, [node.free for node in candidates])
-    lacking = shortfall(needs, free)
-    if not lacking:
+    missing = shortfall(needs, free)
+    if not missing:
         return ""
     holders = next((node for node in candidates if node.free is free), NodeRoom({}, {}))
-    return f"{lacking} free on one node{_who_holds(holders, needs)}"
+    return f"{missing} free on one node{_who_holds(holders, needs)}"
 
 
 def _who_holds(node: NodeRoom, needs: Mapping[str, float]) -> str:
@@ -255,7 +255,6 @@ def _nearest(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -
 
 
 def total(bundles: list[Bundle]) -> Bundle:
-    """Return the sum of bundles, by resource."""
     names = {name for bundle in bundles for name in bundle}
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in sorted(names)}
 

@@ -172,7 +172,6 @@ class SamplingParams:
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether the model's end-of-sequence tokens end the sequence."""
         return not self.ignore_eos or self.grammar is not None
 
     def with_seed(self, seed: int | None = None) -> SamplingParams:

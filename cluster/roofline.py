@@ -119,7 +119,6 @@ class Roofline:
         return sum(self.device.seconds(work) for work in parts)
 
     def step(self, batch: int, rows: int, context: int) -> Floor:
-        """Return the seconds of a step that verifies `rows` rows of each request."""
         return Floor(
             self.draft_s(batch, rows, context),
             self.verify_s(batch, rows, context),

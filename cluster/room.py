@@ -72,10 +72,10 @@ def check_room(config: EngineConfig, engines: int, nodes: Sequence[Resources]) -
         return
     if fitting == 0:
         largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in claim.needs}
-        there = ", ".join(f"{amount:g} {name}" for name, amount in largest.items())
+        largest_text = ", ".join(f"{amount:g} {name}" for name, amount in largest.items())
         topology = Topology.of(config, total([dict(node) for node in nodes]))
         raise PlacementError(
-            f"{topology} needs {spell(claim.needs)} on one node; the most that a node has is {there}. "
+            f"{topology} needs {spell(claim.needs)} on one node; the most that a node has is {largest_text}. "
             f"{topology.remedy()}",
             param=topology.param(),
         )
@@ -101,8 +101,10 @@ def beside_tasks(claim: Claim, nodes: Sequence[Resources]) -> Bundle:
     if "CPU" not in claim.actor:
         return claim.actor
     after = leaving_a_cpu(nodes)
-    held = [(claim.num_fitting([node]), left["CPU"]) for node, left in zip(nodes, after, strict=True)]
-    shares = [cpus / engines for engines, cpus in held if engines]
+    engines_and_cpus = [
+        (claim.num_fitting([node]), left["CPU"]) for node, left in zip(nodes, after, strict=True)
+    ]
+    shares = [cpus / engines for engines, cpus in engines_and_cpus if engines]
     cpus = min([claim.actor["CPU"], *shares]) if shares else 0.0
     return {**claim.actor, "CPU": math.floor(cpus * 1e4) / 1e4}  # Ray's resolution
 
@@ -110,14 +112,14 @@ def beside_tasks(claim: Claim, nodes: Sequence[Resources]) -> Bundle:
 def lacking(claim: Claim, engines: int, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
     """Return what a job is waiting for, e.g. "2 CPU; 0 of 2 are free"."""
     wanted = f"{engines} x ({spell(claim.needs)})" if engines > 1 else spell(claim.needs)
-    there = ", ".join(_free_of(name, nodes, free, only=len(claim.needs) == 1) for name in claim.needs)
+    free_text = ", ".join(_free_of(name, nodes, free, only=len(claim.needs) == 1) for name in claim.needs)
     is_fragmented = claim.num_fitting([total([dict(node) for node in free])]) >= engines
-    return f"{wanted}; {there}{', but not on one node' if is_fragmented else ''}"
+    return f"{wanted}; {free_text}{', but not on one node' if is_fragmented else ''}"
 
 
 def _free_of(name: str, nodes: Sequence[Resources], free: Sequence[Resources], *, only: bool) -> str:
-    there, all_ = (sum(node.get(name, 0.0) for node in side) for side in (free, nodes))
-    return f"{there:g} of {all_:g} {'' if only else name + ' '}are free"
+    num_free, num_all = (sum(node.get(name, 0.0) for node in side) for side in (free, nodes))
+    return f"{num_free:g} of {num_all:g} {'' if only else name + ' '}are free"
 
 
 def _equal_share(engines: int, nodes: Sequence[Resources]) -> Claim:
@@ -131,5 +133,4 @@ def _equal_share(engines: int, nodes: Sequence[Resources]) -> Claim:
 
 
 def _single_process(needs: Bundle, num_threads: int | None) -> Claim:
-    """Return the claim of an engine that is a single process."""
     return Claim((needs,), needs, num_threads)

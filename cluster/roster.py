@@ -70,7 +70,6 @@ class Roster:
         return _num_online(self.waiting)
 
     def add(self, request: Request) -> None:
-        """Add a request to the queue."""
         self._num_added += 1
         priority = request.priority if self._config.by_priority else 0
         rank = (int(request.background), priority, self._num_added)
@@ -168,7 +167,6 @@ class Roster:
             self.running = [sequence for sequence in self.running if sequence.slot != WAITING]
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a sequence's slot and pages."""
         self._on_leave(sequence.slot)
         self.books.leave(sequence.slot)
         self.table.leave(sequence)

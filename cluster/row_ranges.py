@@ -26,7 +26,6 @@ def row_ranges(ranges: Iterable[tuple[int, int]]) -> RowRanges:
 
 
 def of_rows(rows: Iterable[int]) -> RowRanges:
-    """Return the set of single rows."""
     return row_ranges((row, row + 1) for row in rows)
 
 

@@ -255,7 +255,6 @@ class Scheduler:
         return float(self.table.num_computed_S[slots_R].sum())
 
     def _admitted_requests(self) -> tuple[IntArray, list[Request]]:
-        """Return slots and requests that were admitted in the plan being made."""
         slots = [admitted.slot for admitted in self._admitted]
         return np.array(slots, np.int32), [self.table.sequences[slot].request for slot in slots]
 

@@ -158,7 +158,7 @@ class SlotTable:
         return self.num_computed_S[slots_R] + self.ahead_rows_S[slots_R]
 
     def go_on(self, slots_R: IntArray) -> BoolArray:
-        """Return which sequences the steps in flight cannot bring to their maximum length."""
+        """Return which sequences may need another step: those in flight need not complete them."""
         return self.num_tokens_S[slots_R] + self.ahead_samples_S[slots_R] < self.max_length_S[slots_R]
 
     def is_idle(self, slots_R: IntArray) -> BoolArray:

@@ -126,8 +126,10 @@ class Spending:
 
     def _age_s(self, load: int, now_s: float) -> float | None:
         """Return how long ago a plain step with a comparable load ran here; None if none did."""
-        like = [at_s for other, at_s in self._plain_at_s.items() if abs(other - load) <= _MAX_LOAD_DIFFERENCE]
-        return now_s - max(like) if like else None
+        comparable = [
+            at_s for other, at_s in self._plain_at_s.items() if abs(other - load) <= _MAX_LOAD_DIFFERENCE
+        ]
+        return now_s - max(comparable) if comparable else None
 
     def totals(self) -> dict[Account, Spent]:
         """Return the usage of each account, which only grows. Callable from any thread."""

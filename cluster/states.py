@@ -242,8 +242,8 @@ class StateBooks:
         """
         assert self._live.keys() == set(slots), "running sequences and live states do not match"
         assert self._asked.keys() <= self._live.keys(), "a state is requested for no running sequence"
-        asked = [each.state for several in self._asked.values() for each in several]
+        asked = [each.state for states in self._asked.values() for each in states]
         all_states = [*self._free, *self._live.values(), *asked, *self.saved.values()]
         assert sorted(all_states) == list(range(self.num_states)), "a state is lost, or has two owners"
-        positions = [[each.position for each in several] for several in self._asked.values()]
+        positions = [[each.position for each in states] for states in self._asked.values()]
         assert all(len(set(each)) == len(each) for each in positions), "a state is requested twice"

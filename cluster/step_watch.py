@@ -71,9 +71,9 @@ class Stall:
     @property
     def reason(self) -> str:
         """A clause for messages."""
-        said = f"a step has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
+        text = f"a step has not ended after {self.waited_s:.0f} s (limit {self.limit_s:.0f} s)"
         stopped = ", ".join(self.suspects)
-        return f"{said}; stopped by a signal or a debugger: {stopped}" if stopped else said
+        return f"{text}; stopped by a signal or a debugger: {stopped}" if stopped else text
 
 
 class StepWatch:

@@ -381,12 +381,12 @@ def _translate(
     renamed: Mapping[str, tuple[str, Callable[[Any], Any]]],
     prefix: str,
 ) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     for name, value in settings.items():
         if name in answers:
             answer(name, prefix + name, value, answers)
         elif name not in renamed:
-            known[name] = _translate_value(name, value)
+            translated[name] = _translate_value(name, value)
         elif value is not None:
             own, convert = renamed[name]
             if settings.get(own) is not None:
@@ -394,8 +394,8 @@ def _translate(
                     f"{prefix}{name} is vLLM's name of {prefix}{own}, which is also set. Remove one of them.",
                     param=prefix + name,
                 )
-            known[own] = convert(value)
-    return known
+            translated[own] = convert(value)
+    return translated
 
 
 def _translate_value(name: str, value: Any) -> Any:

@@ -54,7 +54,6 @@ class CapturedAnswers:
     token_ids: dict[tuple[int, int], list[int]]  # by prompt index and completion index
 
     def feed(self, prompt_index: int, output: RequestOutput) -> None:
-        """Append new tokens."""
         for completion in output.outputs:
             self.token_ids.setdefault((prompt_index, completion.index), []).extend(completion.token_ids)
 

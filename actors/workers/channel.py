@@ -170,8 +170,8 @@ class WorkerChannel(End):
                 return True
             os.sched_yield()
         if not spins:
-            wanted = lambda: event() or self._has_message() or bool(self._lost)  # noqa: E731
-            self._waiter.wait(wanted, float("inf"), poll_s=TICK_S)
+            is_done = lambda: event() or self._has_message() or bool(self._lost)  # noqa: E731
+            self._waiter.wait(is_done, float("inf"), poll_s=TICK_S)
         return not event() and self._has_message()
 
     def send(self, message: object, timeout_s: float = PATIENCE_S) -> None:

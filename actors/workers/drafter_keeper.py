@@ -66,7 +66,6 @@ class DrafterKeeper:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the drafter in use."""
         process = self._process
         return process.facts.pid if process is not None else None
 
@@ -84,7 +83,6 @@ class DrafterKeeper:
             return offer
 
     def report(self, report: DrafterReport) -> None:
-        """Take in what target rank 0 reports."""
         with self._lock:
             if report.generation != self._generation or self._offer is not None:
                 return  # it is about a drafter that has been replaced

@@ -106,7 +106,7 @@ class LoadedDrafter:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a small step, so that first calls are slow before an engine needs its drafts in time."""
+        """Run a small step, to pay for slow first calls before an engine needs drafts in time."""
         plan, tokens = self.plan, 2
         groups = plan.pages.groups
         drafts = min(plan.num_speculative_tokens, plan.max_model_len - tokens - 1)

@@ -107,8 +107,8 @@ class Guest(End):
         """
         self._awake_s = awake_s
         begin_s = time.monotonic()
-        if self._open and (told := self._told.get(self._open[0].plan.step)):
-            self._take_in(self._open[0], told.popleft(), begin_s)
+        if self._open and (results := self._told.get(self._open[0].plan.step)):
+            self._take_in(self._open[0], results.popleft(), begin_s)
         else:
             self._begin(self._asked.popleft(), begin_s)
         self._free_s = time.monotonic()
@@ -133,19 +133,19 @@ class Guest(End):
         self.answer(Drafted(plan.step, at_s, self._take_use()))
 
     @torch.inference_mode()
-    def _take_in(self, step: _Step, told: Told, begin_s: float) -> None:
+    def _take_in(self, step: _Step, results: Told, begin_s: float) -> None:
         plan = step.plan
         num_parts = self.seat.num_parts(plan)
-        verified = plan if told.num_drafts is None else plan.verifying(told.num_drafts)
-        values = self._mailbox.views(told.offset, self.seat.told_kinds(verified, told.part))
-        self.seat.take_in(verified, told.part, values, followed=told.followed)
+        verified = plan if results.num_drafts is None else plan.verifying(results.num_drafts)
+        values = self._mailbox.views(results.offset, self.seat.told_kinds(verified, results.part))
+        self.seat.take_in(verified, results.part, values, followed=results.followed)
         self._mailbox.finish()
         step.num_told += 1
         if step.num_told == num_parts:
             self._open.popleft()
             self._told.pop(plan.step)
-        self._record_use(told.sent_s, begin_s)
-        self.answer(Done(plan.step, told.part, self._take_use()))
+        self._record_use(results.sent_s, begin_s)
+        self.answer(Done(plan.step, results.part, self._take_use()))
 
     def _record_use(self, sent_s: float, begin_s: float, *, num_drafted: int = 0) -> float:
         """Record work that was requested at `sent_s`, began at `begin_s` and ends now; returns the time.

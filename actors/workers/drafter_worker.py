@@ -82,7 +82,6 @@ class DrafterWorker:
         return "The drafter has ended."
 
     def _load_and_serve(self, setting: DrafterSetup) -> None:
-        """Load and serve, in the thread that computes."""
         try:
             server = self._load(setting)
         except BaseException as error:  # reported to the callers of `start`

@@ -85,7 +85,6 @@ def on_loopback() -> Iterator[None]:
 
 
 def _token_file() -> Path:
-    """Return Ray's default token file."""
     return Path.home() / ".ray" / "auth_token"
 
 

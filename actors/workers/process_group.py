@@ -42,7 +42,6 @@ class Communicator:
             self._peers = PeerSum.of(self._group, self.device, dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place."""
         if self._peers and self._peers.takes(tensor):
             self._peers.add_up(tensor)
         elif self._group:
@@ -50,7 +49,6 @@ class Communicator:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Join the ranks' tensors of equal shape along `dim`, in rank order."""
         if not self._group:
             return tensor
         joined = tensor.new_empty((self.world_size * tensor.shape[0], *tensor.shape[1:]))
@@ -63,7 +61,6 @@ class Communicator:
             dist.destroy_process_group()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Copy the tensor of rank `source` to all ranks, in place."""
         if self._group:
             dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor

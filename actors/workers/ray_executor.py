@@ -202,14 +202,14 @@ class RayExecutor:
         loaded = [self._receive(channel, DrafterLoaded, LOAD_TIMEOUT_S) for _ in self._actors]
         return [reply.error for reply in loaded if reply.error is not None]
 
-    def _receive(self, channel: StepChannel, wanted: type[T], timeout_s: float = STEP_TIMEOUT_S) -> T:
+    def _receive(self, channel: StepChannel, kind: type[T], timeout_s: float = STEP_TIMEOUT_S) -> T:
         """Return the next message of this type, and handle all others."""
         while True:
             rank, reply = channel.receive(timeout_s, self.check_health)
             if isinstance(reply, StepFailure):
                 self._fail(f"a step failed on rank {rank} ({reply.message})")
                 raise self._dead_error()
-            if isinstance(reply, wanted):
+            if isinstance(reply, kind):
                 return reply
             if isinstance(reply, DrafterReport):
                 assert self._keeper is not None, "only remote drafters are reported"

@@ -67,12 +67,10 @@ def nodes(gives_back: Callable[[Group], bool] = lambda group: False) -> list[Nod
 
 
 def this_node() -> NodeRoom:
-    """Return the node that this process runs on."""
     return _nodes_by_id(lambda group: False)[ray.get_runtime_context().get_node_id()]
 
 
 def _nodes_by_id(gives_back: Callable[[Group], bool]) -> dict[str, NodeRoom]:
-    """Return the living nodes by id."""
     free, groups = _free_by_node(), [group for group in _groups() if group["state"] == "CREATED"]
     nodes_by_id: dict[str, NodeRoom] = {}
     for node in ray.nodes():

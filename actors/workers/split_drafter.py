@@ -102,7 +102,6 @@ class RemoteDrafts:
             self._link = None
 
     def ask(self, plan: SchedulerOutput) -> None:
-        """Request drafts for a plan."""
         if self._link is not None:
             self._link.ask(plan)
 

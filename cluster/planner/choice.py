@@ -40,12 +40,12 @@ def choose(fitting: Sequence[Estimate], demand: Demand, num_gpus: int) -> tuple[
     if not holding:
         raise _none_holds(fitting, demand)
     chosen = _best(holding, {each.layout: each.best.node_tokens_per_s for each in holding})
-    point, asked = (
+    point, within = (
         chosen.best,
         "" if demand.slo_tpot_s is None else f" within {demand.slo_tpot_s * 1e3:g} ms each",
     )
     return chosen, (
-        f"{chosen.layout}: the most tokens per second per GPU{asked}, "
+        f"{chosen.layout}: the most tokens per second per GPU{within}, "
         f"{point.node_tokens_per_s / num_gpus:,.0f} at {point.batch} requests per engine, "
         f"{point.user_tokens_per_s:,.0f} for each user{_tie_note(chosen, holding)}."
     )

@@ -108,8 +108,8 @@ def _point(times: StepTimes, pair: Pair, layout: Layout, batch: int, context: in
     most = pair.num_drafts if layout.placement else 0
 
     def at(rows: int) -> Point:
-        spent, tokens = times.round(batch, rows, context), expected_acceptance_length(pair.survival, rows)
-        node = layout.replicas * batch * tokens / spent.total_s
-        return Point(batch, rows, tokens, spent.total_s, spent.bound, node)
+        time, tokens = times.round(batch, rows, context), expected_acceptance_length(pair.survival, rows)
+        node = layout.replicas * batch * tokens / time.total_s
+        return Point(batch, rows, tokens, time.total_s, time.bound, node)
 
     return max((at(1 + drafts) for drafts in draft_lengths(most)), key=lambda p: p.node_tokens_per_s)

@@ -27,7 +27,6 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the layout uses."""
         drafters = {"split": self.replicas, "shared": 1}.get(self.placement or "", 0)
         return self.tp * self.replicas + drafters
 

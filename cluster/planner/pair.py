@@ -46,9 +46,9 @@ class Pair:
 
     def target_bytes(self, ranks: int) -> int:
         """Return the bytes of one rank's weights when the target is sharded over `ranks` ranks."""
-        mine = self.target.rank(ranks)
-        vocab_bytes = self.num_vocab_matrices * mine.head_params * mine.itemsize
-        return mine.linear_params * mine.weight_bytes + vocab_bytes + round(mine.expert_bytes)
+        rank = self.target.rank(ranks)
+        vocab_bytes = self.num_vocab_matrices * rank.head_params * rank.itemsize
+        return rank.linear_params * rank.weight_bytes + vocab_bytes + round(rank.expert_bytes)
 
     @property
     def num_vocab_matrices(self) -> int:

@@ -177,12 +177,12 @@ class StepTimes:
 
     def _spend(self, works: Sequence[Work]) -> Spent:
         """Return the time of these works run one after another."""
-        device, spent = self._gpu.device, Spent()
+        device, total = self._gpu.device, Spent()
         for work in works:
             seconds = device.seconds(work)
             memory_bound = work.num_bytes / device.bytes_per_s >= work.flop / device.flops
-            spent += Spent(bytes=seconds) if memory_bound else Spent(arithmetic=seconds)
-        return spent
+            total += Spent(bytes=seconds) if memory_bound else Spent(arithmetic=seconds)
+        return total
 
     def _sums(self, count: int, rows: float) -> Spent:
         """Return the time of `count` all-reduces of `rows` hidden states."""

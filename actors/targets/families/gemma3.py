@@ -27,8 +27,6 @@ _THETA = {"full_attention": 1e6, "sliding_attention": 1e4}
 
 
 class Gemma3Config(PlainConfig):
-    """The text part of a Gemma 3 config.json."""
-
     num_attention_heads: Count = 8
     num_key_value_heads: Count | None = 4
     head_dim: Count | None = 256

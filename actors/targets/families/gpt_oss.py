@@ -52,8 +52,6 @@ class _Quantisation(HfConfig):
 
 
 class GptOssConfig(PlainConfig):
-    """config.json of GptOssForCausalLM."""
-
     intermediate_size: Count = 2880
     head_dim: Count | None = 64
     max_position_embeddings: Count = 131072

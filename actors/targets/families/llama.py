@@ -8,8 +8,6 @@ from .plain import PlainConfig, read_plain
 
 
 class LlamaConfig(PlainConfig):
-    """config.json of LlamaForCausalLM."""
-
     attention_bias: bool = False
     mlp_bias: bool = False
 

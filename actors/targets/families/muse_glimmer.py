@@ -31,8 +31,6 @@ Positive = Annotated[float, Field(gt=0, description="a positive number")]
 
 
 class MuseGlimmerConfig(PlainConfig):
-    """The text part of a Muse-Glimmer config.json."""
-
     rms_norm_eps: float = 1e-5
     hidden_activation: Literal["silu"] = "silu"
     sliding_window: Count | None = 2048

@@ -186,7 +186,6 @@ def model_of(
     logit_cap: float | None = None,
     fp32_norms: bool = False,
 ) -> ModelSpec:
-    """Return the model with these layers."""
     return ModelSpec(
         architecture=config.architectures[0],
         hidden_size=config.hidden_size,
@@ -214,7 +213,6 @@ class QwenConfig(PlainConfig):
     max_window_layers: int | None = None
 
     def windows(self, file: str) -> tuple[int | None, ...]:
-        """Return the window of each layer."""
         count = self.num_hidden_layers
         if not self.use_sliding_window or self.sliding_window is None:
             return (None,) * count

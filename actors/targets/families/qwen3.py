@@ -8,8 +8,6 @@ from .plain import QwenConfig, read_plain
 
 
 class Qwen3Config(QwenConfig):
-    """config.json of Qwen3ForCausalLM."""
-
     attention_bias: bool = False
 
 

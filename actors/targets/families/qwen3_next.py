@@ -21,8 +21,6 @@ from .softmax_experts import EXPERT_TENSORS, SHARED_TENSORS, SoftmaxExpertsConfi
 
 
 class Qwen3NextConfig(GatedDeltaConfig, SoftmaxExpertsConfig):
-    """config.json of Qwen3NextForCausalLM."""
-
     num_experts: Count = Field(512, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: Count = 10
     moe_intermediate_size: Count = 512

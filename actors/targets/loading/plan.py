@@ -193,19 +193,19 @@ def _with_end_token(
     """
     if config.skip_tokenizer_init:
         return target, ()
-    where = tokenizer_folder(config)
-    tokens = TokenIds.read(where)
+    source = tokenizer_folder(config)
+    tokens = TokenIds.read(source)
     if tokens is None:  # loading the tokenizer reports why
         return target, ()
     if (largest := max(tokens.known, default=-1)) >= target.vocab_size:
         raise CheckpointError(
-            f"tokenizer: {where} makes token ids up to {largest}, but the target's vocab_size is "
+            f"tokenizer: {source} makes token ids up to {largest}, but the target's vocab_size is "
             f"{target.vocab_size}. Set `tokenizer` to the one that the target was trained with.",
             param="tokenizer",
         )
     named_in = end_tokens_file(folder, config.hf_overrides)
     doubts = tuple(
-        f"{named_in}: eos_token_id names {token_id}, which is no token of the tokenizer in {where}: it "
+        f"{named_in}: eos_token_id names {token_id}, which is no token of the tokenizer in {source}: it "
         "ends an answer, but no grammar can wait for it."
         for token_id in target.eos_token_ids
         if token_id not in tokens.known

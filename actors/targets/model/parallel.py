@@ -49,7 +49,7 @@ class Communicator(Protocol):
 
 
 class SingleRank:
-    """The communicator of a target with a single rank."""
+    """The communicator of a target that is not sharded."""
 
     rank = 0
     world_size = 1
@@ -94,8 +94,8 @@ class Sharding:
         count = self.spec.attention(layer).num_kv_heads
         if self.world_size <= count:
             return _part(count, self.rank, self.world_size)
-        mine = self.rank * count // self.world_size
-        return slice(mine, mine + 1)
+        head = self.rank * count // self.world_size
+        return slice(head, head + 1)
 
     def num_heads(self, layer: int) -> int:
         return _length(self.heads(layer))
@@ -121,11 +121,11 @@ class Sharding:
         mixer = self.spec.layers[layer].mixer
         if isinstance(mixer, DeltaNet) and is_delta_axis(axis):
             return delta_slices(axis, mixer.geometry, self.rank, self.world_size)
-        if axis == "expert_gate_up" and (mine := self.slice_of("expert_inner", layer)):
+        if axis == "expert_gate_up" and (part := self.slice_of("expert_inner", layer)):
             inner = self.spec.axis_size("expert_inner", layer)
-            return mine, slice(inner + mine.start, inner + mine.stop)
-        mine = self.slice_of(axis, layer)
-        return () if mine is None else (mine,)
+            return part, slice(inner + part.start, inner + part.stop)
+        part = self.slice_of(axis, layer)
+        return () if part is None else (part,)
 
     def slice_of(self, axis: Axis, layer: int) -> slice | None:
         """Return this rank's part of a dimension that is one slice; None means the whole dimension."""
@@ -285,8 +285,8 @@ class VocabHead:
 
     def local(self, x_NH: Tensor) -> tuple[Tensor, int]:
         """Return the logits of this rank's token ids, and the first of these ids."""
-        mine = self._sharding.vocab
-        return self._linear(x_NH)[:, : mine.stop - mine.start], mine.start
+        vocab = self._sharding.vocab
+        return self._linear(x_NH)[:, : vocab.stop - vocab.start], vocab.start
 
     def __call__(self, x_NH: Tensor) -> Tensor:
         logits_NV = self._communicator.all_gather(self._linear(x_NH))
@@ -294,6 +294,6 @@ class VocabHead:
 
 
 def smallest(value: int, communicator: Communicator, device: torch.device) -> int:
-    """Return the smallest of the ranks' values."""
+    """Return the smallest of the ranks' values, by one collective."""
     mine_1 = torch.tensor([value], dtype=torch.int64, device=device)
     return int(communicator.all_gather(mine_1).min())

@@ -68,7 +68,6 @@ class LayerSpec:
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """Inner sizes of its MLPs."""
         dense, routed = self.dense, self.routed
         mlps = [dense, routed, None if routed is None else routed.shared]
         return frozenset(mlp.inner_size for mlp in mlps if mlp is not None)
@@ -261,13 +260,11 @@ class ModelSpec:
                 return mlp_axis_size(axis, self.layers[layer].mlp)
 
     def attention(self, layer: int) -> Attention:
-        """Return the attention of a layer that has one."""
         mixer = self.layers[layer].mixer
         assert isinstance(mixer, Attention), "the layer has no attention"
         return mixer
 
     def delta_net(self, layer: int) -> DeltaNet:
-        """Return the delta net of a layer that has one."""
         mixer = self.layers[layer].mixer
         assert isinstance(mixer, DeltaNet), "the layer has no delta net"
         return mixer

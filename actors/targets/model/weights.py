@@ -95,7 +95,6 @@ class TargetWeights:
         self.spec, self.sharding = _in_stored_form(spec, self._tensors.shapes, self._prefixes), sharding
 
     def layer(self, index: int) -> LayerWeights:
-        """Read one block."""
         parts, is_delta = _LayerParts(self, index), isinstance(self.spec.layers[index].mixer, DeltaNet)
         return LayerWeights(
             attention_norm_H=parts.one("attention_norm"),
@@ -173,9 +172,9 @@ class TargetWeights:
     def _slice(self, rule: TensorRule, layer: int, expert: int) -> Tensor:
         name = _full_name(rule, layer, self._prefixes, expert)
         for dim, axis in enumerate(rule.axes):
-            mine = self.sharding.slices_of(axis, layer)
-            if mine and self._tensors.shapes[name][dim] != sum(each.stop - each.start for each in mine):
-                slices = [self._tensors.slice(name, each, dim) for each in mine]
+            parts = self.sharding.slices_of(axis, layer)
+            if parts and self._tensors.shapes[name][dim] != sum(each.stop - each.start for each in parts):
+                slices = [self._tensors.slice(name, each, dim) for each in parts]
                 return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
         return self._tensors.get(name)
 
@@ -203,8 +202,10 @@ class _LayerParts:
         return torch.cat(found) if found else None
 
     def of_each_expert(self, part: str) -> Iterator[Tensor]:
-        mine = self._weights.sharding.experts(self._layer)
-        return (self._weights.part(part, self._layer, expert) for expert in range(mine.start, mine.stop))
+        experts = self._weights.sharding.experts(self._layer)
+        return (
+            self._weights.part(part, self._layer, expert) for expert in range(experts.start, experts.stop)
+        )
 
 
 def _read_latent(parts: _LayerParts) -> LatentTensors | None:

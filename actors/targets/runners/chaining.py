@@ -55,10 +55,12 @@ class DeviceChains:
             x_NH, normed_NH = self.drafter.forward(
                 rows.token_ids_N, x_RH.index_select(0, owners_N), rows, self.cache
             )
-            behind = replace(rows, positions_N=rows.positions_N + 1)
-            where = (normed_NH, behind.slots_N, behind.positions_N)
-            chosen_N, margins_N = choose_drafts(models, _WholeHead(self.drafter), *where, filters=filters)
-            place_drafts(chosen_N, behind, tables)
+            next_rows = replace(rows, positions_N=rows.positions_N + 1)
+            head_inputs = (normed_NH, next_rows.slots_N, next_rows.positions_N)
+            chosen_N, margins_N = choose_drafts(
+                models, _WholeHead(self.drafter), *head_inputs, filters=filters
+            )
+            place_drafts(chosen_N, next_rows, tables)
             x_RH = x_RH.index_copy(0, owners_N, x_NH)
             # An anchor's margin is unused, so padding's margins are written to the first anchor's.
             places_N = first_R.index_select(0, owners_N.clamp(max=num_requests - 1)).long() + 1 + depth
@@ -106,8 +108,8 @@ class DeviceChains:
         place_N = torch.arange(len(g_NH), device=g_NH.device) - requests.cu_rows_R1[:-1][owners_N]
         slots_N, size = rows.kv_slots[self.cache.group(0)], self.cache.page_size
         ends_N = (slots_N % size == size - 1) | (place_N == num_committed_R[owners_N] - 1)
-        kept_N = is_real_N & ends_N & (place_N < num_committed_R[owners_N])
-        pages_N = torch.where(kept_N, slots_N // size, self.cache.num_pages)
+        is_stored_N = is_real_N & ends_N & (place_N < num_committed_R[owners_N])
+        pages_N = torch.where(is_stored_N, slots_N // size, self.cache.num_pages)
         self.features_PH.index_copy_(0, pages_N, g_NH)
 
 

@@ -62,16 +62,16 @@ def choose(
     and masks need all logits on every rank.
     """
     state, workspace, communicator = rank.states.sampling, rank.workspace, rank.communicator
-    where = (slots_X, positions_X, state)
+    sampling_inputs = (slots_X, positions_X, state)
     if filters or masks is not None or not head.is_split:
         logits_XV = head.logits(hidden_XH)
         chosen_X, _ = sample_rows(
-            logits_XV, *where, filters=filters, workspace=workspace, masks=masks, checks=True
+            logits_XV, *sampling_inputs, filters=filters, workspace=workspace, masks=masks, checks=True
         )
         return communicator.broadcast(chosen_X)
     logits_XU, first_id = head.local_logits(hidden_XH)
     ids_X, scores_X = sample_rows(
-        logits_XU, *where, filters=False, workspace=workspace, vocab_start=first_id, checks=True
+        logits_XU, *sampling_inputs, filters=False, workspace=workspace, vocab_start=first_id, checks=True
     )
     return best_of_ranks(ids_X, scores_X, communicator)
 

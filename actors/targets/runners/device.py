@@ -132,7 +132,6 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput) -> None:
-        """Launch a step."""
         assert len(self._pending) < MAX_IN_FLIGHT, (
             "too many steps in flight: outcomes would overwrite each other"
         )
@@ -175,11 +174,9 @@ class DeviceSteps:
         self._pending.append(_Pending(plan, shares, logprob_rows, self._outcomes.bring(num_values)))
 
     def is_ready(self) -> bool:
-        """Return whether `collect` would return without waiting."""
         return self._pending[0].arrival.is_over
 
     def collect(self) -> StepResult:
-        """Wait for the oldest submitted step and return its result."""
         step = self._pending.popleft()
         plan, values, models = step.plan, step.arrival.wait(), self._models
         most = int(plan.num_drafts.max(initial=0))
@@ -216,7 +213,6 @@ class DeviceSteps:
         )
 
     def execute(self, plan: SchedulerOutput) -> StepResult:
-        """Run one step and wait for its result."""
         self.submit(plan)
         return self.collect()
 
@@ -301,7 +297,6 @@ class DeviceRunner(DeviceSteps):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture the graphs."""
         if self._captures:
             self._graphs.capture(self._kinds.all())
             self._expert_reads.forget()

@@ -87,8 +87,8 @@ class Drafting:
     def _choose(self, drafter: DFlashDrafter, hidden_NH: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
         if drafter.selector is not None:
             return self._select(drafter, drafter.selector, hidden_NH, rows)
-        where = (hidden_NH, rows.slots_N, rows.positions_N)
-        return choose_drafts(self._models, drafter, *where, filters=self._filters)
+        head_inputs = (hidden_NH, rows.slots_N, rows.positions_N)
+        return choose_drafts(self._models, drafter, *head_inputs, filters=self._filters)
 
     def _select(
         self, drafter: DFlashDrafter, selector: Selector, hidden_NH: Tensor, rows: StepRows

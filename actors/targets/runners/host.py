@@ -108,16 +108,13 @@ class StepRunner:
         self._results.append(self.execute(plan))
 
     def is_ready(self) -> bool:
-        """Return whether a submitted step's result is waiting to be collected."""
         return bool(self._results)
 
     def collect(self) -> StepResult:
-        """Return the result of the oldest submitted step."""
         return self._results.popleft()
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepResult:
-        """Run one step and return its result."""
         clock = Clock(self.model.device)
         self.states.apply(plan)
         proposals = self._propose(plan)

@@ -89,7 +89,7 @@ class Told:
         self, plan: SchedulerOutput, passes: Iterable[Computed], model: Decoder, states: DeviceStates
     ) -> Tensor:
         """Launch the computation and return its values, int32 [Y x E]."""
-        places = {request: (one, i) for one in passes for i, request in enumerate(one.requests)}
+        places = {request: (pass_, i) for pass_ in passes for i, request in enumerate(pass_.requests)}
         parts: list[tuple[Tensor, Tensor]] = []
         for request, begin, count in _runs(self.chosen):
             computed, i = places[request]
