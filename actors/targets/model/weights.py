@@ -182,7 +182,7 @@ class TargetWeights:
 class _LayerParts:
     """`mlp_weights.LayerParts` of one layer."""
 
-    __slots__ = ("_layer", "_there", "_weights")
+    __slots__ = ("_layer", "_present", "_weights")
 
     def __init__(self, weights: TargetWeights, layer: int) -> None:
         self._weights, self._layer = weights, layer
