@@ -1,4 +1,4 @@
-"""Roofline of a step: bytes over bandwidth or operations over arithmetic rate, whichever takes longer.
+"""Roofline (Williams et al., 2009) of a step: bytes over bandwidth or operations over arithmetic rate.
 
 A lower bound, not a forecast: norms, rotations, sampling, activations and host time are left out. Plain
 arithmetic on shapes (`model_shape.py`) and rates; nothing is measured here. Called by `jobs/bench/step.py`;

@@ -1,4 +1,4 @@
-"""EAGLE-3 chains where the device drives the steps: the counterpart of `drafter/eagle3/propose.py`.
+"""EAGLE-3 chains (arXiv:2503.01840) driven by the device, the counterpart of `drafter/eagle3/propose.py`.
 
 Drafting runs one pass per token of a chain, with one row for each request that still drafts. Injecting then
 writes the entries of the target's rows. All indices are computed on the device from the participating

@@ -38,7 +38,7 @@ class Proposer(Protocol):
         ...
 
     def beside(self, drafter: Any) -> Proposer:  # Any: a drafter of its own kind
-        """Return a proposer with another drafter of the same shape, with the same page ids in own memory."""
+        """Return a proposer with a drafter of the same shape, with the same page ids in its own memory."""
         ...
 
 
