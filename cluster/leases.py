@@ -52,7 +52,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenLease:
     lease: Lease
     rows: RowRanges  # that are neither answered nor returned
 
@@ -82,7 +82,7 @@ class LeaseBook:
         self._fresh = rows
         self._suspects: RowRanges = ()
         self._quarantine: deque[tuple[RowRanges, int, int]] = deque()  # with deaths and deaths alone
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _OpenLease] = {}
         self._done: RowRanges = ()
         self._next_number = 0
         self.poison: dict[int, int] = {}  # poison rows, with the engines that died with them
@@ -106,7 +106,7 @@ class LeaseBook:
         for number, (leased, deaths, alone) in enumerate(saved["leases"]):
             if lost := both(_ranges(leased), rows):
                 lease = Lease(number, _DEAD, _ranges(leased), deaths, None, alone)
-                book._held[number] = _Held(lease, lost)
+                book._held[number] = _OpenLease(lease, lost)
         book._next_number = len(saved["leases"])
         elsewhere = (*(group for group, *_ in book._quarantine), *(held.rows for held in book._held.values()))
         book._fresh = minus(rows, union(book._suspects, *elsewhere))
@@ -183,7 +183,7 @@ class LeaseBook:
                 self.poison[lost[0][0]] = lease.deaths + 1
                 poison = union(poison, lost)
             else:
-                self._suspect(lost, lease)
+                self._put_back_suspects(lost, lease)
         self._done = union(self._done, poison)
         return poison
 
@@ -197,7 +197,7 @@ class LeaseBook:
         assert all(rows for rows, *_ in self._quarantine), "nothing in quarantine"
         for held in self._held.values():
             alone = len(self.holds(held.lease.engine)) == 1
-            assert alone or not held.lease.alone, "something beside a quarantined lease"
+            assert alone or not held.lease.alone, "an engine has another lease next to a quarantined one"
 
     def _share(self, num_rows: int, num_engines: int) -> int:
         """Return half of an equal share of the rows that are left (guided self-scheduling)."""
@@ -214,7 +214,7 @@ class LeaseBook:
         shard = rows[0][0] // self._largest if self._ordered else None
         lease = Lease(self._next_number, engine, rows, deaths, shard, alone)
         self._next_number += 1
-        self._held[lease.number] = _Held(lease, rows)
+        self._held[lease.number] = _OpenLease(lease, rows)
         return lease
 
     def _release(self, lease: int, rows: RowRanges) -> RowRanges:
@@ -237,7 +237,7 @@ class LeaseBook:
         else:
             self._quarantine.appendleft((rows, deaths, alone))
 
-    def _suspect(self, rows: RowRanges, lease: Lease) -> None:
+    def _put_back_suspects(self, rows: RowRanges, lease: Lease) -> None:
         """Put back rows of a lease whose engine died with them."""
         first, rest = split_off(rows, count(rows) // 2 if lease.alone else 0)
         alone = lease.deaths_alone + (lease.alone and count(lease.rows) == 1)

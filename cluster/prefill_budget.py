@@ -1,13 +1,12 @@
 """Bounds how long prompts may delay the decoding requests that share their step.
 
-A step returns tokens only at its end, so a prompt computed beside decoding requests stops their streams for
-as long as its rows take: 900 rows of a small model on two cores take 0.4 s. `PrefillBudget` measures what a
-row of a prompt adds to a step and limits the rows of prompts so that the step takes at most `_MAX_DELAY_S`
-longer, or `_MAX_DELAY_STEPS` times a decoding step where that is more: with smaller chunks, most of the time
-would go into reading the weights. On a GPU the limit usually exceeds `max_num_batched_tokens` and changes
-nothing.
+A step returns tokens only at its end, so prompt rows delay the tokens of decoding requests in the same step:
+900 rows of a small model on two cores take 0.4 s. `PrefillBudget` measures what a prompt row adds to a step
+and limits prompt rows so that the step takes at most `_MAX_DELAY_S` longer, or `_MAX_DELAY_STEPS` times a
+decoding step if that is more: with smaller chunks, most of the time would go into reading the weights. On a
+GPU the limit usually exceeds `max_num_batched_tokens` and changes nothing.
 
-Used by `step_controller.py` alone. Knows no sequences.
+Used by `step_controller.py` only. Knows no sequences.
 """
 
 from __future__ import annotations

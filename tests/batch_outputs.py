@@ -1,4 +1,5 @@
-"""Results, job specs and outputs of batch jobs, made by hand for tests; and all rows of an output read back."""
+"""Results, job specs and outputs of batch jobs, made by hand for tests; and all rows of an output read
+back."""
 
 from __future__ import annotations
 

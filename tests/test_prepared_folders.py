@@ -167,7 +167,7 @@ def test_a_stored_file_names_pieces_of_its_storage(tmp_path: Path, victim: Path)
     told = json.loads(path.read_text())
     for piece in (*OUTSIDE, "files/../../victim/notes.txt", "work/batch_1/out/../x.jsonl"):
         path.write_text(json.dumps({**told, "pieces": [piece]}))
-        with pytest.raises(ValueError, match="names no file"):
+        with pytest.raises(ValueError, match="does not name a file"):
             files.get(file.id, SERVER)
     path.write_text(json.dumps({**told, "id": "file-../../victim"}))
     with pytest.raises(ValueError, match="is not the object"):

@@ -1,6 +1,6 @@
-"""Made-up steps: to pay for first calls before the first request does, and to measure memory.
+"""Runs dummy steps: to pay for first calls before the first request, and to measure memory.
 
-They leave traces in the first slots and pages; whoever gets those overwrites them. Called by `rank.py`.
+They write to the first slots and pages, which are overwritten once they are allocated. Called by `rank.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def warm_up(runner: Runner, plan: LoadPlan, num_pages: tuple[int, ...]) -> None:
     it, while all streams wait.
     """
     pools = [group.pool for group in plan.pages.groups]
-    room = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
-    most = min(room, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
-    prompt = min(_PROMPT_TOKENS, most - 2)
+    capacity = min(count // pools.count(pool) for pool, count in enumerate(num_pages)) * plan.page_size
+    length = min(capacity, plan.max_model_len, _PROMPT_TOKENS + plan.num_speculative_tokens + 2)
+    prompt = min(_PROMPT_TOKENS, length - 2)
     if prompt < 1:
         return
-    pages = [pages_for(most, plan.page_size)]
+    pages = [pages_for(length, plan.page_size)]
     for sampling in _ways_of_choosing(runner, prompt):
         runner.execute(_prefill(plan, [prompt], num_pages=pages, sampling=sampling))
-        for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, most - prompt - 2))}):
+        for drafts in sorted({0, max(0, min(plan.num_speculative_tokens, length - prompt - 2))}):
             step = made_up_plan([prompt], [drafts + 1], [drafts])
             runner.execute(replace(step, trim=made_up_trim(step)) if drafts else step)
 
@@ -63,43 +63,43 @@ def _ways_of_choosing(runner: Runner, prompt: int) -> list[SlotSampling]:
 
 
 def measure_step_bytes(make_runner: Callable[[], Runner], plan: LoadPlan) -> int:
-    """GPU memory that steps take beside pages: states and workspaces, the largest prefill, the logits of as
-    many prompts as can end in a step, the largest decoding step, and graphs.
+    """Return the peak GPU bytes that steps take in addition to pages.
 
-    By making all of it once; it is given back. Nothing is freed in between, so the readings hold the peak of
-    each. Of the graphs only those of the largest steps are captured, for all share one pool; the others get
-    an allowance. Pages come afterwards and cannot be there before: graphs keep their address. These steps
-    have none: what they write goes to the page that swallows. What a process takes outside PyTorch's
-    allocator (kernels, NCCL's and graphs' own) counts as well.
+    This covers states and workspaces, the largest prefill, the logits of as many prompts as can end in a
+    step, the largest decoding step, and graphs. All of them run once. Nothing is freed in between, so the
+    reading holds the peak of each; everything is freed at the end. Only the graphs of the largest steps are
+    captured, as all graphs share one pool; the others get an allowance. Pages cannot be allocated before
+    this, as graphs hold their address, so these steps write to the scratch page. Memory that the process
+    takes outside PyTorch's allocator (kernels, NCCL, graphs) counts as well.
     """
-    torch.cuda.empty_cache()  # else the runner would live in what loading has left
-    before = used_gpu_bytes(plan.device)
+    torch.cuda.empty_cache()  # else the runner would reuse memory that loading freed
+    used_before = used_gpu_bytes(plan.device)
     runner = make_runner()
     for lengths in (_longest_prompts(plan), _most_prompts(plan)):
         runner.execute(_prefill(plan, lengths))
     num_other_graphs = runner.rehearse(_largest_decoding(plan))
-    taken = used_gpu_bytes(plan.device) - before
+    taken = used_gpu_bytes(plan.device) - used_before
     del runner
     gc.collect()
     return taken + num_other_graphs * _GRAPH_BYTES
 
 
 def _longest_prompts(plan: LoadPlan) -> list[int]:
-    """Few that fill a step."""
+    """Return the lengths of the longest prompts that fit a step together."""
     config = plan.config
     length = min(plan.max_model_len, config.max_num_batched_tokens)
     return [length] * min(config.max_num_batched_tokens // length, config.max_num_seqs)
 
 
 def _most_prompts(plan: LoadPlan) -> list[int]:
-    """Many."""
+    """Return the lengths of as many prompts as fit a step."""
     config = plan.config
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     return [min(plan.max_model_len, config.max_num_batched_tokens // count)] * count
 
 
 def _largest_decoding(plan: LoadPlan) -> SchedulerOutput:
-    """Of the prompts above."""
+    """Return the largest decoding step, for the requests of the prompts above."""
     config = plan.config
     drafts = max(0, min(plan.num_speculative_tokens, plan.max_model_len - 2))
     count = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + drafts)))
