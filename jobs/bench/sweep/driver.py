@@ -1,8 +1,8 @@
-"""Load on one engine in this process: it is stepped, and every update is kept with its time.
+"""Puts load on an engine in this process, steps it, and records each update with its time.
 
-Three ways: a closed loop over some requests (`closed`), an open one (`open`), and a closed one for some time
-(`hold`). No text is made and nothing stands between; `tests/benchmarks/serve_tax.py` measures
-what HTTP adds.
+There are three modes: a closed loop over given requests (`closed`), an open loop (`open`), and a closed loop
+for a given time (`hold`). Tokens are not decoded to text, and no server is involved;
+`tests/benchmarks/serve_tax.py` measures what HTTP adds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .answers import Answer, Block, LoadPass
 
 
 class Driver:
-    """One engine under load, pass after pass.
+    """One engine that is put under load in passes.
 
     Args:
-        executor: loaded; closed with the driver.
-        clock: seconds.
+        executor: an executor with loaded models; closed with the driver.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -35,9 +35,11 @@ class Driver:
         self._clock = clock
 
     def closed(self, asks: Asks, part: range, at_once: int) -> LoadPass:
-        """Ask for all of `part`, always with `at_once` requests there: behind the last come the next numbers,
-        which are left when the last of `part` has ended. So no place stands empty at the end."""
-        flight, left = _Flight(self), set(part)
+        """Run the requests of `part` with `at_once` in flight, and return when all of them have finished.
+
+        Requests that follow `part` keep the load constant until then and are aborted.
+        """
+        flight, left = _LoadRun(self), set(part)
         number = part.start
         while left:
             while flight.num_open < at_once:
@@ -47,9 +49,11 @@ class Driver:
         return flight.leave()
 
     def open(self, asks: Asks, part: range, arrivals: Arrivals) -> LoadPass:
-        """Ask for all of `part`, each at its time, and wait for all. A request that must queue has asked when
-        its time came."""
-        flight, left = _Flight(self), set(part)
+        """Run the requests of `part`, each at its arrival time, and wait for all of them.
+
+        A request that has to queue counts from its arrival time.
+        """
+        flight, left = _LoadRun(self), set(part)
         offsets_s = arrivals.offsets_s(len(part), seed=part.start)
         coming = list(zip(part, offsets_s, strict=True))[::-1]
         while left:
@@ -64,9 +68,11 @@ class Driver:
         return flight.leave()
 
     def hold(self, asks: Asks, loads: tuple[int, ...], seconds: float) -> list[LoadPass]:
-        """A closed loop with as many requests as each load says, for so long each; a pass of each load. Where
-        the next load is smaller, those that are too many leave."""
-        flight, number = _Flight(self), 0
+        """Run a closed loop for `seconds` at each load; return a pass per load.
+
+        If the next load is smaller, surplus requests are aborted.
+        """
+        flight, number = _LoadRun(self), 0
         passes: list[LoadPass] = []
         for at_once in loads:
             begin_s = self._clock()
@@ -86,7 +92,7 @@ class Driver:
         self.engine.close()
 
 
-class _Flight:
+class _LoadRun:
     """The requests of one pass."""
 
     def __init__(self, driver: Driver) -> None:
@@ -114,13 +120,13 @@ class _Flight:
         )
 
     def step(self) -> set[int]:
-        """One step of the engine; the numbers of requests that it ended."""
+        """Run one step of the engine and return the numbers of the requests that finished."""
         ended: set[int] = set()
         updates = self._engine.step()
         now_s = self._clock()
         for update in updates:
             if (answer := self._open.get(update.request_id)) is None:
-                continue  # it has left
+                continue  # aborted
             count = len(update.token_ids)
             answer.blocks.append(Block(now_s, count, update.num_drafted, update.num_accepted))
             answer.token_ids += update.token_ids
@@ -131,14 +137,14 @@ class _Flight:
         return ended
 
     def keep(self, count: int) -> None:
-        """The first ones stay, others leave."""
+        """Abort all but the first `count` requests."""
         now_s = self._clock()
         for name in list(self._open)[count:]:
             self._engine.abort(name)
             self._open.pop(name).ended_s = now_s
 
     def leave(self) -> LoadPass:
-        """The pass is over now; whoever is still there leaves."""
+        """End the pass: abort all requests in flight and return the result."""
         end_s, after = self._clock(), self._engine.stats().step_seconds
         for name in self._open:
             self._engine.abort(name)
@@ -149,7 +155,7 @@ class _Flight:
         return LoadPass(self.begin_s, end_s, list(self._answers.values()), spent)
 
     def between(self, begin_s: float, end_s: float) -> LoadPass:
-        """What came in that time, of whatever requests."""
+        """Return the result for a part of the time; answers are cut to it."""
         parts: list[Answer] = []
         for answer in self._answers.values():
             if (answer.ended_s or end_s) <= begin_s:

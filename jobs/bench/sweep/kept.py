@@ -1,8 +1,8 @@
-"""What an interrupted sweep has measured: its file, read again by the same command.
+"""Resumes an interrupted sweep from its file.
 
-Every cell (a point, or the starts with one load) stands in the file as soon as it is measured. A sweep whose
-file is there and not `complete` measures what is missing, if all that its figures depend on is the same:
-options, engine, machine, versions, commit. Otherwise it begins anew. Used by `run.py` alone.
+Every cell (a point, or the starts at one load) is written to the file once it is measured. A sweep that finds
+its file without `complete` measures only the missing cells, if everything the figures depend on is unchanged:
+options, engine, machine, versions, commit. Otherwise it starts over. Used by `run.py` alone.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from ..passes import Figures
 
-_SAME = ("cpu", "cores", "gpu", "versions", "git_sha")  # of provenance
+_SAME = ("cpu", "cores", "gpu", "versions", "git_sha")  # fields of the provenance
 
 
 @dataclass(slots=True)
 class Kept:
-    """Cells that are measured.
+    """Cells measured so far.
 
     Attributes:
         points, starts: their figures.
-        seconds: that they took.
+        seconds: time they took.
     """
 
     points: list[Figures] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Kept:
 
 
 def read_kept(path: Path | None, now: Figures) -> Kept:
-    """Of a sweep like `now`, its figures before anything is measured; nothing if there is no such file."""
+    """Return the cells in the file if it belongs to an unfinished sweep like `now`, else none."""
     try:
         found = json.loads("{}" if path is None else path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +49,7 @@ def read_kept(path: Path | None, now: Figures) -> Kept:
 
 
 def _subject(figures: Figures) -> str:
-    """All that figures depend on, as it reads in a file."""
-    told = [figures.get("engine"), figures.get("options")]
-    told += [figures.get("provenance", {}).get(name) for name in _SAME]
-    return json.dumps(told, sort_keys=True)
+    """Return everything that the figures depend on, as JSON text."""
+    parts = [figures.get("engine"), figures.get("options")]
+    parts += [figures.get("provenance", {}).get(name) for name in _SAME]
+    return json.dumps(parts, sort_keys=True)

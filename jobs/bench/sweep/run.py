@@ -1,9 +1,9 @@
-"""`manta bench sweep`: is speculation ever slower than plain, and is adapting as good as knowing best?
+"""`manta bench sweep`: checks that speculation is never slower than plain, and adapting as good as the best.
 
-All sides (`sides.py`) at every load (`point.py`), fresh engines in their first seconds (`starts.py`), and a
-verdict for each bar (`figures.py`). In this process, without Ray; the prefix cache is off, for prompts come
-again. It prints as it goes and writes its file after every cell, so that what is measured is there whatever
-happens; the same command goes on from there (`kept.py`).
+It measures all sides (`sides.py`) at every load (`point.py`) and fresh engines in their first seconds
+(`starts.py`), and gives a verdict for each bar (`figures.py`). Runs in this process, without Ray, and without
+the prefix cache, because prompts repeat. It prints and writes its file after every cell; the same command
+continues an interrupted sweep (`kept.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .point import Point, measure
 from .sides import open_sides
 from .starts import measure_starts
 
-STARTS_SHARE = 0.25  # of the time; what one round of them takes at least
+STARTS_SHARE = 0.25  # of the total time, but at least one round
 
 
 def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
-    """Measure, print tables, and write what the options ask for. Returns the figures."""
+    """Measure, print tables, write the requested file, and return the figures."""
     if config.speculative_config is None:
         raise ConfigError(
-            "speculative_config is missing: a sweep compares ways to speculate. Give --spec-model.",
+            "speculative_config is missing: a sweep compares draft lengths. Give --spec-model.",
             param="speculative_config",
         )
     begin_s = time.monotonic()
@@ -47,7 +47,7 @@ def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
     kept = read_kept(options.output, subject(config, options))
     if kept.seconds:
         count = len(kept.starts) + len(kept.points)
-        say(f"{options.output} is of a sweep that was interrupted: {count} cells are not measured again")
+        say(f"{options.output} contains {count} cells of an interrupted sweep, which are not measured again")
     before_s = kept.seconds
 
     def keep(refused: dict[str, str], *, complete: bool = False) -> Figures:
@@ -74,7 +74,7 @@ def run_sweep(config: EngineConfig, options: SweepOptions) -> Figures:
 
 
 def _points(options: SweepOptions) -> list[Point]:
-    """Mixed traffic right behind the prompts' at the same load: neighbours in time are compared best."""
+    """Return the points, mixed traffic directly after prompts at the same load, to be comparable."""
     loops: tuple[tuple[Traffic, tuple[int, ...]], ...]
     loops = (("prompts", options.concurrency), ("mixed", options.mixed))
     found = [
@@ -87,7 +87,7 @@ def _points(options: SweepOptions) -> list[Point]:
 
 
 def _starts(config: EngineConfig, options: SweepOptions, asks: Asks, kept: Kept) -> Iterator[Figures]:
-    """Rounds of them as the time allows, at least one; none where there is no other load to change to."""
+    """Measure starts in as many rounds as fit, at least one; skipped if there is only one load."""
     loads = options.concurrency
     if len(loads) < 2 or options.methods_only:
         return
@@ -119,7 +119,6 @@ def _record(
 
 
 def print_point(point: Figures) -> None:
-    """The table of one point."""
     columns = [
         "side",
         "tok/s",
@@ -155,7 +154,6 @@ def print_point(point: Figures) -> None:
 
 
 def print_starts(starts: Sequence[Figures]) -> None:
-    """A line per pair of fresh engines."""
     columns = ["first load", "plain tok/s", "adaptive", "ratio", "then", "plain tok/s", "adaptive", "ratio"]
     rows = [
         [
@@ -170,7 +168,6 @@ def print_starts(starts: Sequence[Figures]) -> None:
 
 
 def print_verdicts(found: Sequence[Figures]) -> None:
-    """A line per bar and point."""
     rows = [
         [
             one["bar"],

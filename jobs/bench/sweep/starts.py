@@ -1,8 +1,8 @@
-"""The first seconds: a fresh engine meets its first load, and then another one. Adaptive beside plain.
+"""Measures the first seconds of fresh engines at one load, and then at another: adaptive against plain.
 
-In these seconds an adaptive engine knows little: what it tries costs something, and a steady point would
-not show it. Each load of the sweep is the first of one pair of fresh engines, and one far from it comes
-second.
+In these seconds an adaptive engine has few measurements, and its trials cost something that a steady point
+does not show. Each load of the sweep is the first load of one pair of engines; the second load is far from
+it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def measure_starts(
     window_s: float,
     rounds: int,
 ) -> Iterator[Figures]:
-    """Of each first load: tokens/s in the window after a start and after the change to another of `loads`,
-    and their ratios."""
+    """Yield for each first load the tokens/s, and their ratio, after a start and after a change of load."""
     for first in firsts:
         i = loads.index(first)
         second = loads[(i + (len(loads) + 1) // 2) % len(loads)]
@@ -51,7 +50,7 @@ def _hold(
     config: EngineConfig, name: str, asks: Asks, loads: tuple[int, int], window_s: float
 ) -> list[LoadPass]:
     spec = config.speculative_config
-    assert spec is not None, "what is swept is speculation"
+    assert spec is not None, "run_sweep checks that there is a speculative config"
     of_side = replace(config, speculative_config=replace(spec, adaptive=True) if name == ADAPTIVE else None)
     driver = Driver(of_side, make_executor(of_side))
     try:
