@@ -1,6 +1,6 @@
-"""What can be trained: a DFlash drafter, DFlash2's parts with it or not, or an EAGLE-3 head.
+"""The trainable kinds of drafter: DFlash with or without DFlash2's parts, and EAGLE-3 heads.
 
-One way for the loop to train them, for the held-out text to judge them, and for their files to be written.
+Gives the training loop, the measurement on held-out text and the export one interface to all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .frozen_target import FrozenTarget
 from .offline import BlockProposals, ChainProposals, Proposals, accepted_at
 from .settings import DrafterSettings, EagleSettings
 
-# Of a batch, in the how manieth step, with this seed: the loss, and figures.
+# (batch, step, seed) -> loss and figures.
 Loss = Callable[[PaddedBatch, int, int], tuple[torch.Tensor, dict[str, float]]]
 
 _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
@@ -33,10 +33,10 @@ _HELD_OUT_SEQUENCES, _HELD_OUT_PLACES = 16, 16
 
 @dataclass(frozen=True)
 class Subject:
-    """A drafter in training, beside its target.
+    """A drafter in training with its target.
 
     Attributes:
-        export: writes a checkpoint folder, of the weights as they are.
+        export: writes a checkpoint folder with the current weights.
     """
 
     target: FrozenTarget
@@ -47,10 +47,10 @@ class Subject:
 
     @torch.no_grad()
     def measure(self, held_out: Continuations) -> dict[str, float]:
-        """ "loss", "accepted" and "tokens_per_step" on some sequences, always the same places of them.
+        """Return "loss", "accepted" and "tokens_per_step" on some held-out sequences at fixed positions.
 
-        Drafts are greedy, and stand as far as they are what the text says: at places drawn evenly from the
-        answers, how often the first stands, and how many tokens a step there brings.
+        Drafts are greedy and accepted while they match the text. "accepted" is the share of positions whose
+        first draft is accepted, "tokens_per_step" the mean acceptance length.
         """
         count = min(len(held_out), _HELD_OUT_SEQUENCES)
         batch = ContinuationReader(held_out, count, pad_id=0).next_batch()
@@ -79,7 +79,7 @@ def block_subject(
     max_tokens: int,
     device: torch.device,
 ) -> Subject:
-    """A drafter that drafts blocks: `initial`, or a new one with this mask."""
+    """Make a DFlash drafter for training: `initial`, or a new one with this mask token."""
     raw = None
     if initial is None:
         config = drafter_config(spec, settings, mask_token_id)
@@ -105,7 +105,7 @@ def block_subject(
 def chain_subject(
     target: str | Path, spec: ModelSpec, settings: EagleSettings, max_tokens: int, device: torch.device
 ) -> Subject:
-    """A new EAGLE-3 head."""
+    """Make a new EAGLE-3 head for training."""
     config = eagle_config(spec, settings)
     frozen = FrozenTarget(target, config.target_layer_ids, max_tokens, device)
     head = new_eagle_head(config, frozen.weights).to(device)
