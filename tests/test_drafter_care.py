@@ -28,7 +28,7 @@ from manta.jobs.drafters.convert import convert_drafter
 from manta.jobs.drafters.files import method_of, open_drafter
 from manta.jobs.drafters.portrait import portrait_of
 from manta.jobs.drafters.shelf import find_drafters
-from manta.jobs.drafters.trial import judged
+from manta.jobs.drafters.trial import compare_answers
 from manta.jobs.drafters.validate import validate_pair
 from tiny import TINY_VOCAB
 from typer.testing import CliRunner
@@ -85,8 +85,8 @@ def test_a_trial_finds_a_drafter_that_fits_and_knows_nothing(tmp_path: Path):
 
 
 def test_a_trial_is_content_with_equal_tokens_and_steps_that_bring_more_than_one():
-    assert list(judged([[1, 2], [3]], [[1, 2], [3]], 1.8)) == []
-    (misfit,) = judged([[1, 2], [3]], [[1, 2], [4]], 1.8)
+    assert list(compare_answers([[1, 2], [3]], [[1, 2], [3]], 1.8)) == []
+    (misfit,) = compare_answers([[1, 2], [3]], [[1, 2], [4]], 1.8)
     assert (misfit.what, misfit.fatal) == ("tokens", True)
 
 

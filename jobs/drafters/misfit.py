@@ -1,4 +1,4 @@
-"""What keeps a drafter and a target apart: a value, made by the checks and told by `validate.py`."""
+"""A finding of `manta drafter validate`: the checks make them, `validate.py` collects them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One thing that is wrong or doubtful.
+    """An error or a warning about a drafter and target.
 
     Attributes:
         what: the field, file or tensor.
-        message: what stands there, and what to change.
-        fatal: whether an engine refuses it, or drafts nothing of use.
+        message: the value and what to change.
+        fatal: the engine refuses the pair, or its drafts are useless.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""What `manta drafter adapt` and `train` can be asked for. Imports neither torch nor Ray."""
+"""Options of `manta drafter` commands; their flags are made from them. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...cluster.flag import Flag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptOptions:
-    """What is adapted, to which text.
+    """Options of `manta drafter adapt`.
 
     Attributes:
         drafter: folder or hub id of a drafter.
         target: folder or hub id of the target.
-        data: the folder of --capture, or JSONL with `prompt` or `messages` a line.
-        output: folder of the adapted drafter; made if the drafter is better, and never written over.
-        minutes: time for answers and training; measuring comes on top.
-        replay: general text that the drafter must not forget, in the form of --data.
-        min_gain: tokens per step that the drafter must gain on the new text, as a share.
+        data: folder of --capture, or JSONL with `prompt` or `messages` in each line.
+        output: new folder for the adapted drafter; written only if the drafter is better.
+        minutes: time for generating answers and training, without the measurements.
+        replay: general text against forgetting, in the format of --data.
+        min_gain: required relative gain of tokens per step on the new text.
         num_threads: threads of torch on a CPU.
     """
 
@@ -39,38 +39,39 @@ class AdaptOptions:
             raise ConfigError(f"minutes={self.minutes} must be more than 0.", param="minutes")
         if self.output.exists():
             raise ConfigError(
-                f"output={str(self.output)!r} is there already: name a new folder.", param="output"
+                f"output={str(self.output)!r} exists already: give a new folder.", param="output"
             )
 
     @property
     def work(self) -> Path:
-        """Private: text of users is in it."""
+        """Return the folder for intermediate files; it is private, since it contains users' text."""
         return self.output.with_name(f"{self.output.name}.work")
 
     @property
     def candidate(self) -> Path:
-        """The drafter that is judged."""
+        """Return the folder of the trained drafter, before the gate."""
         return self.work / "training" / "drafter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What is trained, on which data.
+    """Options of `manta drafter train`.
 
     Attributes:
         target: folder or hub id of the target.
-        folder: folder of the run, which gets drafter/; the same one resumes.
+        folder: folder of the run; the drafter is written to drafter/ in it. The same folder resumes.
         data: JSON lines or Parquet with messages, prompt or text, or captured traffic; may be repeated; by
-            default prompts cut out of Python's standard library.
-        head: what is trained.
-        initial: drafter to begin with; by default layers of the target.
+            default prompts from the source of Python's standard library.
+        head: part or kind of drafter that is trained.
+        initial: drafter to start from; by default layers of the target.
         steps: steps of the run; by default 6 epochs.
         hours: time for training, in place of steps.
-        layers: layers of a new drafter, by default 3; with --from, more than it has: silent at first.
+        layers: layers of a new drafter, by default 3; with --from, a larger number adds layers that start as
+            identity.
         block_size: block size of a new drafter; by default 16.
-        mask_token_id: mask token of a new drafter; by default one that no text has.
-        max_tokens: tokens of an answer that the target is asked for.
-        workers: train on this many GPUs (or cores) of a Ray cluster.
+        mask_token_id: mask token of a new drafter; by default one that does not occur in text.
+        max_tokens: maximum tokens of an answer that the target generates.
+        workers: number of GPUs (or cores) of a Ray cluster to train on; by default this process.
         num_threads: threads of torch on a CPU.
     """
 

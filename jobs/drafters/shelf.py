@@ -1,4 +1,4 @@
-"""Which drafters are on this machine: in folders, and in the hub's cache. Called by `manta drafter list`."""
+"""Lists the drafters in folders and in the hub's cache. Called by `manta drafter list`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .files import AnyConfig, read_config
 
 
 def find_drafters(folders: Sequence[Path] | None) -> dict[str, AnyConfig]:
-    """Folder or hub id -> what it says; what is no drafter of ours is passed over.
+    """Return drafter configurations by folder or hub id; other checkpoints are skipped.
 
     Args:
-        folders: each a drafter, or with drafters in it; None looks in models/ and the hub's cache.
+        folders: drafters, or folders that contain drafters; None searches models/ and the hub's cache.
     """
     here = [Path("models")] if folders is None else folders
     places = {str(each): each for folder in here for each in (folder, *_inside(folder))}
@@ -59,7 +59,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _cached() -> Iterator[tuple[str, Path]]:
-    """The newest snapshot of each model."""
+    """Yield the newest snapshot of each model in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -1,8 +1,7 @@
-"""Whether a drafter fits a target, from small files and headers: every misfit, each with what to change.
+"""Checks whether a drafter fits a target, from configurations and headers of weights.
 
-Two kinds: fatal ones, with which an engine refuses the pair, and doubts, with which it would run and draft
-badly, for no wrong draft changes an answer. Called by `manta drafter validate`; what a pair is
-worth when it runs is measured by `manta bench`.
+Findings are fatal (the engine refuses the pair) or doubts (the pair runs, but few drafts may be accepted; a
+wrong draft never changes an answer). Called by `manta drafter validate`.
 """
 
 from __future__ import annotations
@@ -30,21 +29,19 @@ from .misfit import Misfit, fatal
 from .text import text_misfits
 
 Level = Literal["static", "cpu", "gpu"]
-# Of Speculators' files, and read by trainers alone.
+# Tensors in Speculators' files that only trainers read.
 _OF_TRAINING = ("t2d", "d2t", "verifier_norm.weight", "verifier_lm_head.weight")
-_MOST_TOLD = 8  # tensors of one kind, one by one
+_MOST_LISTED = 8  # tensors listed by name
 
 
 def validate_pair(
     drafter: str, target: str, *, level: Level = "static", card: Path | None = None
 ) -> list[Misfit]:
-    """All misfits, fatal ones first.
-
-    A file that cannot be read hides what depends on it: then it is the only misfit.
+    """Return all findings, fatal ones first. If a file cannot be read, that is the only finding.
 
     Args:
-        level: a pair without a fatal one runs a few prompts ("cpu"), or its card's ("gpu"), too.
-        card: a card.json; None takes the drafter's own.
+        level: "cpu" also runs a few prompts, "gpu" those of the card, unless there is a fatal finding.
+        card: a card.json; None uses the one in the drafter's folder.
     """
     try:
         target_folder = resolve_checkpoint(target, field="target", files=SMALL_FILES)
@@ -89,7 +86,7 @@ def _misfits(files: DrafterFiles[AnyConfig], spec: ModelSpec, target_folder: Pat
 
 
 def _eagle3_misfits(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Iterator[Misfit]:
-    """The first one, as an engine finds it."""
+    """Yield the first error that an engine would report."""
     try:
         config = Eagle3Config.load(files.folder, facts.num_layers)
         config.check_fits(facts)
@@ -99,7 +96,7 @@ def _eagle3_misfits(files: DrafterFiles[AnyConfig], facts: TargetFacts) -> Itera
 
 
 def _tensor_misfits(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> Iterator[Misfit]:
-    """Tensors that are missing, misshapen, or there and read by nobody."""
+    """Yield findings for tensors that are missing, have the wrong shape, or are unused."""
     tensors = files.tensors
     wanted = stored_shapes(files.config, facts, tensors)
     wrong: list[Misfit] = []
@@ -108,26 +105,26 @@ def _tensor_misfits(files: DrafterFiles[DrafterConfig], facts: TargetFacts) -> I
             tensors.check(name, shape, stored_dtypes(name))
         except CheckpointError as error:
             wrong.append(fatal(name, error.message))
-    yield from _few(wrong)
+    yield from _limited(wrong)
     unused = sorted(tensors.shapes.keys() - wanted.keys() - set(_OF_TRAINING))
     if unused:
-        named = ", ".join(unused[:_MOST_TOLD]) + (" ..." if len(unused) > _MOST_TOLD else "")
+        named = ", ".join(unused[:_MOST_LISTED]) + (" ..." if len(unused) > _MOST_LISTED else "")
         yield fatal(
             "unused tensors",
-            f"{tensors.where} holds {len(unused)} tensors that nothing asks for ({named}): config.json is of "
-            f"another revision, or the names are of another format. {_how_named(unused, wanted)}",
+            f"{tensors.where} has {len(unused)} unused tensors ({named}): config.json is from another "
+            f"revision, or the names are in another format. {_remedy(unused, wanted)}",
         )
 
 
-def _how_named(unused: list[str], wanted: dict[str, tuple[int, ...]]) -> str:
+def _remedy(unused: list[str], wanted: dict[str, tuple[int, ...]]) -> str:
     for name in unused:
         prefix = next((name.removesuffix(known) for known in wanted if name.endswith("." + known)), "")
         if prefix:
-            return f"Take the prefix {prefix!r} off the names."
-    return "Take config.json and weights from one revision."
+            return f"Remove the prefix {prefix!r} from the names."
+    return "Use config.json and weights of the same revision."
 
 
-def _few(misfits: list[Misfit]) -> Iterator[Misfit]:
-    yield from misfits[:_MOST_TOLD]
-    if (more := len(misfits) - _MOST_TOLD) > 0:
-        yield fatal("tensors", f"{more} more tensors are missing or misshapen likewise.")
+def _limited(misfits: list[Misfit]) -> Iterator[Misfit]:
+    yield from misfits[:_MOST_LISTED]
+    if (more := len(misfits) - _MOST_LISTED) > 0:
+        yield fatal("tensors", f"{more} more tensors are missing or have the wrong shape.")
