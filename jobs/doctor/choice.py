@@ -1,6 +1,6 @@
-"""What Manta will use of this machine for a pair: device, dtype, kernels; and why not the others.
+"""Reports the device, dtype and kernels that Manta will use for a pair, and why not the other backends.
 
-Asked of what loading asks (`actors/targets/loading/`), with nothing loaded. Called by `run.py`.
+Uses the decisions of loading (`actors/targets/loading/`) without loading anything. Called by `run.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUP = "Manta uses"
 
 
 def choice_checks(plan: LoadPlan) -> Iterator[Check]:
-    """A line for each choice, and for each backend that is not taken."""
+    """Yield a line for each choice, and for each backend that is not chosen."""
     yield _fact("device", str(plan.device))
     yield _fact("dtype", str(plan.dtype).removeprefix("torch."))
     yield _fact("attention backend", plan.attention_backend)
@@ -32,4 +32,4 @@ def _fact(name: str, words: str) -> Check:
 
 def _refusal(plan: LoadPlan, name: str) -> Outcome:
     reason = why_not(name, plan.models, plan.machine)
-    return Outcome(reason or f"runs here; --attention-backend {name} takes it")
+    return Outcome(reason or f"runs here; --attention-backend {name} selects it")

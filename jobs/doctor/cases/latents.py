@@ -1,11 +1,11 @@
-"""Attention over latents by our own kernels: absorbed for blocks, expanded for long prompts.
+"""Attention over latents (MLA) with our own kernels: absorbed for blocks, expanded for long prompts.
 
-The sizes are Kimi K2's on one of eight ranks, on a GPU; small ones in Triton's interpreter. Two requests have
-two passes each, the first of prompts; the last is judged. Imports no Triton by itself: `../run.py` calls it
-where Triton's backend runs.
+Sizes are those of Kimi K2 on one of eight ranks on a GPU, and small ones in Triton's interpreter. Two
+requests run two passes, of which the first is the prefill and the second is compared. Does not import Triton
+itself: `../run.py` calls it where Triton's backend runs.
 
-Legend: N rows, J heads, E and R head dims not rotated and rotated, F of values, C values of a latent,
-W = C + R, O = E + R.
+Legend: N rows, J heads, E and R head dims without and with rotary embedding, F of values, C values of a
+latent, W = C + R, O = E + R.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _HALF, _FP32 = 16, 512  # bounds in units of the last place
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """J, E, R, F, C; rows of a prompt of each of two requests, the second's as few as are expanded; rows of a
-    block."""
+    """Sizes J, E, R, F, C; prompt rows of two requests (the second: the fewest that expand); block rows."""
 
     heads: int
     nope: int
@@ -41,9 +40,8 @@ class _Sizes:
     block: int
 
 
-_KIMI = _Sizes(
-    8, 128, 64, 128, 512, prompts=(2100, 171), block=16
-)  # two of them are more keys than one piece
+# Two prompts have more keys than one chunk of the expansion.
+_KIMI = _Sizes(8, 128, 64, 128, 512, prompts=(2100, 171), block=16)
 _SMALL = _Sizes(3, 20, 8, 12, 32, prompts=(50, 33), block=5)
 
 
@@ -62,7 +60,7 @@ def latent_checks(place: Place, *, quick: bool) -> Iterator[Check]:
 
 
 def _attend(subject: Subject, *, sizes: _Sizes, rows: tuple[int, int]) -> list[Tensor]:
-    """So many rows of each request behind its prompt: the latents and keys that were written, the results."""
+    """Attend with `rows` of each request after its prompt; return the written K/V and the results."""
     width, rank = sizes.rank + sizes.rotated, sizes.rank
     requests = tuple(zip(sizes.prompts, rows, strict=True))
     contexts = Contexts(subject, requests, 1, KVGeometry(1, width, rank, v_in_k=True))

@@ -1,12 +1,11 @@
-"""A backend's operators one by one, and whole passes of it (`passes.py`), at the sizes of a dense pair.
+"""A backend's operators one by one, and whole passes (`passes.py`), at the sizes of a dense pair.
 
-Through the seam that models use (`drafter/compute/backend.py`), so that all backends compute the same. An
-operator is examined by itself where passes are driven from Python; a compiled pass is one call, and is
-examined as one. Every function here returns what a subject's backend computes of operands that it draws.
+They are called through the interface that models use (`drafter/compute/backend.py`). Operators are checked
+separately where passes are driven from Python; a compiled pass is one call and is checked as one. Every
+function here returns the results of a subject's backend for operands that it draws.
 
 Legend: N rows, H hidden, I inner size, O outputs, P parts and R rows of a block of a weight, L layers,
-Q query heads, K kv heads, D head dim; T taps and
-C groups of channels of a convolution.
+Q query heads, K kv heads, D head dim; T taps and C groups of channels of a convolution.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from .case import Case, error_of
 from .passes import draft_pass, target_pass
 from .subject import Contexts, Place, Requests, Subject, candidates
 
-_ROWS = 48  # of operators that look at one row at a time
+_ROWS = 48  # for operators that work on single rows
 _KINDS = ((True, None), (False, None), (True, 100), (False, 40))  # causal, window
-_PADDING = 2  # rows of no request behind the others: a captured step has such
+_PADDING = 2  # rows without a request after the others, as in captured steps
 
 
 def operator_checks(place: Place, *, quick: bool) -> Iterator[Check]:
-    """All cases of every backend for such a device.
+    """Yield all cases of every backend for the device.
 
     Args:
-        quick: on a GPU only of the first, which is served there; of two dtypes of 16 bits one.
+        quick: on a GPU only the preferred backend; only one 16-bit dtype.
     """
     for candidate in candidates(place)[: 1 if quick and place.device.type == "cuda" else None]:
         for dtype in candidate.examined(quick=quick):
@@ -74,7 +73,7 @@ def _product(subject: Subject) -> list[Tensor]:
 
 
 def product_of_blocks(subject: Subject, num_rows: int = 16) -> list[Tensor]:
-    """As the drafter's context reads its layers' keys and values, which lie within their q, k and v."""
+    """Multiply by the K and V rows within q, k, v weights of all layers, as the drafter's context does."""
     of, num_layers = subject.attention, subject.place.shape.drafter.num_layers
     q_size, kv_size = of.num_heads * of.head_dim, of.num_kv_heads * of.head_dim
     weight_OH = subject.weight(num_layers * (q_size + 2 * kv_size), subject.hidden)
@@ -94,10 +93,10 @@ def _residual_norm(subject: Subject) -> list[Tensor]:
 
 
 def add_product(subject: Subject, num_rows: int, scale: float = 1.0) -> tuple[Tensor, Normed]:
-    """An MLP's end: the new residual and its norm.
+    """Compute the end of an MLP: the new residual and its norm.
 
     Args:
-        scale: of what is multiplied; 0 adds nothing to the residual, which so is not rounded.
+        scale: scale of the input; 0 adds nothing to the residual, so that it is not rounded.
     """
     norm = RMSNorm(subject.norm_weight(subject.hidden), subject.eps)
     project = subject.backend.linear(subject.weight(subject.hidden, subject.inner))
@@ -107,13 +106,13 @@ def add_product(subject: Subject, num_rows: int, scale: float = 1.0) -> tuple[Te
 
 
 def _gate(subject: Subject, *, activation: Activation) -> list[Tensor]:
-    """A product's halves, that of the gate large enough to bend."""
+    """Compute the gated product, with gates in the nonlinear range."""
     project = subject.backend.linear(subject.weight(2 * subject.inner, subject.hidden))
     return [subject.backend.gated(project, subject.randn(_ROWS, subject.hidden, scale=3.0), activation)]
 
 
 def attention_error(subject: Subject, requests: Requests) -> float:
-    """Of every kind over the same requests."""
+    """Return the largest error over all kinds of attention for the same requests."""
     return max(
         error_of(subject, partial(attend, requests=requests, causal=causal, window=window))
         for causal, window in _KINDS
@@ -128,11 +127,13 @@ def attend(
     window: int | None = None,
     has_sinks: bool = False,
 ) -> list[Tensor]:
-    """Head norm, rotation, K/V write and attention: the keys and values that were written; each request's
-    rows, whose sizes depend on the length of its context.
+    """Run head norm, rotary embedding, K/V write and attention.
+
+    Returns the written keys and values, and each request's rows separately, since their magnitude depends on
+    the length of the context.
 
     Args:
-        has_sinks: a captured step's attention of gpt-oss, with rows of padding.
+        has_sinks: attention of gpt-oss in a captured step, with padding rows.
     """
     of, contexts = subject.attention, Contexts(subject, requests, num_layers=2)
     contexts.fill(subject)
@@ -149,7 +150,7 @@ def attend(
     rows, backend = contexts.rows(window, padding), subject.backend
     qkv_NO = torch.cat((qkv_NO, torch.full_like(qkv_NO[:padding], torch.nan)))
     found_NO = backend.attention(shape)(qkv_NO, backend.begin(rows), contexts.cache, 1)
-    assert not found_NO[num_rows:].any(), "rows of padding become zeros"
+    assert not found_NO[num_rows:].any(), "padding rows must be zero"
     return [
         *contexts.kv(1, rows.kv_slots[0][:num_rows]).unbind(),
         *contexts.split(found_NO[:num_rows]),
@@ -157,7 +158,7 @@ def attend(
 
 
 def _context(subject: Subject) -> list[Tensor]:
-    """K and V of all layers of the drafter, from one product."""
+    """Write K and V of all layers of the drafter from one product."""
     of, num_layers = subject.attention, subject.place.shape.drafter.num_layers
     contexts = Contexts(subject, subject.place.requests["blocks"], num_layers)
     rows, rope = contexts.rows(), subject.rope(contexts.length)
@@ -170,7 +171,7 @@ def _context(subject: Subject) -> list[Tensor]:
 
 
 def _convolutions(subject: Subject) -> list[Tensor]:
-    """Before and behind a sublayer: 4 taps, 16 groups of channels, blocks of 7 rows."""
+    """Convolve before and after a sublayer: 4 taps, 16 groups of channels, blocks of 7 rows."""
     x_NH, residual_NH, base_TH = (subject.randn(rows, subject.hidden) for rows in (_ROWS, _ROWS, 4))
     dynamic_NTC, owners_N = subject.randn(_ROWS, 4, 16), torch.arange(_ROWS, device=x_NH.device) // 7
     given = (x_NH, dynamic_NTC, base_TH, owners_N)

@@ -1,10 +1,9 @@
-"""Two whole passes of a backend: a target's and a drafter's, of two random layers each.
+"""Two whole passes of a backend: a target's and a drafter's, with two random layers each.
 
-Their contexts are computed or written by the backend itself, in whatever order its pages have. Called by
-`operators.py`.
+The backend itself computes or writes their contexts, whatever its page layout. Called by `operators.py`.
 
-    target's pass    prompts, then this step's rows behind them                    causal
-    drafter's pass   context K/V of so many tokens, then this step's rows behind   not causal, within a window
+    target's pass    prompts, then the rows of a step after them                   causal
+    drafter's pass   context K/V of `context` tokens, then the rows after it       not causal, with a window
 
 Legend: N rows, L layers, D head dim.
 """
@@ -23,7 +22,7 @@ _NUM_LAYERS = 2
 
 
 def target_pass(subject: Subject) -> list[Tensor]:
-    """Normed states of the prompts' rows, and of those behind them."""
+    """Return the normed hidden states of the prompts' rows and of the step's rows."""
     contexts = Contexts(subject, _requests(subject), _NUM_LAYERS)
     rope = subject.rope(contexts.length)
     stack = subject.backend.stack(
@@ -36,7 +35,7 @@ def target_pass(subject: Subject) -> list[Tensor]:
 
 
 def draft_pass(subject: Subject) -> list[Tensor]:
-    """Normed states of each request's rows, behind a context that is written."""
+    """Return the normed hidden states of each request's rows after a written context."""
     of, window = subject.attention, subject.place.context // 2
     contexts = Contexts(subject, _requests(subject), _NUM_LAYERS)
     rope = subject.rope(contexts.length)
@@ -52,7 +51,7 @@ def draft_pass(subject: Subject) -> list[Tensor]:
 
 
 def _requests(subject: Subject) -> Requests:
-    """A long context and a short one."""
+    """Return a request with a long context and one with a short context."""
     return ((subject.place.context, 16), (17, 3))
 
 
